@@ -1,0 +1,31 @@
+"""Records to JSON and back, validated on the way in. The one place that knows the wire form of a record."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+T = TypeVar("T")
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def to_json(record: Any) -> bytes:
+    """UTF-8 JSON of a record."""
+    return _adapter(type(record)).dump_json(record)
+
+
+def from_json(kind: type[T], data: bytes | str) -> T:
+    """A record of `kind` from JSON; raises `ValueError` when it does not validate."""
+    record: T = _adapter(kind).validate_json(data)
+    return record
+
+
+def to_data(record: Any) -> Any:
+    """Plain JSON-ready data of a record."""
+    return _adapter(type(record)).dump_python(record, mode="json")

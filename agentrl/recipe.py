@@ -1,0 +1,234 @@
+"""The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types stop before anything starts.
+
+Importing this module, and any recipe file, pulls no torch, vllm or deepspeed. A recipe file is a short Python file with one
+module-level `recipe = Recipe(...)`; `apply_overrides` lays dotted command-line overrides over it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentrl.errors import RecipeError
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and every unknown key is refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class PolicyConfig(Section):
+    model: str
+    """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
+    max_model_len: int = Field(1024, ge=16)
+    """Longest context in tokens, prompt and completions together."""
+
+
+class TasksConfig(Section):
+    family: str
+    """Plugin reference of a callable that takes `seed=` and returns a TaskFamily, e.g. `sandboxes.tables:Tables`."""
+    options: dict[str, str | int | float | bool] = {}
+    """Further keyword arguments of the family."""
+
+
+class EvalConfig(Section):
+    """Evaluation before and after training: same tasks, same sandboxes, same verifier."""
+
+    heldout: int = Field(160, ge=0)
+    """Held-out tasks in each evaluation."""
+    heldout_real: int = Field(96, ge=0)
+    """Held-out tasks on real data in each evaluation."""
+    temperature: float = Field(1.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy."""
+    every: int = Field(0, ge=0)
+    """Also evaluate after every so many steps; 0: only before and after."""
+
+
+class RolloutConfig(Section):
+    group_size: int = Field(8, ge=1)
+    """Attempts at one task; they share a baseline."""
+    groups_per_step: int = Field(16, ge=1)
+    """Tasks in one learner step."""
+    concurrency: int = Field(64, ge=1)
+    """Episodes in flight at once."""
+    temperature: float = Field(1.0, gt=0, le=2)
+    top_p: Literal[1.0] = 1.0
+    """Only 1.0: any other value makes the behaviour logprobs wrong for the importance ratio."""
+    max_retries: int = Field(2, ge=0)
+    """Fresh attempts after an infrastructure failure, before the episode is left out."""
+    min_group_size: int = Field(2, ge=1)
+    """A group with fewer counted episodes is dropped."""
+
+
+class SandboxConfig(Section):
+    backend: Literal["auto", "docker", "bubblewrap"] = "auto"
+    """auto: docker when a daemon answers, bubblewrap otherwise. There is no host backend."""
+    max_open: int = Field(64, ge=1)
+    """Sandboxes open at once."""
+    open_timeout_s: float = Field(60.0, gt=0)
+    """Deadline for opening one sandbox."""
+    warm: int = Field(8, ge=0)
+    """Sandboxes kept ready ahead of need (used once, then destroyed)."""
+
+
+class ServingConfig(Section):
+    engine: Literal["vllm"] = "vllm"
+    host: str = "127.0.0.1"
+    """Address the server binds to. Its control routes have no authentication: keep it on loopback or a private network."""
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port."""
+    max_num_seqs: int = Field(128, ge=1)
+    """Sequences decoded at once."""
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    """Share of GPU memory for the server (GPU only)."""
+    kv_cache_gb: float = Field(0.5, gt=0)
+    """Key/value cache in GiB (CPU only)."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of the engine; 0: all cores (CPU only)."""
+    weight_transfer: Literal["file", "nccl"] = "file"
+    """file: safetensors mapped by the server, single machine. nccl: GPU to GPU."""
+    startup_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(120.0, gt=0)
+    probe_max_abs_diff: float = Field(1e-3, gt=0)
+    """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
+
+
+class ObjectiveConfig(Section):
+    advantage: Literal["grpo"] = "grpo"
+    """grpo: (score - group mean) / (group std + eps)."""
+    normalize_std: bool = True
+    """Divide by the group's standard deviation."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    is_cap: float = Field(2.0, gt=0)
+    """Truncated importance sampling: cap on behaviour-policy correction weights."""
+
+
+class LearnerConfig(Section):
+    lr: float = Field(5e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    ranks: int = Field(1, ge=1)
+    """Learner processes (torchrun --nproc-per-node)."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per batch; above 1 the later ones are off-policy and the ratio clip matters."""
+    max_tokens_per_microbatch: int = Field(16384, ge=16)
+    """Padded tokens in one forward/backward pass on one rank."""
+    threads: int = Field(0, ge=0)
+    """CPU threads per rank; 0: torch's default."""
+    max_bad_updates: int = Field(3, ge=1)
+    """Non-finite updates set aside in a row before the run stops."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints kept on disk."""
+    keep_versions: int = Field(4, ge=2)
+    """Newest exported policy versions kept on disk, besides version 0, the serving and the promoted ones."""
+
+
+class Recipe(Section):
+    """Everything a run needs. `Recipe(name=..., policy=..., tasks=...)`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(16, ge=1)
+    """Learner steps."""
+    max_staleness: int = Field(1, ge=0)
+    """Learner versions an episode may lag behind. 0: strictly on-policy, rollouts wait for each update."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    policy: PolicyConfig
+    tasks: TasksConfig
+    rollout: RolloutConfig = RolloutConfig()
+    evaluation: EvalConfig = EvalConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    serving: ServingConfig = ServingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    learner: LearnerConfig = LearnerConfig()
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Recipe:
+        if self.objective.normalize_std and self.rollout.group_size < 2:
+            raise ValueError("rollout.group_size must be at least 2 when objective.normalize_std is true")
+        if self.rollout.min_group_size > self.rollout.group_size:
+            raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
+        if self.serving.weight_transfer == "nccl" and self.device == "cpu":
+            raise ValueError("serving.weight_transfer=nccl needs device=cuda; on CPU use weight_transfer=file")
+        if self.learner.minibatches > self.rollout.groups_per_step:
+            raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+
+def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """Lays `a.b=value` overrides over a recipe; values are JSON where they parse as JSON, else text.
+
+    Raises `RecipeError` naming the key and what is allowed.
+    """
+    data = recipe.model_dump(mode="json")
+    for item in overrides:
+        key, sep, text = item.partition("=")
+        if not sep or not key:
+            raise RecipeError(f"override {item!r} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
+        _assign(data, key, _parse(text))
+    return build(data)
+
+
+def build(data: dict[str, Any]) -> Recipe:
+    """Validates plain data into a Recipe, or raises `RecipeError` with one line per wrong key."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(describe(error), fix="see docs/recipes.md for every key and its allowed values") from None
+
+
+def describe(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "recipe"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = f"unknown key; known here: {', '.join(_keys(item['loc'][:-1]))}"
+        elif item["loc"]:
+            message = f"{message} (got {item['input']!r})"
+        lines.append(f"{key}: {message}")
+    return "\n".join(lines)
+
+
+def load(path: Path) -> Recipe:
+    """The recipe saved in a run folder (`recipe.json`)."""
+    return build(json.loads(path.read_text()))
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    node = data
+    for depth, part in enumerate(parents):
+        child = node.get(part)
+        if not isinstance(child, dict):
+            known = ", ".join(sorted(node))
+            raise RecipeError(f"{'.'.join(parents[: depth + 1])}: unknown section; known here: {known}")
+        node = child
+    if leaf not in node:
+        raise RecipeError(f"{dotted}: unknown key; known here: {', '.join(sorted(node))}")
+    node[leaf] = value
+
+
+def _keys(location: tuple[Any, ...]) -> list[str]:
+    model: Any = Recipe
+    for part in location:
+        model = model.model_fields[part].annotation
+    return sorted(model.model_fields)

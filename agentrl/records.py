@@ -1,0 +1,381 @@
+"""The nouns of agentrl: frozen records that pass between the stages. Standard library only.
+
+A stage that needs only a record gets the record, never the object that made it. Equal lengths and ranges are checked on
+construction, so a record that exists is a record that is consistent. `agentrl.codec` turns records into JSON and back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Split(StrEnum):
+    """Which part of a task family a task belongs to."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+    HELDOUT_REAL = "heldout_real"
+
+
+class Blame(StrEnum):
+    """Who caused a failure. Only `POLICY` failures are scored."""
+
+    POLICY = "policy"
+    TASK = "task"
+    INFRASTRUCTURE = "infrastructure"
+
+
+class VersionState(StrEnum):
+    """Life of a policy version: candidate -> serving -> promoted, or rolled back."""
+
+    CANDIDATE = "candidate"
+    SERVING = "serving"
+    PROMOTED = "promoted"
+    ROLLED_BACK = "rolled_back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool call as the policy wrote it: `ToolCall(name="python", arguments={"code": "print(1)"})`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message: `Message(role="user", content="How many rows?")`."""
+
+    role: str
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What a sandbox is made of and what it may use: `SandboxSpec(image="sandboxes/tables")`.
+
+    `image` is a folder that holds an `image.toml` recipe (see `agentrl.sandbox.images`), relative to the project root.
+    """
+
+    image: str
+    memory_mb: int = 256
+    processes: int = 32
+    cpus: float = 1.0
+    disk_mb: int = 64
+    open_files: int = 256
+    runtime: str = ""  # container runtime name, such as "runsc"; empty: the backend's own
+
+    def __post_init__(self) -> None:
+        for name in ("memory_mb", "processes", "cpus", "disk_mb", "open_files"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"SandboxSpec.{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one episode may spend: `Limits(turns=4, tool_timeout_s=5.0)`."""
+
+    turns: int = 4
+    turn_tokens: int = 256  # completion tokens in one turn
+    episode_tokens: int = 1024  # prompt + completion tokens of one trajectory
+    tool_timeout_s: float = 10.0
+    tool_output_chars: int = 2000  # head and tail are kept, the cut is marked
+    wall_s: float = 120.0  # whole episode, waiting included
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "turn_tokens", "episode_tokens", "tool_timeout_s", "tool_output_chars", "wall_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"Limits.{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
+
+    >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
+    ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
+    ...      data={"answer": "4"}, split=Split.TRAIN).key[:4]
+    '035d'
+    """
+
+    id: str
+    family: str
+    prompt: tuple[Message, ...]
+    tools: tuple[str, ...]  # tool names, such as ("python", "submit")
+    sandbox: SandboxSpec
+    verifiers: tuple[str, ...]  # plugin references, such as "rewards.tables:exact_answer"
+    data: Mapping[str, Any]  # truth and metadata; never enters the sandbox
+    split: Split
+    files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"task {self.id!r}: prompt is empty")
+        for path in self.files:
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"task {self.id!r}: file path {path!r} leaves the working directory")
+
+    @property
+    def key(self) -> str:
+        """Content hash (sha256, hex) of everything that defines the task."""
+        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Completion tokens `[start, end)` were sampled by the weights of policy version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end:
+            raise ValueError(f"VersionSpan needs 0 <= start < end, got [{self.start}, {self.end})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What the agent was shown for one tool call. `ok` is the program's own success, not the sandbox's."""
+
+    name: str
+    output: str
+    ok: bool
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One act -> observe step of one agent, in exact tokens.
+
+    `prompt_ids` are only the tokens that are new since the previous turn's completion; the whole context is the
+    concatenation over turns of prompt_ids + completion_ids. Nothing is ever tokenized twice.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]  # [T]
+    logprobs: tuple[float, ...]  # [T] of the behaviour policy, natural log, at the sampling temperature
+    versions: tuple[VersionSpan, ...]  # cover [0, T) without gap or overlap
+    message: Message  # parsed form of the completion
+    finish_reason: str  # "stop" or "length"
+    tool_results: tuple[ToolResult, ...] = ()
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        n = len(self.completion_ids)
+        if len(self.logprobs) != n:
+            raise ValueError(f"Turn: {n} completion ids but {len(self.logprobs)} logprobs")
+        edge = 0
+        for span in self.versions:
+            if span.start != edge:
+                raise ValueError(f"Turn: version spans leave a gap or overlap at token {edge}")
+            edge = span.end
+        if edge != n:
+            raise ValueError(f"Turn: version spans cover {edge} of {n} completion tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One line of turns by one agent."""
+
+    agent: str
+    turns: tuple[Turn, ...]
+    parent: int | None = None  # index in Episode.trajectories of the agent that started this one
+    stop_reason: str = "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | malformed | failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Something that went wrong, with the blame decided once, at the boundary where it was seen."""
+
+    stage: str  # sandbox | generate | tool | verify | ...
+    blame: Blame
+    kind: str  # short machine-readable name, such as "exec_timeout"
+    message: str
+    turn: int | None = None
+    retryable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """The tree of trajectories of one attempt at one task."""
+
+    id: str
+    task_id: str
+    task_key: str
+    trajectories: tuple[Trajectory, ...]
+    answer: str | None = None  # what the agent submitted; None: nothing
+    failures: tuple[Failure, ...] = ()
+    attempt: int = 0  # infrastructure retries before this one
+    wall_s: float = 0.0
+    sandbox_s: float = 0.0  # opening, executing and closing the sandbox
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version that sampled any token, or None when no token was sampled."""
+        return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
+
+    @property
+    def left_out(self) -> bool:
+        """True when a task or infrastructure failure keeps this episode out of the loss and of its group's baseline."""
+        return any(f.blame is not Blame.POLICY for f in self.failures)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(u.completion_ids) for t in self.trajectories for u in t.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A verifier's judgement. `value` None means unscored, with the reason; it is never 0 by default."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    evidence: str = ""
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.value is None and not self.reason:
+            raise ValueError("Score without a value needs a reason")
+        if self.value is not None and self.value != self.value:
+            raise ValueError("Score.value is NaN")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode:
+    """An episode and its combined score."""
+
+    episode: Episode
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one task that share a baseline. `index` numbers groups of a run from 0; it fixes task and step."""
+
+    index: int
+    task_id: str
+    task_key: str
+    episodes: tuple[ScoredEpisode, ...]
+
+    @property
+    def scored(self) -> tuple[ScoredEpisode, ...]:
+        """Episodes that count: not left out and with a score."""
+        return tuple(e for e in self.episodes if not e.episode.left_out and e.score.value is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One token sequence to train on. All tuples have the length of `token_ids`; position t describes token t."""
+
+    episode_id: str
+    group_index: int
+    token_ids: tuple[int, ...]  # [T]
+    loss_mask: tuple[bool, ...]  # [T] True where the policy sampled the token
+    logprobs: tuple[float, ...]  # [T] behaviour logprobs, 0.0 where masked
+    advantages: tuple[float, ...]  # [T] 0.0 where masked
+    versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("loss_mask", "logprobs", "advantages", "versions"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"Sample.{name} has {len(getattr(self, name))} entries for {n} tokens")
+        if n and self.loss_mask[0]:
+            raise ValueError("Sample: token 0 has no context, so it cannot be trained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one optimizer step consumes, over all ranks. `denominator` is the global count of trained tokens."""
+
+    step: int
+    samples: tuple[Sample, ...]
+    denominator: int
+    group_indices: tuple[int, ...]  # every group this step consumes, those without a sample included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion:
+    """One set of weights. Version 0 is the base policy; version n is the result of update n."""
+
+    number: int
+    parent: int | None
+    folder: str  # relative to the run folder; a Hugging Face folder with model.safetensors
+    sha256: str  # of model.safetensors
+    state: VersionState = VersionState.CANDIDATE
+    evals: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """How a program in a sandbox ended. Output is bytes turned to text with replacement; it is hostile input.
+
+    `exit_code` is None when the program was killed for `reason` ("timeout", "memory", "killed").
+    """
+
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    wall_s: float
+    truncated: bool = False
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion. Logprobs are always returned, at this temperature."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the inference server answered: exact ids, their logprobs, and which weights sampled them."""
+
+    token_ids: tuple[int, ...]  # the stop token is included when one ended the completion
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Token sequences and the learner's own logprobs for them; a server that took the weights must agree."""
+
+    token_ids: tuple[tuple[int, ...], ...]  # [P][T]
+    logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError("Probe: as many logprob rows as token rows are needed")
+        for ids, logprobs in zip(self.token_ids, self.logprobs, strict=True):
+            if len(logprobs) != len(ids) - 1:
+                raise ValueError(f"Probe: {len(ids)} tokens need {len(ids) - 1} logprobs, got {len(logprobs)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """What one weight swap cost and how well server and learner agree."""
+
+    version: int
+    stall_ms: float  # time during which no request could make progress
+    total_ms: float
+    probe_max_abs_diff: float  # nats
