@@ -58,8 +58,6 @@ class RolloutConfig(Section):
     concurrency: int = Field(64, ge=1)
     """Episodes in flight at once."""
     temperature: float = Field(1.0, gt=0, le=2)
-    top_p: Literal[1.0] = 1.0
-    """Only 1.0: any other value makes the behaviour logprobs wrong for the importance ratio."""
     max_retries: int = Field(2, ge=0)
     """Fresh attempts after an infrastructure failure, before the episode is left out."""
     min_group_size: int = Field(2, ge=1)

@@ -1,0 +1,85 @@
+"""Resolves references to user content: `module:attr`, `./file.py:attr`, or the name of an entry point.
+
+The only place that imports user content. References come from recipes and tasks, never from a sandbox, a judge or a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentrl.errors import PluginError
+
+ENTRY_POINT_GROUP = "agentrl.plugins"
+
+
+def add_project_root(root: Path) -> None:
+    """Puts a project's root first on `sys.path`, so that `rewards.tables:exact_answer` means the project's own file."""
+    text = str(root.resolve())
+    if sys.path[:1] != [text]:
+        sys.path.insert(0, text)
+
+
+def resolve(reference: str) -> Any:
+    """The object a reference names. Raises `PluginError` that says which half did not resolve.
+
+    `pkg.module:attr`   a module on `sys.path` (the project root is on it)
+    `./path/file.py:attr`   a file, relative to the current directory
+    `name`   an entry point of the group `agentrl.plugins` in an installed package
+    """
+    where, sep, attribute = reference.rpartition(":")
+    if not sep:
+        return _from_entry_point(reference)
+    if not where or not attribute:
+        raise PluginError(f"{reference!r} is not a reference", fix="write module:attr, ./file.py:attr, or an entry point's name")
+    module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise PluginError(f"{reference!r}: {where} has no attribute {attribute!r}", fix=f"it has: {names}") from None
+
+
+def _import(name: str, reference: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise PluginError(
+                f"{reference!r}: no module named {error.name!r}", fix="run from the project's root, or name a file: ./path/file.py:attr"
+            ) from None
+        raise PluginError(f"{reference!r}: importing {name} failed: {error}", fix=f"install {error.name!r}") from error
+
+
+def _load_file(path_text: str, reference: str) -> ModuleType:
+    path = Path(path_text).resolve()
+    if not path.is_file():
+        raise PluginError(f"{reference!r}: no such file: {path}", fix="give the path relative to the current directory")
+    name = f"agentrl_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{reference!r}: {path} cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _from_entry_point(name: str) -> Any:
+    found = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if not found:
+        known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none installed"
+        raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
+    return next(iter(found)).load()

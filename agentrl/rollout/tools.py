@@ -1,0 +1,106 @@
+"""The tools an agent may call. A task names them; a name with a colon is a plug-in reference to a tool of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentrl.errors import TaskError
+from agentrl.plugins import resolve
+from agentrl.protocols import Sandbox
+from agentrl.records import ExecResult, Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutcome:
+    """What a call did. `answer` set means: the agent has submitted this, the episode ends."""
+
+    output: str
+    ok: bool
+    answer: str | None = None
+
+
+class Tool(Protocol):
+    """One tool. `needs_sandbox` False: `sandbox` is None in the call and no sandbox is opened for it."""
+
+    name: str
+    needs_sandbox: bool
+    schema: Mapping[str, Any]  # OpenAI function schema, rendered by the chat template
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        """Bad arguments are an outcome with ok=False that tells the agent what is expected, never an exception."""
+        ...
+
+
+def function_schema(name: str, description: str, parameter: str, meaning: str) -> Mapping[str, Any]:
+    """The OpenAI function schema of a tool with one required string parameter."""
+    properties = {parameter: {"type": "string", "description": meaning}}
+    parameters = {"type": "object", "properties": properties, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+class PythonTool:
+    """Runs code in the episode's sandbox; every call is a fresh interpreter in the same working directory."""
+
+    name = "python"
+    needs_sandbox = True
+    schema = function_schema("python", "Run Python code in the sandbox and return what it prints.", "code", "Python source")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            return ToolOutcome(output='error: python needs {"code": "..."}', ok=False)
+        assert sandbox is not None, "needs_sandbox is True"
+        result = await sandbox.python(code, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars)
+        return ToolOutcome(output=show(result, limits), ok=result.ok)
+
+
+class SubmitTool:
+    """Hands in the final answer and ends the episode."""
+
+    name = "submit"
+    needs_sandbox = False
+    schema = function_schema("submit", "Submit the final answer.", "answer", "the answer")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        answer = arguments.get("answer")
+        if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+            return ToolOutcome(output='error: submit needs {"answer": "..."}', ok=False)
+        return ToolOutcome(output="submitted", ok=True, answer=str(answer)[: limits.tool_output_chars])
+
+
+BUILT_IN: Mapping[str, Tool] = {"python": PythonTool(), "submit": SubmitTool()}
+
+
+def load_tools(names: Sequence[str]) -> dict[str, Tool]:
+    """Tools by the name the agent calls them. Raises `TaskError` for a name that is neither built in nor a reference."""
+    tools: dict[str, Tool] = {}
+    for name in names:
+        if ":" not in name and name not in BUILT_IN:
+            raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(BUILT_IN)}, or a reference such as mytools:search")
+        tool: Tool = BUILT_IN[name] if name in BUILT_IN else resolve(name)
+        tools[tool.name] = tool
+    return tools
+
+
+def show(result: ExecResult, limits: Limits) -> str:
+    """What the agent is shown of a program: its output, then how it ended if not well; head and tail within the limit."""
+    text = result.stdout.rstrip("\n")
+    if result.stderr.strip():
+        text = f"{text}\n{result.stderr.rstrip()}".lstrip("\n")
+    if result.reason == "timeout":
+        text = f"{text}\nerror: timed out after {limits.tool_timeout_s:g} s".lstrip("\n")
+    elif result.exit_code is None:
+        text = f"{text}\nerror: killed ({result.reason or 'unknown'})".lstrip("\n")
+    elif result.exit_code != 0 and not result.stderr.strip():
+        text = f"{text}\nerror: exit code {result.exit_code}".lstrip("\n")
+    return clip(text, limits.tool_output_chars)
+
+
+def clip(text: str, limit: int) -> str:
+    """Text of at most about `limit` characters: its head and tail, with the cut marked."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"

@@ -1,0 +1,57 @@
+"""Which task each group of a run gets: a pure function of the seed and the group's index.
+
+Because nothing is drawn from a moving state, the group index is the whole cursor: a run that resumes knows which groups it
+still owes, and neither skips nor doubles a prompt.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from agentrl.errors import PluginError, RecipeError
+from agentrl.plugins import resolve
+from agentrl.protocols import TaskFamily
+from agentrl.recipe import TasksConfig
+from agentrl.records import Split, Task
+
+
+def open_family(config: TasksConfig, *, seed: int) -> TaskFamily:
+    """The task family a recipe names. Raises `PluginError` when it does not resolve or refuses its options."""
+    factory = resolve(config.family)
+    try:
+        family = factory(seed=seed, **config.options)
+    except TypeError as error:
+        raise PluginError(
+            f"tasks.family {config.family!r}: {error}", fix="it must be callable as family(seed=0, **tasks.options)"
+        ) from error
+    for name in ("task", "size", "gold"):
+        if not callable(getattr(family, name, None)):
+            raise PluginError(f"tasks.family {config.family!r} has no method {name!r}", fix="see docs/task-families.md")
+    opened: TaskFamily = family
+    return opened
+
+
+@dataclass(frozen=True)
+class GroupSchedule:
+    """Group index -> training task. Finite splits are walked in a new seeded order each epoch; endless ones in order."""
+
+    family: TaskFamily
+    seed: int
+    _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
+
+    def task(self, group_index: int) -> Task:
+        size = self.family.size(Split.TRAIN)
+        if size is None:
+            return self.family.task(Split.TRAIN, group_index)
+        if size == 0:
+            raise RecipeError(f"task family {self.family.name!r} has no training tasks")
+        epoch, position = divmod(group_index, size)
+        return self.family.task(Split.TRAIN, self._order(epoch, size)[position])
+
+    def _order(self, epoch: int, size: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(size))
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._orders[epoch] = order
+        return self._orders[epoch]

@@ -1,0 +1,65 @@
+"""A policy that says what it was told to say, and the tokenizer it says it in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from agentrl.records import Completion, SamplingParams, VersionSpan
+
+_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n'
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+
+def byte_tokenizer() -> Any:
+    """A Hugging Face tokenizer of 256 bytes and the chat's control tokens, made in memory."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast  # type: ignore[attr-defined]
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=list(_SPECIAL)
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+class ScriptedPolicy:
+    """Answers each request with the next text of a script, tokenized, with logprob -0.5 a token.
+
+    `script` is called with the number of the request for this episode (0, 1, ...) and its episode id; it gives the text, or
+    raises (an exception stands for a failing server).
+    """
+
+    def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.version = version
+        self.prompts: list[tuple[int, ...]] = []
+
+    @classmethod
+    def saying(cls, tokenizer: Any, *texts: str) -> ScriptedPolicy:
+        """A policy whose turn n says `texts[n]` in every episode."""
+        return cls(tokenizer, lambda turn, _: texts[turn])
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        self.prompts.append(tuple(prompt_ids))
+        episode, _, turn = request_id.rpartition("-")
+        ids = [*self.tokenizer.encode(self.script(int(turn), episode), add_special_tokens=False), self.tokenizer.eos_token_id]
+        finish = "stop" if len(ids) <= params.max_tokens else "length"
+        kept = tuple(_take(iter(ids), params.max_tokens))
+        spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
+        return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish)
+
+
+def _take(ids: Iterator[int], count: int) -> Iterator[int]:
+    for _, token in zip(range(count), ids, strict=False):
+        yield token

@@ -1,0 +1,87 @@
+"""Sandboxes that run nothing: each program is answered by a function. For tests of what goes on around a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from agentrl.errors import SandboxError
+from agentrl.records import ExecResult, SandboxSpec
+
+Answer = Callable[[str], ExecResult]
+
+
+def printing(text: str) -> Answer:
+    """Every program prints `text` and succeeds."""
+    return lambda code: ExecResult(exit_code=0, stdout=text, stderr="", wall_s=0.0)
+
+
+class ScriptedSandbox:
+    """One sandbox whose programs are answered by `answer(code)`; files are kept in memory."""
+
+    def __init__(self, name: str, answer: Answer, files: Mapping[str, bytes]) -> None:
+        self.id = name
+        self.files = dict(files)
+        self.closed = False
+        self._answer = answer
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_bytes: int = 65536,
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        return await self.python(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)
+
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536) -> ExecResult:
+        if self.closed:
+            raise SandboxError("the sandbox is closed")
+        return self._answer(code)
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        data = self.files.get(path)
+        if data is None:
+            raise FileNotFoundError(path)
+        if len(data) > max_bytes:
+            raise ValueError(f"{path} is larger than {max_bytes} bytes")
+        return data
+
+    async def write(self, path: str, data: bytes) -> None:
+        self.files[path] = data
+
+    async def snapshot(self) -> bytes:
+        return json.dumps({path: data.hex() for path, data in self.files.items()}).encode()
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedSandboxes:
+    """A backend of scripted sandboxes; `opened` holds every one that was handed out."""
+
+    name = "scripted"
+
+    def __init__(self, answer: Answer) -> None:
+        self.opened: list[ScriptedSandbox] = []
+        self._answer = answer
+
+    async def prepare(self, spec: SandboxSpec) -> None: ...
+
+    async def open(
+        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
+    ) -> ScriptedSandbox:
+        kept = {path: bytes.fromhex(data) for path, data in json.loads(snapshot or b"{}").items()}
+        sandbox = ScriptedSandbox(f"scripted-{len(self.opened)}", self._answer, {**kept, **(files or {})})
+        self.opened.append(sandbox)
+        return sandbox
+
+    async def close(self) -> None:
+        for sandbox in self.opened:
+            await sandbox.close()

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentrl.errors import PluginError
+from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
+from agentrl.reward import TaskScorer
+
+
+async def half(task: Task, episode: Episode) -> Score:
+    return Score(value=0.5, parts={"style": 0.2}, evidence="ok")
+
+
+async def full(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0)
+
+
+async def broken(task: Task, episode: Episode) -> Score:
+    raise KeyError("answer")
+
+
+async def slow(task: Task, episode: Episode) -> Score:
+    await asyncio.sleep(60)
+    return Score(value=1.0)
+
+
+async def wrong(task: Task, episode: Episode) -> Any:
+    return 1.0
+
+
+not_callable = 3
+
+
+def task(*names: str) -> Task:
+    verifiers = tuple(f"{__file__}:{name}" for name in names)
+    message = Message(role="user", content="q")
+    spec = SandboxSpec(image="none")
+    return Task(id="t", family="f", prompt=(message,), tools=(), sandbox=spec, verifiers=verifiers, data={}, split=Split.TRAIN)
+
+
+EPISODE = Episode(id="e", task_id="t", task_key="k", trajectories=())
+
+
+async def test_scores_are_averaged_and_their_parts_kept() -> None:
+    score = await TaskScorer()(task("half", "full"), EPISODE)
+    assert score.value == 0.75 and score.evidence == "ok"
+    assert {name.rsplit(":")[-1]: part for name, part in score.parts.items()} == {"half": 0.5, "full": 1.0, "half/style": 0.2}
+
+
+@pytest.mark.parametrize(("name", "reason"), [("broken", "KeyError"), ("slow", "within"), ("wrong", "not a Score")])
+async def test_a_verifier_that_fails_leaves_the_episode_unscored(name: str, reason: str) -> None:
+    score = await TaskScorer(timeout_s=0.05)(task("full", name), EPISODE)
+    assert score.value is None and reason in score.reason
+
+
+async def test_no_verifier_is_unscored_not_zero() -> None:
+    assert (await TaskScorer()(task(), EPISODE)).value is None
+
+
+@pytest.mark.parametrize("name", ["not_callable", "absent"])
+async def test_references_that_do_not_resolve_are_refused(name: str) -> None:
+    with pytest.raises(PluginError):
+        TaskScorer().load(task(name).verifiers)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from agentrl.errors import SandboxError, ServingError
+from agentrl.records import Blame, ExecResult, Limits, Task
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+PYTHON = '<tool_call>\n{"name": "python", "arguments": {"code": "print(3)"}}\n</tool_call>'
+SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_call>'
+
+
+async def test_act_observe_submit(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    policy = ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT)
+    sandboxes = ScriptedSandboxes(printing("3\n"))
+    episode = await make_runner(policy, sandboxes).run(task, episode_id="e")
+    (trajectory,) = episode.trajectories
+    assert (episode.answer, trajectory.stop_reason, episode.failures) == ("3", "submitted", ())
+    assert [r.output for u in trajectory.turns for r in u.tool_results] == ["3", "submitted"]
+    assert sandboxes.opened[0].files == {"a.csv": b"x\n1\n"} and sandboxes.opened[0].closed
+
+
+async def test_prompts_are_the_exact_ids_of_the_turns_before(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    policy = ScriptedPolicy.saying(tokenizer, PYTHON, PYTHON, SUBMIT)
+    episode = await make_runner(policy).run(task, episode_id="e")
+    context: tuple[int, ...] = ()
+    for prompt, turn in zip(policy.prompts, episode.trajectories[0].turns, strict=True):
+        context += turn.prompt_ids
+        assert prompt == context
+        context += turn.completion_ids
+
+
+async def test_no_sandbox_is_opened_for_an_agent_that_never_runs_code(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    sandboxes = ScriptedSandboxes(printing(""))
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT), sandboxes).run(task, episode_id="e")
+    assert episode.answer == "3" and sandboxes.opened == []
+
+
+async def test_malformed_call_is_answered_and_the_episode_goes_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    policy = ScriptedPolicy.saying(tokenizer, "<tool_call>{</tool_call>", '<tool_call>{"name": "ls"}</tool_call>', SUBMIT)
+    episode = await make_runner(policy).run(task, episode_id="e")
+    outputs = [r.output for u in episode.trajectories[0].turns for r in u.tool_results]
+    assert "not valid JSON" in outputs[0] and "no tool 'ls'" in outputs[1]
+    assert episode.answer == "3"
+
+
+async def test_limits_end_the_episode_without_blame(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    turns = await make_runner(ScriptedPolicy(tokenizer, lambda *_: PYTHON)).run(task, episode_id="e")
+    assert (turns.trajectories[0].stop_reason, len(turns.trajectories[0].turns), turns.left_out) == ("turn_limit", 3, False)
+    short = replace(task, limits=Limits(turn_tokens=10))
+    cut = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON)).run(short, episode_id="e")
+    assert (cut.trajectories[0].stop_reason, cut.trajectories[0].turns[0].finish_reason) == ("token_limit", "length")
+    plain = await make_runner(ScriptedPolicy.saying(tokenizer, "three")).run(task, episode_id="e")
+    assert (plain.trajectories[0].stop_reason, plain.answer) == ("answered", None)
+
+
+async def test_programs_that_fail_or_hang_are_shown_to_the_agent(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    late = ScriptedSandboxes(lambda _: ExecResult(exit_code=None, stdout="a" * 9000, stderr="", wall_s=1.0, reason="timeout"))
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), late).run(task, episode_id="e")
+    (result,) = episode.trajectories[0].turns[0].tool_results
+    assert not result.ok and "timed out" in result.output and "characters cut" in result.output
+    assert len(result.output) < 2100 and episode.failures == ()
+
+
+async def test_infrastructure_faults_are_blamed_on_the_infrastructure(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    def dead_server(turn: int, episode: str) -> str:
+        raise ServingError("connection refused")
+
+    def dead_sandbox(code: str) -> ExecResult:
+        raise SandboxError("daemon is gone")
+
+    served = await make_runner(ScriptedPolicy(tokenizer, dead_server)).run(task, episode_id="e")
+    boxed = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON), ScriptedSandboxes(dead_sandbox)).run(task, episode_id="e")
+    for episode, stage in ((served, "generate"), (boxed, "sandbox")):
+        assert episode.left_out and episode.answer is None
+        assert (episode.failures[0].stage, episode.failures[0].blame) == (stage, Blame.INFRASTRUCTURE)
+
+
+async def test_a_server_that_hangs_is_not_the_policys_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class Hanging(ScriptedPolicy):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(60)
+
+    hurried = replace(task, limits=Limits(wall_s=0.1))
+    episode = await make_runner(Hanging.saying(tokenizer, "")).run(hurried, episode_id="e")
+    assert (episode.failures[0].kind, episode.left_out) == ("wall_limit", True)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from agentrl.errors import PluginError
+from agentrl.recipe import TasksConfig
+from agentrl.records import Message, SandboxSpec, Split, Task
+from agentrl.task import GroupSchedule, open_family
+
+
+class Ten:
+    """A family of ten tasks."""
+
+    name = "ten"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    def size(self, split: Split) -> int | None:
+        return 10
+
+    def task(self, split: Split, index: int) -> Task:
+        message = Message(role="user", content=str(index))
+        spec = SandboxSpec(image="none")
+        return Task(id=f"{index}", family="ten", prompt=(message,), tools=(), sandbox=spec, verifiers=(), data={}, split=split)
+
+    def gold(self, task: Task) -> str:
+        return ""
+
+
+def test_every_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
+    schedule = GroupSchedule(Ten(), seed=3)
+    ids = [schedule.task(i).id for i in range(30)]
+    assert Counter(ids) == {str(i): 3 for i in range(10)}
+    assert ids[:10] != ids[10:20]
+
+
+def test_the_index_alone_decides_so_a_resumed_run_sees_the_same_tasks() -> None:
+    first, second = GroupSchedule(Ten(), seed=3), GroupSchedule(Ten(), seed=3)
+    assert [first.task(i).key for i in range(25)] == [second.task(i).key for i in reversed(range(25))][::-1]
+
+
+@pytest.mark.parametrize("family", [f"{__file__}:Missing", "no.such.module:X", "./absent.py:X", "nothing", "json:dumps"])
+def test_a_family_that_does_not_resolve_is_refused_with_its_name(family: str) -> None:
+    with pytest.raises(PluginError) as error:
+        open_family(TasksConfig(family=family), seed=0)
+    assert "fix" in str(error.value)
