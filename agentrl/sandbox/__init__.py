@@ -1,0 +1,1 @@
+"""Sandboxes: isolated places to run an agent's programs (Docker, bubblewrap), their images, warm pool and conformance checks."""
