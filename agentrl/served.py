@@ -1,0 +1,126 @@
+"""The policy as the rollouts see it: one that is always there. Behind it, a server that may die, be restarted and be swapped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl import codec
+from agentrl.errors import ServingError, SwapError
+from agentrl.protocols import VersionRegistry
+from agentrl.recipe import Recipe
+from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
+from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer
+
+log = logging.getLogger(__name__)
+
+_RESTARTS = 5
+_SWAP_TRIES = 3
+
+
+class ServedPolicy:
+    """A `Policy` on a supervised server: requests wait at a gate while the server is restarted.
+
+    `version` is the number of the version that answers now. At most `_RESTARTS` restarts in a run; then `ServingError`.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry) -> None:
+        self.version = -1
+        self.restarts = 0
+        self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
+        self._server: VLLMServer | None = None
+        self._client: TokenClient | None = None
+        self._channel: FileWeightChannel | None = None
+        self._ready = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._busy = asyncio.Lock()  # a swap and a restart never overlap
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Starts a server with the weights of `version` and opens the gate."""
+        server = VLLMServer(recipe=self._recipe, model=self._run_dir / version.folder, version=version.number, run_dir=self._run_dir)
+        self._server = server
+        await server.start()
+        self._client = TokenClient.for_server(server)
+        self._channel = FileWeightChannel(server, registry_folder=self._run_dir / "versions")
+        await self._set_version(version.number)
+        self._ready.set()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise ServingError("the inference server did not come back") from None
+        assert self._client is not None, "the gate opens after start()"
+        return await self._client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Takes a published version into the running server; the old one serves on unless the probe agrees.
+
+        Raises `SwapError` after three tries, and `ServingError` when the server is gone.
+        """
+        folder = self._run_dir / version.folder
+        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        for attempt in range(1, _SWAP_TRIES + 1):
+            async with self._busy:
+                if self._channel is None:
+                    raise ServingError("no server to swap weights into")
+                try:
+                    report = await self._channel.swap(
+                        version,
+                        folder,
+                        probe,
+                        max_abs_diff=self._recipe.serving.probe_max_abs_diff,
+                        timeout_s=self._recipe.serving.request_timeout_s,
+                    )
+                except SwapError as error:
+                    log.warning("swap to version %d, try %d: %s", version.number, attempt, error)
+                    if attempt == _SWAP_TRIES:
+                        raise
+                    continue
+            self._registry.set_state(version.number, VersionState.SERVING)
+            await self._set_version(version.number)
+            return report
+        raise AssertionError("unreachable")
+
+    async def wait_version(self, number: int) -> None:
+        """Returns once version `number` or a newer one is serving."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= number)
+
+    async def watch(self) -> None:
+        """Restarts the server when it dies, from the newest version that served; returns only by cancellation or `ServingError`."""
+        while True:
+            await asyncio.sleep(0.5)
+            if self._server is None or await self._server.alive():
+                continue
+            self._ready.clear()
+            async with self._busy:
+                self.restarts += 1
+                if self.restarts > _RESTARTS:
+                    raise ServingError(f"the inference server died {self.restarts} times; see logs/server.log")
+                log.warning("the inference server died; restart %d of at most %d", self.restarts, _RESTARTS)
+                await self._stop()
+                version = self._registry.latest(VersionState.SERVING, VersionState.PROMOTED)
+                if version is None:
+                    raise ServingError("no policy version to serve")
+                await self.start(version)
+
+    async def close(self) -> None:
+        self._ready.clear()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        for part in (self._channel, self._client):
+            if part is not None:
+                await part.close()
+        if self._server is not None:
+            await self._server.stop()
+        self._server = self._client = self._channel = None
+
+    async def _set_version(self, number: int) -> None:
+        async with self._changed:
+            self.version = number
+            self._changed.notify_all()

@@ -1,0 +1,38 @@
+"""The same task family with a Qwen3 model of 0.6B to 4B parameters on one GPU.
+
+    agentrl train recipes/tables_qwen3_gpu.py
+    agentrl train recipes/tables_qwen3_gpu.py policy.model=Qwen/Qwen3-4B serving.gpu_memory_utilization=0.35
+
+Server and learner share the GPU: `serving.gpu_memory_utilization` is the server's part; the learner needs about 16 bytes a
+parameter (weights, gradients and Adam's moments) and room for activations.
+"""
+
+from agentrl.recipe import (
+    EvalConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    ServingConfig,
+    TasksConfig,
+)
+
+recipe = Recipe(
+    name="tables-qwen3",
+    steps=60,
+    max_staleness=1,
+    device="cuda",
+    policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096),
+    tasks=TasksConfig(family="sandboxes.tables:Tables"),
+    rollout=RolloutConfig(group_size=8, groups_per_step=32, concurrency=128),
+    evaluation=EvalConfig(heldout=256, heldout_real=96, every=20),
+    serving=ServingConfig(max_num_seqs=256, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
+    objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
+    learner=LearnerConfig(lr=1e-6, warmup_steps=5, zero_stage=2, max_tokens_per_microbatch=16384),
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)
