@@ -1,0 +1,37 @@
+"""Generated tables: made-up names and cells, drawn from the word pool of one split."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+from random import Random
+
+from agentrl.records import Split
+from sandboxes.tables.kinds import Row, Table
+from sandboxes.tables.names import Names
+
+
+def generated_table(rng: Random, split: Split) -> Table:
+    """10 to 22 rows with a label, a group, two number columns and a date, all named at random. A pure function of its arguments."""
+    names = Names(rng, split)
+    stem, other = names.stem(), names.stem()
+    label, group, first, second, day = (names.column() for _ in range(5))
+    count = rng.randint(10, 22)
+    labels = names.phrases(count)
+    values = [names.value() for _ in range(rng.randint(3, 5))]
+    weights = [rng.random() + 0.2 for _ in values]
+    ranges = {first: _number_range(rng), second: _number_range(rng)}
+    start = date(rng.randint(1995, 2030), 1, 1)
+    rows: list[Row] = []
+    for text in labels:
+        row = {label: text, group: rng.choices(values, weights)[0]}
+        for column, (low, high, digits) in ranges.items():
+            row[column] = f"{10 ** rng.uniform(low, high):.{digits}f}"
+        row[day] = (start + timedelta(days=rng.randrange(900))).isoformat()
+        rows.append(row)
+    return Table(stem=stem, other=other, rows=rows, labels=(label,), groups=(group,), numbers=(first, second), dates=(day,))
+
+
+def _number_range(rng: Random) -> tuple[float, float, int]:
+    """Powers of ten between which the cells lie, and their decimals. Cells differ in length, so that text order is not number order."""
+    low = rng.uniform(0, 1.5)
+    return low, low + rng.uniform(1.0, 2.0), rng.choice((0, 1, 1, 2))

@@ -1,0 +1,164 @@
+"""Names for generated tables. Training and held-out tables draw from disjoint word pools, decided by a hash of the word.
+
+A word is an English word from `ENGLISH` or a made-up one; `belongs` gives each word to exactly one of the two splits, so no
+file, column or value name that is made of words can appear in both. Units, joining words and bare numbers are shared.
+"""
+
+from __future__ import annotations
+
+import zlib
+from random import Random
+
+from agentrl.records import Split
+
+ENGLISH = tuple(
+    """
+    acorn actor agent alarm album amber anchor angle anvil apple apron arch arrow artist atlas attic autumn award badge bakery
+    balance ballot bamboo banner barrel basin basket batch battery beacon beaver bench berry bicycle birch blanket blossom board
+    bonus border bottle boulder branch brass bread breeze brick bridge bronze brush bucket budget buffer bundle button cabin cable
+    cactus camera canal candle canoe canvas canyon carbon cargo carpet carton castle cattle cedar cellar chain chair chamber
+    channel charge cherry circle citrus claim clay cliff climate clinic clock cloud clover coach coast cobalt coffee column comet
+    copper coral corner cotton counter course crane crater credit crystal curve cycle dairy debit degree delay delivery demand
+    density depth desert device diary dinner discount distance dock donkey draft dragon drawer dress driver drum dune duty eagle
+    earning echo edge effort elbow ember engine entry envelope error escape estate event exit expense fabric factory falcon farm
+    feather fee fence ferry fever fiber field figure filter finger flame flight floor flour flow flower forest fork fossil frame
+    freight frost fruit fuel funnel galaxy garage garden gate gauge ginger glacier glass glove grade grain granite grape gravel
+    grid ground growth guard guest guitar habit hammer harbor harvest hazel heat height helmet herb hill hinge honey horizon hotel
+    hour humidity hunter ice idea impact income index ink invoice iron item ivory jacket jar jasmine jewel joint journey juice
+    jungle kettle kitchen knee knot label ladder lagoon lamp lantern lawn layer lead leaf lemon lens lesson letter level lever
+    light lily limit linen load lobby locker lodge lunch machine magnet mango maple marble margin market mask meadow melon member
+    metal meter mill mirror model moment monitor moss motor mountain mountain needle nest network night noise north note novel oak
+    oat object office olive onion opera orange orbit orchard order origin otter outlet output oven owner oyster package paddle
+    paint palace panel paper parcel park passage pasta patch path payment peach pearl pebble pencil pepper permit phase phone
+    piano picnic pigeon pillow pilot pine pipe plane planet plant plaster plate plaza plum pocket point polar pond portion post
+    potato powder power prairie premium pressure price prism prize product profit pulley pump purse quarry quarter queue rabbit
+    rack radio rail rain ranch range rate ratio raven rebate record reef region relay rent repair report reserve result return
+    ribbon rice ridge ring river road robot rocket roof room root rope route rubber saddle sail salad sales salmon salt sample
+    sand satin sauce scale scarf school score screen seal season seat seed segment sensor series service shade shaft shelf shell
+    shift ship shirt shop shore shovel signal silver size skill slope smoke snow soap socket soil solar sound south spark speed
+    spice spring square stable staff stage stamp station steam steel stem step stock stone storage storm stove strain strap straw
+    stream street stripe studio sugar summer summit supply surface swan switch table talent tank target tariff tax team temple
+    tension tent terrain theme thread ticket tide tile timber tin toast token tool torch tower track trade trail train travel tray
+    trench trend trial tribe truck trunk tulip tunnel turbine turtle twig unit usage valley value valve vapor vault vector vendor
+    vessel village vine violet visit visitor voice volcano voltage volume voyage wage wagon walnut warmth water wave wax wedge week
+    weight whale wheat wheel width willow window wing winter wire wolf wood wool worker yard yarn yield zebra zinc zone
+    """.split()
+)
+UNITS = ("cm", "mm", "km", "kg", "g", "t", "l", "ml", "m2", "%", "EUR", "USD", "GBP", "JPY", "kWh", "W", "C", "K", "h", "min", "s", "ppm", "Hz", "bar")
+JOINERS = ("of", "per", "in", "and", "the", "by", "to", "for")
+ONSETS = ("", *"b b bl br c c ch cl cr d d dr f f fl fr g g gl gr h h j k k l l m m n n p p pl pr qu r r s s sc sh sl sp st str t t th tr v w x y z".split())
+VOWELS = "a e i o u a e i o u ai au ea ee ia ie io oa oo ou y".split()
+ACCENTED = "é è ç ã å ö ü ñ í ó ô ā".split()
+CODAS = ("", "", "", "", *"c d g l l ll m n n nd ng nt p r r rd s s ss st t th x".split())
+
+
+def belongs(word: str) -> Split:
+    """The split that owns a word, whatever its case: one word in four is held out."""
+    return Split.HELDOUT if zlib.crc32(word.lower().encode()) % 4 == 0 else Split.TRAIN
+
+
+class Names:
+    """Random names for one table, made of words that belong to `split`. Never gives the same name twice."""
+
+    def __init__(self, rng: Random, split: Split) -> None:
+        self.rng = rng
+        self.split = split
+        self.given: set[str] = set()
+
+    def word(self) -> str:
+        """A lower-case word of the split: an English one half of the time, else a made-up one."""
+        while True:
+            word = self.rng.choice(ENGLISH) if self.rng.random() < 0.5 else self._coined()
+            if belongs(word) is self.split:
+                return word
+
+    def column(self) -> str:
+        """A column name in one of the styles seen in the wild: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
+        return self._new(self._column)
+
+    def stem(self) -> str:
+        """A file name without extension, such as `harbor_visits-2` or `KelmorLog`."""
+        return self._new(self._stem)
+
+    def value(self) -> str:
+        """A cell of a category: `Tulip`, `kelm`, `North Drum`, `QX-17`, `class_3`."""
+        return self._new(self._value)
+
+    def phrases(self, count: int) -> list[str]:
+        """`count` distinct phrases of one to five words over a small vocabulary, so that words recur."""
+        vocabulary = [self._cased(self.word()) for _ in range(max(4, count // 3))]
+        found: dict[str, None] = {}
+        while len(found) < count:
+            words = [self.rng.choice(vocabulary) for _ in range(self.rng.choice((1, 2, 2, 3, 3, 4, 5)))]
+            if len(words) > 2 and self.rng.random() < 0.3:
+                words[1] = self.rng.choice(JOINERS)
+            found[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
+        return list(found)
+
+    def _new(self, make: object) -> str:
+        assert callable(make)
+        while True:
+            name = str(make())
+            if name not in self.given:
+                self.given.add(name)
+                return name
+
+    def _coined(self) -> str:
+        rng = self.rng
+        parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+        if rng.random() < 0.06:
+            parts.insert(rng.randrange(len(parts) + 1), rng.choice(ACCENTED))
+        if rng.random() < 0.15:
+            parts.insert(0, rng.choice("aeiou"))
+        return "".join(parts)
+
+    def _cased(self, word: str) -> str:
+        return word.upper() if self.rng.random() < 0.05 else word.capitalize() if self.rng.random() < 0.75 else word
+
+    def _column(self) -> str:
+        rng = self.rng
+        words = [self.word() for _ in range(rng.choice((1, 1, 2, 2, 2, 3)))]
+        if len(words) == 2 and rng.random() < 0.12:
+            words.insert(1, rng.choice(JOINERS))
+        if rng.random() < 0.15:
+            words[rng.randrange(len(words))] += rng.choice(("", "_", " ")) + str(rng.choice((rng.randint(1, 9), rng.randint(10, 999))))
+        style = rng.choice(("snake", "snake", "snake", "space", "space", "space", "title", "camel", "upper", "kebab", "slash", "dot"))
+        if style == "camel":
+            return words[0] + "".join(word.capitalize() for word in words[1:])
+        if style == "upper":
+            return "_".join(words).upper()
+        name = {"snake": "_", "space": " ", "title": " ", "kebab": "-", "slash": "/", "dot": "."}[style].join(words)
+        name = name.title() if style == "title" else name
+        if style in ("space", "title") and rng.random() < 0.5:
+            return f"{name} ({rng.choice(UNITS)})"
+        return f"{name}_{rng.choice(UNITS)}" if style == "snake" and rng.random() < 0.1 else name
+
+    def _stem(self) -> str:
+        rng = self.rng
+        words = [self.word() for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+        style = rng.choice(("_", "_", "-", "", "camel", "."))
+        stem = "".join(w.capitalize() for w in words) if style == "camel" else style.join(words)
+        if rng.random() < 0.4:
+            stem += rng.choice(("_", "-", "")) + str(rng.choice((rng.randint(1, 99), rng.randint(1990, 2030))))
+        return stem
+
+    def _value(self) -> str:
+        rng = self.rng
+        style = rng.random()
+        if style < 0.4:
+            return self._cased(self.word())
+        if style < 0.6:
+            return self.word()
+        if style < 0.75:
+            return f"{self._cased(self.word())} {self._cased(self.word())}"
+        if style < 0.85:
+            return self.word() + rng.choice(("_", "-", " ")) + str(rng.randint(0, 20))
+        return self._code()
+
+    def _code(self) -> str:
+        """Two to four letters, with a number half of the time; letters count as a word, so the splits' codes differ too."""
+        rng = self.rng
+        while True:
+            letters = "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.choice((1, 2, 2, 3, 4))))
+            if belongs(letters) is self.split:
+                return letters + (rng.choice(("", "-", "_")) + str(rng.randint(1, 99)) if rng.random() < 0.5 else "")
