@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from agentrl.experience import SqliteStore
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
 from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
-from agentrl.protocols import SandboxBackend, TaskFamily
+from agentrl.protocols import Policy, SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import Group, PolicyVersion, Split, SwapReport, VersionState
 from agentrl.reward import TaskScorer
@@ -50,6 +51,7 @@ class Run:
     store: SqliteStore
     registry: FolderRegistry
     family: TaskFamily
+    sandboxes: SandboxBackend
     served: ServedPolicy
     groups: GroupRunner
     schedule: GroupSchedule
@@ -71,53 +73,63 @@ async def train(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool = Fal
     Raises `UserError` before anything is started when the recipe cannot run here, and `InfrastructureError` when a part
     fails for good; whatever was finished until then is kept, and `resume=True` goes on from there.
     """
+    async with _opened(recipe, run_dir, root=root, resume=resume, console=console) as run:
+        with measure.interrupts(run.stop_after_step):
+            try:
+                await _pipeline(run)
+            finally:
+                backend, stages = run.sandboxes.name, run.tracker.wall_s
+                summary = measure.summarize(run_dir, recipe, stages, backend=backend, interrupted=run.interrupted)
+                summary.write(run_dir)
+                write_report(run_dir)
+    return summary
+
+
+@asynccontextmanager
+async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, console: bool) -> AsyncIterator[Run]:
+    """Checks everything that can be checked, then opens the parts; closes them in reverse order, whatever happens."""
     family = open_family(recipe.tasks, seed=recipe.seed)
     model = find_model(recipe.policy.model, root)
     chat = load_chat(str(model))
     scorer = TaskScorer()
     scorer.load(family.task(Split.TRAIN, 0).verifiers)
     open_run_folder(recipe, run_dir, resume=resume)
+    place_base_version(model, run_dir / "versions" / "000000")
     async with AsyncExitStack() as stack:
-        tracker = RunTracker(run_dir, console=console, steps=recipe.steps)
-        stack.callback(tracker.close)
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
-        run = await _open(recipe, run_dir, model, family, chat, scorer, sandboxes, tracker, stack)
-        with measure.interrupts(run.stop_after_step):
-            try:
-                await _pipeline(run, sandboxes)
-            finally:
-                summary = measure.summarize(run.folder, recipe, tracker.wall_s, backend=sandboxes.name, interrupted=run.interrupted)
-                summary.write(run_dir)
-                write_report(run_dir)
-        return summary
+        tracker = RunTracker(run_dir, console=console, steps=recipe.steps)
+        stack.callback(tracker.close)
+        store = SqliteStore(run_dir / "experience.sqlite")
+        stack.callback(store.close)
+        registry = FolderRegistry(run_dir / "versions")
+        stack.callback(registry.close)
+        if registry.get(0) is None:
+            weights = run_dir / "versions" / "000000" / "model.safetensors"
+            registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
+        served = ServedPolicy(recipe, run_dir, registry)
+        stack.push_async_callback(served.close)
+        learner = LearnerProcess(run_dir, recipe)
+        stack.push_async_callback(learner.stop)
+        yield Run(
+            recipe=recipe,
+            folder=run_dir,
+            tracker=tracker,
+            store=store,
+            registry=registry,
+            family=family,
+            sandboxes=sandboxes,
+            served=served,
+            groups=_group_runner(recipe, served, sandboxes, chat, scorer),
+            schedule=GroupSchedule(family, recipe.seed),
+            learner=learner,
+            stop_at=recipe.steps,
+        )
 
 
-async def _open(
-    recipe: Recipe,
-    run_dir: Path,
-    model: Path,
-    family: TaskFamily,
-    chat: ChatFormat,
-    scorer: TaskScorer,
-    sandboxes: SandboxBackend,
-    tracker: RunTracker,
-    stack: AsyncExitStack,
-) -> Run:
-    place_base_version(model, run_dir / "versions" / "000000")
-    store = SqliteStore(run_dir / "experience.sqlite")
-    stack.callback(store.close)
-    registry = FolderRegistry(run_dir / "versions")
-    stack.callback(registry.close)
-    if registry.get(0) is None:
-        weights = run_dir / "versions" / "000000" / "model.safetensors"
-        registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-    served = ServedPolicy(recipe, run_dir, registry)
-    stack.push_async_callback(served.close)
-    learner = LearnerProcess(run_dir, recipe)
-    stack.push_async_callback(learner.stop)
+def _group_runner(recipe: Recipe, policy: Policy, sandboxes: SandboxBackend, chat: ChatFormat, scorer: TaskScorer) -> GroupRunner:
     runner = EpisodeRunner(
-        policy=served,
+        policy=policy,
         sandboxes=sandboxes,
         chat=chat,
         temperature=recipe.rollout.temperature,
@@ -125,7 +137,7 @@ async def _open(
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
     )
-    groups = GroupRunner(
+    return GroupRunner(
         runner=runner,
         score=scorer,
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
@@ -133,27 +145,14 @@ async def _open(
         max_retries=recipe.rollout.max_retries,
         seed=recipe.seed,
     )
-    return Run(
-        recipe=recipe,
-        folder=run_dir,
-        tracker=tracker,
-        store=store,
-        registry=registry,
-        family=family,
-        served=served,
-        groups=groups,
-        schedule=GroupSchedule(family, recipe.seed),
-        learner=learner,
-        stop_at=recipe.steps,
-    )
 
 
-async def _pipeline(run: Run, sandboxes: SandboxBackend) -> None:
+async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
     newest = run.registry.latest(VersionState.SERVING, VersionState.PROMOTED) or run.registry.get(0)
     assert newest is not None, "version 0 was registered"
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+        starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
         starting.create_task(run.served.start(newest))
         if newest.number < run.recipe.steps:
             starting.create_task(run.learner.start())
@@ -260,3 +259,16 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
     rates = {str(split): result.rate.value for split, result in results.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates
+
+
+async def evaluate_only(recipe: Recipe, run_dir: Path, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
+    """Serves `recipe.policy.model` and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n."""
+    async with _opened(recipe, run_dir, root=root, resume=(run_dir / "recipe.json").exists(), console=console) as run:
+        run.tracker.stage("start", "server and sandbox image")
+        base = run.registry.get(0)
+        assert base is not None, "version 0 was registered"
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+            starting.create_task(run.served.start(base))
+        await _evaluate(run, "eval", step=0)
+    return measure.read_evaluation(run_dir, "eval")

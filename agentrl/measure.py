@@ -90,6 +90,13 @@ def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation
     beside.replace(path)
 
 
+def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, float]]:
+    """Split -> value, ci_low, ci_high, n of one phase."""
+    phases = json.loads((folder / "evaluations.json").read_text())
+    names = ("value", "ci_low", "ci_high", "n")
+    return {split: {name: result[name] for name in names} for split, result in phases[phase].items()}
+
+
 def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool) -> Summary:
     """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs."""
     evaluations = folder / "evaluations.json"

@@ -10,6 +10,7 @@ from agentrl.errors import RecipeError, UserError
 from agentrl.recipe import Recipe, load
 
 _FREE_BYTES = 1 << 30
+WEIGHTS = "model.safetensors"
 _MODEL_FILES = ("config.json", "tokenizer_config.json")
 
 
@@ -96,10 +97,21 @@ def place_base_version(model: Path, target: Path) -> None:
     beside = target.with_name(f".{target.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
+    single = (model / WEIGHTS).is_file()
     for source in sorted(model.iterdir()):
-        if source.is_file():
+        if source.is_file() and (single or ".safetensors" not in source.name):
             shutil.copy2(source.resolve(), beside / source.name)
+    if not single:
+        _merge_shards(sorted(model.glob("*.safetensors")), beside / WEIGHTS)
     beside.rename(target)
+
+
+def _merge_shards(shards: list[Path], target: Path) -> None:
+    """A version is one weight file with one hash, so a model that was downloaded in shards is joined."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    save_file(tensors, target, metadata={"format": "pt"})
 
 
 def export_model(source: Path, target: Path) -> None:

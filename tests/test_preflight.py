@@ -66,3 +66,18 @@ def test_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Pa
     for _ in range(2):
         export_model(base, tmp_path / "run" / "model")
     assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
+
+
+def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = model_folder(tmp_path / "m")
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text("{}")
+    for number in (1, 2):
+        save_file({f"layer{number}": torch.full((2,), float(number))}, source / f"model-0000{number}-of-00002.safetensors")
+    place_base_version(find_model("m", tmp_path), tmp_path / "base")
+    weights = load_file(tmp_path / "base" / "model.safetensors")
+    assert sorted(weights) == ["layer1", "layer2"] and weights["layer2"].tolist() == [2.0, 2.0]
+    assert sorted(p.name for p in (tmp_path / "base").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
