@@ -1,0 +1,229 @@
+"""The embedded experience store: one SQLite file in the run folder, opened by every process of one machine.
+
+Write-ahead logging lets readers go on while a writer commits; `synchronous=FULL` makes every `put` and `commit` survive a power
+cut once it has returned. All rules that must hold under a race (an index is stored once, a group is consumed once) are primary
+keys of the database, not checks in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from agentrl import codec
+from agentrl.errors import StoreError
+from agentrl.records import Group
+
+_APPLICATION_ID = 0x41475258  # "AGRX": tells our files from any other SQLite file
+_SCHEMA_VERSION = 1
+_SCHEMA = (
+    "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, body BLOB NOT NULL)",
+    # No foreign key: after a restore from a checkpoint the checkpoint is right about what was consumed, even if a group is gone.
+    "CREATE TABLE consumed (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT NOT NULL)",
+    f"PRAGMA application_id = {_APPLICATION_ID}",
+    f"PRAGMA user_version = {_SCHEMA_VERSION}",
+)
+_POLL_FIRST_S, _POLL_LAST_S = 0.005, 0.1
+_NAMED = 8  # indices named in an error message
+
+
+class SqliteStore:
+    """An `ExperienceStore` in one file. Safe for several processes and threads; open it after a fork, never before.
+
+    Args:
+        path: the database file; made with its folder when absent.
+        busy_timeout_s: longest wait for another process's write before `StoreError`.
+
+    Every method raises `StoreError` when the file is damaged, full, locked for too long or not a store of this version.
+    """
+
+    def __init__(self, path: Path | str, *, busy_timeout_s: float = 30.0) -> None:
+        self.path = Path(path)
+        self._busy_timeout_s = busy_timeout_s
+        self._lock = threading.Lock()  # one connection, used by one thread at a time
+        with _translated(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self.path, timeout=busy_timeout_s, isolation_level=None, check_same_thread=False)
+        try:
+            with _translated(self.path):
+                self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def put(self, group: Group) -> bool:
+        body = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(codec.to_json(group))
+        row = (group.index, group.task_id, time.time(), body)
+        with self._transaction() as db:
+            return db.execute("INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?)", row).rowcount == 1
+
+    def has(self, index: int) -> bool:
+        return bool(self._rows("SELECT 1 FROM groups WHERE idx = ?", index))
+
+    def take(self, step: int, indices: Sequence[int], *, timeout_s: float) -> tuple[Group, ...]:
+        deadline = time.monotonic() + timeout_s
+        pause = _POLL_FIRST_S
+        while missing := self._missing(indices):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"step {step}: after {timeout_s:g} s, {len(missing)} of {len(indices)} groups are missing: {_name(missing)}"
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _POLL_LAST_S)
+        return self.groups(indices)
+
+    def commit(self, step: int, indices: Sequence[int], checkpoint: str) -> None:
+        with self._transaction() as db:
+            if missing := _absent(db, indices):
+                raise StoreError(f"step {step} would consume groups that are not in {self.path}: {_name(missing)}")
+            for index in indices:
+                added = db.execute("INSERT OR IGNORE INTO consumed VALUES (?, ?, ?)", (index, step, checkpoint)).rowcount
+                if not added:
+                    earlier = db.execute("SELECT step FROM consumed WHERE idx = ?", (index,)).fetchone()[0]
+                    raise StoreError(f"step {step} would consume group {index} again: step {earlier} consumed it")
+
+    def reconcile(self, consumed: Mapping[int, Sequence[int]]) -> None:
+        step_of: dict[int, int] = {}
+        for step, indices in consumed.items():
+            for index in indices:
+                if step_of.setdefault(index, step) != step:
+                    raise StoreError(f"the checkpoint says that steps {step_of[index]} and {step} both consumed group {index}")
+        with self._transaction() as db:
+            db.execute("DELETE FROM consumed WHERE idx NOT IN (SELECT value FROM json_each(?))", (json.dumps(list(step_of)),))
+            db.executemany(
+                "INSERT INTO consumed VALUES (?, ?, '') ON CONFLICT (idx) DO UPDATE SET step = excluded.step, checkpoint = '' "
+                "WHERE step != excluded.step",
+                step_of.items(),
+            )
+
+    def consumed(self) -> dict[int, int]:
+        return dict(self._rows("SELECT idx, step FROM consumed ORDER BY idx"))
+
+    def indices(self) -> tuple[int, ...]:
+        return tuple(row[0] for row in self._rows("SELECT idx FROM groups ORDER BY idx"))
+
+    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """The groups in the order asked for; `StoreError` when one is absent or its bytes are damaged."""
+        wanted = list(indices)
+        bodies: dict[int, bytes] = dict(
+            self._rows("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", json.dumps(wanted))
+        )
+        if missing := [index for index in wanted if index not in bodies]:
+            raise StoreError(f"groups that are not in {self.path}: {_name(missing)}")
+        return tuple(self._decode(index, bodies[index]) for index in wanted)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def _decode(self, index: int, body: bytes) -> Group:
+        try:
+            return codec.from_json(Group, zstandard.ZstdDecompressor().decompress(body))
+        except (zstandard.ZstdError, ValueError) as error:
+            raise StoreError(f"group {index} in {self.path} is damaged: {error}") from error
+
+    def _missing(self, indices: Sequence[int]) -> list[int]:
+        with self._lock, _translated(self.path):
+            return _absent(self._connection, indices)
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        with self._lock, _translated(self.path):
+            return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """One atomic change. IMMEDIATE takes the write lock first, so what is read inside cannot change before the commit."""
+        with self._lock, _translated(self.path):
+            db = self._connection
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            finally:
+                if db.in_transaction:  # a fault; a full disk may have rolled back already
+                    db.execute("ROLLBACK")
+
+    def _prepare(self) -> None:
+        self._enter_wal()
+        self._connection.execute("PRAGMA synchronous = FULL")
+        db = self._connection
+        db.execute("BEGIN IMMEDIATE")  # of several processes that open a new file, one makes the tables
+        try:
+            if _pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
+                for statement in _SCHEMA:
+                    db.execute(statement)
+            db.execute("COMMIT")
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        if _pragma(db, "application_id") != _APPLICATION_ID:
+            raise StoreError(f"{self.path} is an SQLite file, but not an experience store")
+        if (found := _pragma(db, "user_version")) != _SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path} has store schema {found}; this agentrl reads {_SCHEMA_VERSION}\n"
+                "  fix: go on with the agentrl that began this run, or start a new run folder"
+            )
+
+    def _enter_wal(self) -> None:
+        """Turns write-ahead logging on. SQLite's own busy wait does not cover this change, so the wait is here."""
+        deadline = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                mode = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            except sqlite3.OperationalError as error:
+                if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.01)
+                continue
+            if mode != "wal":
+                raise StoreError(
+                    f"{self.path} lies on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
+                )
+            return
+
+
+def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
+    query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT idx FROM groups)"
+    return [row[0] for row in db.execute(query, (json.dumps(list(indices)),))]
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _name(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices[:_NAMED])) + (", ..." if len(indices) > _NAMED else "")
+
+
+def _code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code (the low byte; the rest refines it)."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """The one place where a fault of SQLite or of the file system becomes a `StoreError` that names the file and the fix."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        advice = {
+            sqlite3.SQLITE_FULL: "the disk is full\n  fix: free space; nothing that was stored is lost, and --resume goes on from here",
+            sqlite3.SQLITE_BUSY: "another process kept it locked for too long\n  fix: end the process that holds it open",
+            sqlite3.SQLITE_CORRUPT: "the file is damaged\n  fix: restore it from a copy, or start a new run folder",
+            sqlite3.SQLITE_NOTADB: "the file is damaged or not a database\n  fix: restore it from a copy, or start a new run folder",
+            sqlite3.SQLITE_READONLY: "the file cannot be written\n  fix: check the permissions of the run folder",
+            sqlite3.SQLITE_CANTOPEN: "the file cannot be opened\n  fix: check the path and permissions of the run folder",
+            sqlite3.SQLITE_IOERR: "reading or writing failed\n  fix: check the disk and its free space",
+        }.get(_code(error), "SQLite failed")
+        raise StoreError(f"experience store {path}: {advice}\n  detail: {error}") from error
+    except OSError as error:
+        raise StoreError(f"experience store {path}: {error}") from error

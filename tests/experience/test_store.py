@@ -1,0 +1,265 @@
+"""The store under races, crashes and damage, with real processes on a real file."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import StoreError
+from agentrl.experience import SqliteStore
+from agentrl.protocols import ExperienceStore
+from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def make_group(index: int, note: str = "") -> Group:
+    turn = Turn(
+        prompt_ids=(1, 2, 3),
+        completion_ids=(4, 5),
+        logprobs=(-0.1, -1e-9),
+        versions=(VersionSpan(version=3, start=0, end=2),),
+        message=Message(role="assistant", content=f"ünïcode {note}"),
+        finish_reason="stop",
+    )
+    episode = Episode(id=f"e{index}", task_id=f"t{index}", task_key="k", trajectories=(Trajectory(agent="main", turns=(turn,)),))
+    return Group(index=index, task_id=f"t{index}", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with_path = SqliteStore(tmp_path / "run" / "experience.sqlite")
+    yield with_path
+    with_path.close()
+
+
+def test_a_group_comes_back_equal_and_in_the_order_asked(store: SqliteStore) -> None:
+    face: ExperienceStore = store
+    assert [face.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
+    assert store.indices() == (0, 1, 2)
+    assert store.has(1) and not store.has(7)
+    assert store.groups([2, 0]) == (make_group(2), make_group(0))
+    with pytest.raises(StoreError, match=r"not in .*: 9"):
+        store.groups([0, 9])
+
+
+def test_the_first_group_of_an_index_stays(store: SqliteStore) -> None:
+    assert store.put(make_group(0, "first"))
+    assert not store.put(make_group(0, "second"))
+    assert store.groups([0]) == (make_group(0, "first"),)
+
+
+def _put_all(path: str, name: str, count: int, barrier, won) -> None:
+    barrier.wait(30)
+    store = SqliteStore(path)  # opened at once by all: the file is made under the race too
+    mine = [index for index in range(count) if store.put(make_group(index, name))]
+    won.put((name, mine))
+    store.close()
+
+
+def test_of_several_processes_that_put_the_same_index_one_wins(tmp_path: Path) -> None:
+    path, count, writers = tmp_path / "experience.sqlite", 25, 4
+    barrier, won = SPAWN.Barrier(writers), SPAWN.Queue()
+    processes = [SPAWN.Process(target=_put_all, args=(str(path), f"writer{n}", count, barrier, won)) for n in range(writers)]
+    for process in processes:
+        process.start()
+    claims = dict(won.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0] * writers
+    assert sorted(index for mine in claims.values() for index in mine) == list(range(count))
+    store = SqliteStore(path)
+    for name, mine in claims.items():  # the winner's bytes are the ones stored
+        assert store.groups(mine) == tuple(make_group(index, name) for index in mine)
+    store.close()
+
+
+def test_take_waits_for_another_writer_and_does_not_consume(store: SqliteStore) -> None:
+    other = SqliteStore(store.path)
+    store.put(make_group(0))
+    writer = threading.Timer(0.15, other.put, args=(make_group(1),))
+    writer.start()
+    assert store.take(0, [1, 0], timeout_s=10) == (make_group(1), make_group(0))
+    writer.join()
+    other.close()
+    assert store.consumed() == {}
+
+
+def test_take_ends_at_its_deadline_and_names_what_is_missing(store: SqliteStore) -> None:
+    store.put(make_group(0))
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"step 3: .* 2 of 3 groups are missing: 1, 2"):
+        store.take(3, [0, 1, 2], timeout_s=0.2)
+    assert 0.2 <= time.monotonic() - start < 2
+
+
+def test_a_group_is_consumed_once_and_a_refused_commit_changes_nothing(store: SqliteStore) -> None:
+    for index in range(4):
+        store.put(make_group(index))
+    store.commit(0, [0, 1], "checkpoints/000001")
+    with pytest.raises(StoreError, match="step 1 would consume group 1 again: step 0 consumed it"):
+        store.commit(1, [2, 1], "checkpoints/000002")
+    with pytest.raises(StoreError, match="consume group 2 again"):
+        store.commit(1, [2, 2], "checkpoints/000002")
+    with pytest.raises(StoreError, match=r"not in .*: 9"):
+        store.commit(1, [3, 9], "checkpoints/000002")
+    assert store.consumed() == {0: 0, 1: 0}
+
+
+def _commit(path: str, step: int, barrier, result) -> None:
+    store = SqliteStore(path)
+    barrier.wait(30)
+    try:
+        store.commit(step, [0, 1, 2], f"checkpoint{step}")
+        result.put((step, True))
+    except StoreError:
+        result.put((step, False))
+    store.close()
+
+
+def test_of_two_learners_that_commit_the_same_groups_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "experience.sqlite"
+    store = SqliteStore(path)
+    for index in range(3):
+        store.put(make_group(index))
+    barrier, result = SPAWN.Barrier(2), SPAWN.Queue()
+    processes = [SPAWN.Process(target=_commit, args=(str(path), step, barrier, result)) for step in (5, 6)]
+    for process in processes:
+        process.start()
+    outcome = dict(result.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+    assert sorted(outcome.values()) == [False, True]
+    winner = next(step for step, won in outcome.items() if won)
+    assert store.consumed() == {0: winner, 1: winner, 2: winner}
+    store.close()
+
+
+def test_reconcile_makes_the_store_agree_with_the_checkpoint(store: SqliteStore) -> None:
+    for index in range(6):
+        store.put(make_group(index))
+    store.commit(0, [0, 1], "a")
+    store.commit(1, [2, 3], "b")
+    # The checkpoint in use knows step 0 (with another split) and a step 1 that consumed group 4; steps 2, 3 never happened.
+    store.reconcile({0: [0], 1: [1, 4]})
+    assert store.consumed() == {0: 0, 1: 1, 4: 1}
+    assert store.indices() == tuple(range(6))
+    store.commit(2, [2, 3], "c")
+    store.reconcile({})
+    assert store.consumed() == {}
+    with pytest.raises(StoreError, match="steps 0 and 1 both consumed group 2"):
+        store.reconcile({0: [2], 1: [2]})
+
+
+_WRITER = """
+import sys
+from agentrl.experience import SqliteStore
+sys.path.insert(0, sys.argv[2])
+from test_store import make_group
+store = SqliteStore(sys.argv[1])
+for index in range(100_000):
+    store.put(make_group(index))
+    if index % 2:
+        store.commit(index // 2, [index - 1, index], f"checkpoint{index // 2}")
+    print(index, flush=True)  # said only once it is durable
+"""
+
+
+@pytest.mark.parametrize("acknowledged", [1, 14])
+def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path, acknowledged: int) -> None:
+    path = tmp_path / "experience.sqlite"
+    here = str(Path(__file__).parent)
+    writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path), here], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    last = -1
+    while last < acknowledged:
+        last = int(writer.stdout.readline())
+    os.kill(writer.pid, signal.SIGKILL)
+    rest = writer.stdout.read().split()
+    writer.wait(30)
+    last = int(rest[-1]) if rest else last
+
+    store = SqliteStore(path)
+    stored = store.indices()
+    assert stored[: last + 1] == tuple(range(last + 1)) and len(stored) <= last + 2
+    assert store.groups(stored) == tuple(make_group(index) for index in stored)
+    consumed = store.consumed()
+    assert all(consumed[index] == index // 2 for index in range(last + last % 2))
+    assert len(consumed) % 2 == 0, "a commit is whole or not there"
+    assert store.put(make_group(len(stored)))  # and the store goes on
+    store.close()
+
+
+def test_a_full_disk_is_a_store_error_with_the_fix_and_loses_nothing(store: SqliteStore) -> None:
+    store.put(make_group(0))
+    store._connection.execute("PRAGMA max_page_count = 8")  # SQLite's own limit gives the same SQLITE_FULL as a full disk
+    noise = random.Random(0).randbytes(60_000).hex()
+    with pytest.raises(StoreError, match=r"disk is full\n  fix: free space"):
+        store.put(make_group(1, noise))
+    assert store.groups(store.indices()) == (make_group(0),)
+    store._connection.execute("PRAGMA max_page_count = 1000000")
+    assert store.put(make_group(1, noise))
+
+
+def test_damage_is_a_store_error_not_wrong_data(tmp_path: Path) -> None:
+    not_sqlite = tmp_path / "noise.sqlite"
+    not_sqlite.write_bytes(os.urandom(8192))
+    with pytest.raises(StoreError, match="damaged or not a database"):
+        SqliteStore(not_sqlite)
+
+    path = tmp_path / "experience.sqlite"
+    store = SqliteStore(path)
+    store.put(make_group(0))
+    store.close()
+    with sqlite3.connect(path) as raw:
+        body = bytearray(raw.execute("SELECT body FROM groups").fetchone()[0])
+        body[len(body) // 2] ^= 1
+        raw.execute("UPDATE groups SET body = ?", (bytes(body),))
+    raw.close()
+    store = SqliteStore(path)
+    with pytest.raises(StoreError, match=r"group 0 in .* is damaged"):
+        store.groups([0])
+    store.close()
+
+
+def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.sqlite"
+    with sqlite3.connect(foreign) as raw:
+        raw.execute("CREATE TABLE groups (x)")
+    raw.close()
+    with pytest.raises(StoreError, match="not an experience store"):
+        SqliteStore(foreign)
+
+    newer = tmp_path / "newer.sqlite"
+    SqliteStore(newer).close()
+    with sqlite3.connect(newer) as raw:
+        raw.execute("PRAGMA user_version = 99")
+    raw.close()
+    with pytest.raises(StoreError, match="schema 99"):
+        SqliteStore(newer)
+
+    with pytest.raises(StoreError, match="Not a directory"):
+        SqliteStore(newer / "inside" / "experience.sqlite")
+
+
+def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "experience.sqlite", busy_timeout_s=0.2)
+    holder = sqlite3.connect(store.path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="locked for too long"):
+        store.put(make_group(0))
+    assert store.indices() == ()  # readers are not blocked
+    holder.execute("ROLLBACK")
+    holder.close()
+    assert store.put(make_group(0))
+    store.close()
