@@ -1,0 +1,259 @@
+"""Policy versions as folders: `versions/000012/version.json` beside that version's weights.
+
+States and what they mean:
+
+    candidate    published; neither serving nor judged
+    serving      the servers answer with it; it has not been judged yet. At most one version at a time
+    promoted     judged good; may serve, and stays the place to come back to
+    rolled_back  refused; never serves again
+
+    candidate -> serving | promoted | rolled_back
+    serving   -> candidate | promoted | rolled_back
+    promoted  -> rolled_back
+
+When a version starts serving, the one that served before becomes a candidate again unless it was promoted: it was replaced, not
+judged. A promoted version that serves keeps its state, so it can never lose its promotion by being used. Hence the version the
+servers should answer with is always `latest(SERVING, PROMOTED)`; rolling back a version uncovers the last good one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl import codec
+from agentrl.errors import StoreError
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.version.manifest import sha256_file
+
+_RECORD = "version.json"
+_WEIGHTS = "model.safetensors"
+_LEGAL = {
+    VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
+    VersionState.SERVING: {VersionState.CANDIDATE, VersionState.PROMOTED, VersionState.ROLLED_BACK},
+    VersionState.PROMOTED: {VersionState.ROLLED_BACK},
+    VersionState.ROLLED_BACK: set(),
+}
+
+
+class FolderRegistry:
+    """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
+
+    Changes hold an exclusive file lock, reads a shared one, so a hand-over of SERVING is never seen half done; the kernel frees
+    the lock of a process that dies. Each record is replaced whole or not at all.
+
+    Raises `StoreError` when a record is damaged, a change is not legal, or the lock is not free within `lock_timeout_s`.
+    """
+
+    def __init__(self, folder: Path, *, lock_timeout_s: float = 30.0) -> None:
+        self.folder = folder
+        self._lock_timeout_s = lock_timeout_s
+        self._closed = False
+        with _translated(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, version: PolicyVersion) -> None:
+        """Registers a published version. Adding the same weights again changes nothing; other weights under its number are refused."""
+        with self._locked(fcntl.LOCK_EX):
+            known = self._read(version.number)
+            if known is None:
+                self._write(version)
+            elif known.sha256 != version.sha256:
+                raise StoreError(f"version {version.number} is already registered with other weights in {self.folder}")
+
+    def get(self, number: int) -> PolicyVersion | None:
+        with self._locked(fcntl.LOCK_SH):
+            return self._read(number)
+
+    def versions(self) -> tuple[PolicyVersion, ...]:
+        """Every registered version, oldest first."""
+        with self._locked(fcntl.LOCK_SH):
+            return self._scan()
+
+    def latest(self, *states: VersionState) -> PolicyVersion | None:
+        found = [version for version in self.versions() if not states or version.state in states]
+        return found[-1] if found else None
+
+    def set_state(self, number: int, state: VersionState) -> None:
+        """Moves a version along the table above; setting the state it has changes nothing."""
+        with self._locked(fcntl.LOCK_EX):
+            version = self._must_read(number)
+            if state is VersionState.SERVING:
+                self._serve(version)
+            elif state is not version.state:
+                self._move(version, state)
+
+    def set_evals(self, number: int, evals: Mapping[str, float]) -> None:
+        """Adds evaluation results to a version's own; a name already there gets the new value."""
+        with self._locked(fcntl.LOCK_EX):
+            version = self._must_read(number)
+            self._write(replace(version, evals={**version.evals, **evals}))
+
+    def path(self, version: PolicyVersion) -> Path:
+        """The folder that holds the version's weights."""
+        return self.folder.parent / version.folder
+
+    def verify(self, version: PolicyVersion) -> None:
+        """Raises `StoreError` unless the weights on disk are the ones that were registered."""
+        weights = self.path(version) / _WEIGHTS
+        with _translated(weights):
+            found = sha256_file(weights)
+        if found != version.sha256:
+            raise StoreError(f"{weights} is not what was registered: sha256 {found[:12]}..., expected {version.sha256[:12]}...")
+
+    def reconcile(self, newest: int) -> tuple[int, ...]:
+        """After a crash: forgets, weights included, every version newer than the learner's checkpoint; returns their numbers.
+
+        The learner will make those versions again, with other weights under the same numbers.
+        """
+        with self._locked(fcntl.LOCK_EX):
+            lost = [number for number in self._numbers() if number > newest]
+            for number in lost:
+                with _translated(self._home(number)):
+                    (self._home(number) / _RECORD).unlink(missing_ok=True)  # first: without it the folder is not a version
+                    shutil.rmtree(self._home(number))
+            return tuple(lost)
+
+    def prune(self, keep: int) -> tuple[int, ...]:
+        """Deletes the weights of old versions and returns their numbers; the records stay as history.
+
+        Kept are the `keep` newest versions, version 0, the serving one and the promoted ones. Folders outside `versions/` are
+        never touched.
+        """
+        with self._locked(fcntl.LOCK_EX):
+            versions = self._scan()
+            newest = (
+                {version.number for version in versions[len(versions) - keep :]} if keep < len(versions) else {v.number for v in versions}
+            )
+            spared = (VersionState.SERVING, VersionState.PROMOTED)
+            old = [v for v in versions if v.number != 0 and v.number not in newest and v.state not in spared]
+            return tuple(version.number for version in old if self._drop_weights(version.number))
+
+    def close(self) -> None:
+        """Nothing stays open between calls; a closed registry only refuses further use."""
+        self._closed = True
+
+    def _serve(self, version: PolicyVersion) -> None:
+        if version.state is VersionState.ROLLED_BACK:
+            raise StoreError(f"version {version.number} was rolled back and never serves again")
+        for other in self._scan():
+            if other.state is VersionState.PROMOTED and other.number > version.number:
+                raise StoreError(
+                    f"version {version.number} cannot serve while the newer version {other.number} is promoted; roll that back first"
+                )
+            if other.state is VersionState.SERVING and other.number != version.number:
+                # Written before the new one: a crash in between leaves none serving, never two.
+                self._write(replace(other, state=VersionState.CANDIDATE))
+        if version.state is VersionState.CANDIDATE:
+            self._write(replace(version, state=VersionState.SERVING))
+
+    def _move(self, version: PolicyVersion, state: VersionState) -> None:
+        if state not in _LEGAL[version.state]:
+            allowed = ", ".join(sorted(_LEGAL[version.state])) or "nothing"
+            raise StoreError(f"version {version.number} is {version.state} and cannot become {state}; allowed: {allowed}")
+        self._write(replace(version, state=state))
+
+    def _home(self, number: int) -> Path:
+        return self.folder / f"{number:06d}"
+
+    def _numbers(self) -> list[int]:
+        with _translated(self.folder):
+            return sorted(int(entry.name) for entry in os.scandir(self.folder) if entry.name.isdecimal() and entry.is_dir())
+
+    def _scan(self) -> tuple[PolicyVersion, ...]:
+        found = (self._read(number) for number in self._numbers())
+        return tuple(version for version in found if version is not None)
+
+    def _read(self, number: int) -> PolicyVersion | None:
+        """The record, or None where there is no folder yet or one that is still being written."""
+        path = self._home(number) / _RECORD
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreError(f"{path}: {error}") from error
+        try:
+            version = codec.from_json(PolicyVersion, data)
+        except ValueError as error:
+            raise StoreError(f"{path} is not a policy version: {error}") from error
+        if version.number != number:
+            raise StoreError(f"{path} says it is version {version.number}")
+        return version
+
+    def _must_read(self, number: int) -> PolicyVersion:
+        version = self._read(number)
+        if version is None:
+            raise StoreError(f"version {number} is not registered in {self.folder}")
+        return version
+
+    def _write(self, version: PolicyVersion) -> None:
+        home = self._home(version.number)
+        with _translated(home):
+            home.mkdir(exist_ok=True)
+            beside = home / f".{_RECORD}.part"
+            with beside.open("wb") as file:
+                file.write(codec.to_json(version))
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(home / _RECORD)
+            for folder in (home, self.folder):
+                _sync_folder(folder)
+
+    def _drop_weights(self, number: int) -> bool:
+        home = self._home(number)
+        with _translated(home):
+            extra = [entry for entry in home.iterdir() if entry.name != _RECORD]
+            for entry in extra:
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+        return bool(extra)
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        if self._closed:
+            raise StoreError(f"the registry of {self.folder} is closed")
+        path = self.folder / ".lock"
+        with _translated(path):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._acquire(handle, how)
+            yield
+        finally:
+            os.close(handle)
+
+    def _acquire(self, handle: int, how: int) -> None:
+        deadline = time.monotonic() + self._lock_timeout_s
+        while True:
+            try:
+                fcntl.flock(handle, how | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise StoreError(f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s") from None
+                time.sleep(0.01)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename in `folder` survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror or error}") from error

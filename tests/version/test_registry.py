@@ -1,0 +1,243 @@
+"""The registry: what may follow what, what a crash leaves, and what several processes see."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import StoreError
+from agentrl.protocols import VersionRegistry
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.version import FolderRegistry, folder_manifest, sha256_file
+
+CANDIDATE, SERVING, PROMOTED, ROLLED_BACK = VersionState.CANDIDATE, VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> FolderRegistry:
+    return FolderRegistry(tmp_path / "versions")
+
+
+def publish(registry: FolderRegistry, number: int, weights: bytes = b"weights") -> PolicyVersion:
+    """Writes a version's folder as the learner does, and registers it."""
+    folder = registry.folder / f"{number:06d}"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text("{}")
+    version = PolicyVersion(
+        number=number, parent=number - 1 if number else None, folder=f"versions/{number:06d}", sha256=hashlib.sha256(weights).hexdigest()
+    )
+    registry.add(version)
+    return version
+
+
+def states(registry: FolderRegistry) -> dict[int, VersionState]:
+    return {version.number: version.state for version in registry.versions()}
+
+
+def test_versions_come_back_and_the_latest_is_by_number(registry: FolderRegistry) -> None:
+    face: VersionRegistry = registry
+    assert face.latest() is None and face.get(0) is None
+    for number in (0, 2, 10):
+        assert publish(registry, number) == face.get(number)
+    assert face.latest().number == 10
+    face.set_state(2, SERVING)
+    assert face.latest(SERVING, PROMOTED).number == 2
+    assert face.latest(ROLLED_BACK) is None
+    face.set_evals(2, {"heldout": 0.5})
+    face.set_evals(2, {"heldout_real": 0.25})
+    assert face.get(2).evals == {"heldout": 0.5, "heldout_real": 0.25}
+    assert FolderRegistry(registry.folder).versions() == registry.versions()
+
+
+def test_adding_the_same_weights_again_changes_nothing_other_weights_are_refused(registry: FolderRegistry) -> None:
+    version = publish(registry, 1)
+    registry.set_state(1, SERVING)
+    registry.add(version)
+    assert states(registry) == {1: SERVING}
+    with pytest.raises(StoreError, match="already registered with other weights"):
+        publish(registry, 1, b"others")
+
+
+def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(registry: FolderRegistry) -> None:
+    for number in range(5):
+        publish(registry, number)
+    registry.set_state(0, SERVING)
+    registry.set_state(0, PROMOTED)
+    registry.set_state(1, SERVING)
+    registry.set_state(2, SERVING)  # replaced 1 before it was judged
+    assert states(registry) == {0: PROMOTED, 1: CANDIDATE, 2: SERVING, 3: CANDIDATE, 4: CANDIDATE}
+    registry.set_state(2, PROMOTED)
+    registry.set_state(3, SERVING)
+    assert registry.latest(SERVING, PROMOTED).number == 3
+    registry.set_state(3, ROLLED_BACK)
+    assert registry.latest(SERVING, PROMOTED).number == 2
+    registry.set_state(2, SERVING)  # a promoted version serves without losing its promotion
+    assert registry.get(2).state is PROMOTED
+    with pytest.raises(StoreError, match="newer version 2 is promoted"):
+        registry.set_state(1, SERVING)
+    registry.set_state(2, ROLLED_BACK)
+    registry.set_state(1, SERVING)
+    assert registry.latest(SERVING, PROMOTED).number == 1
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(VersionState, VersionState)))
+def test_every_transition_is_allowed_or_refused_as_documented(registry: FolderRegistry, before: VersionState, after: VersionState) -> None:
+    publish(registry, 1)
+    registry.set_state(1, before)
+    legal = {
+        (CANDIDATE, SERVING), (CANDIDATE, PROMOTED), (CANDIDATE, ROLLED_BACK),
+        (SERVING, CANDIDATE), (SERVING, PROMOTED), (SERVING, ROLLED_BACK),
+        (PROMOTED, ROLLED_BACK),
+    }  # fmt: skip
+    if before is after or (before, after) in legal:
+        registry.set_state(1, after)
+        assert registry.get(1).state is after
+    elif (before, after) == (PROMOTED, SERVING):
+        registry.set_state(1, after)
+        assert registry.get(1).state is PROMOTED
+    else:
+        with pytest.raises(StoreError, match="version 1"):
+            registry.set_state(1, after)
+        assert registry.get(1).state is before
+
+
+def test_a_half_made_folder_is_not_a_version_yet(registry: FolderRegistry) -> None:
+    publish(registry, 0)
+    half = registry.folder / "000001"
+    half.mkdir()
+    (half / ".version.json.part").write_text('{"number": 1')
+    (registry.folder / "000002.part").mkdir()
+    assert registry.get(1) is None
+    assert states(registry) == {0: CANDIDATE}
+    with pytest.raises(StoreError, match="version 1 is not registered"):
+        registry.set_state(1, SERVING)
+    publish(registry, 1)
+    assert states(registry) == {0: CANDIDATE, 1: CANDIDATE}
+
+
+def test_a_damaged_record_is_an_error_not_an_absent_version(registry: FolderRegistry) -> None:
+    publish(registry, 0)
+    record = registry.folder / "000000" / "version.json"
+    whole = record.read_text()
+    record.write_text(whole[:-5])
+    with pytest.raises(StoreError, match="not a policy version"):
+        registry.latest()
+    record.write_text(whole.replace('"number":0', '"number":7'))
+    with pytest.raises(StoreError, match="says it is version 7"):
+        registry.get(0)
+
+
+def test_verify_knows_the_weights_by_their_hash(registry: FolderRegistry) -> None:
+    version = publish(registry, 3)
+    registry.verify(version)
+    weights = registry.path(version) / "model.safetensors"
+    weights.write_bytes(b"Weights")
+    with pytest.raises(StoreError, match="is not what was registered"):
+        registry.verify(version)
+    weights.unlink()
+    with pytest.raises(StoreError, match="No such file"):
+        registry.verify(version)
+
+
+def test_prune_keeps_the_newest_the_base_the_serving_and_the_promoted(registry: FolderRegistry) -> None:
+    for number in range(8):
+        publish(registry, number)
+    (registry.folder / "000001" / "extra").mkdir()
+    registry.set_state(2, PROMOTED)
+    registry.set_state(4, SERVING)
+    assert registry.prune(keep=2) == (1, 3, 5)
+    kept = [number for number in range(8) if (registry.folder / f"{number:06d}" / "model.safetensors").exists()]
+    assert kept == [0, 2, 4, 6, 7]
+    assert [path.name for path in (registry.folder / "000001").iterdir()] == ["version.json"]
+    assert len(registry.versions()) == 8, "the history stays"
+    assert registry.prune(keep=2) == ()
+    assert registry.prune(keep=100) == ()
+
+
+def test_reconcile_forgets_what_the_checkpoint_does_not_know(registry: FolderRegistry) -> None:
+    for number in range(4):
+        publish(registry, number)
+    registry.set_state(3, SERVING)
+    (registry.folder / "000004").mkdir()  # half made when the learner died
+    assert registry.reconcile(2) == (3, 4)
+    assert sorted(states(registry)) == [0, 1, 2]
+    assert not (registry.folder / "000003").exists()
+    publish(registry, 3, b"made again")
+    assert registry.get(3).state is CANDIDATE
+
+
+def test_a_closed_registry_refuses(registry: FolderRegistry) -> None:
+    registry.close()
+    registry.close()
+    with pytest.raises(StoreError, match="closed"):
+        registry.latest()
+
+
+def _serve_all(folder: str, numbers: list[int], barrier) -> None:
+    registry = FolderRegistry(Path(folder))
+    barrier.wait(30)
+    for number in numbers:
+        registry.set_state(number, SERVING)
+        registry.set_evals(number, {f"by_{os.getpid()}": 1.0})
+        assert len([version for version in registry.versions() if version.state is SERVING]) == 1
+
+
+def test_several_processes_never_see_two_serving_and_lose_no_eval(registry: FolderRegistry) -> None:
+    for number in range(6):
+        publish(registry, number)
+    orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]]
+    barrier = SPAWN.Barrier(len(orders))
+    processes = [SPAWN.Process(target=_serve_all, args=(str(registry.folder), order, barrier)) for order in orders]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(orders)
+    assert [len(version.evals) for version in registry.versions()] == [len(orders)] * 6
+
+
+_CHANGER = """
+import sys
+from pathlib import Path
+from agentrl.version import FolderRegistry
+from agentrl.records import VersionState
+registry = FolderRegistry(Path(sys.argv[1]))
+for turn in range(100_000):
+    registry.set_state(turn % 3, VersionState.SERVING)
+    print(turn, flush=True)
+"""
+
+
+def test_kill_9_leaves_whole_records_and_a_free_lock(registry: FolderRegistry) -> None:
+    for number in range(3):
+        publish(registry, number)
+    changer = subprocess.Popen([sys.executable, "-c", _CHANGER, str(registry.folder)], stdout=subprocess.PIPE, text=True)
+    assert changer.stdout is not None
+    for _ in range(7):
+        changer.stdout.readline()
+    os.kill(changer.pid, signal.SIGKILL)
+    changer.communicate(timeout=30)
+    found = states(registry)
+    assert sorted(found) == [0, 1, 2] and list(found.values()).count(SERVING) <= 1
+    registry.set_state(1, SERVING)
+    assert registry.latest(SERVING).number == 1
+
+
+def test_a_manifest_covers_every_regular_file(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_bytes(b"abc")
+    (tmp_path / "sub" / "a.txt").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path / "b.txt")
+    assert list(folder_manifest(tmp_path)) == ["b.txt", "sub/a.txt"]
+    # FIPS 180-4 example: the hash of "abc".
+    assert sha256_file(tmp_path / "b.txt") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
