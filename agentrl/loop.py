@@ -110,7 +110,7 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
         served = ServedPolicy(recipe, run_dir, registry)
         stack.push_async_callback(served.close)
         learner = LearnerProcess(run_dir, recipe)
-        stack.push_async_callback(learner.stop)
+        stack.push_async_callback(learner.kill)
         yield Run(
             recipe=recipe,
             folder=run_dir,
@@ -233,13 +233,15 @@ async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport) -
 
 async def _watch_learner(run: Run) -> None:
     """Starts the learner again when it dies; it goes on from its newest checkpoint."""
-    for _ in range(_LEARNER_RESTARTS + 1):
-        code = await run.learner.wait()
-        if code == 0:
+    for restart in range(_LEARNER_RESTARTS + 1):
+        try:
+            await run.learner.wait()
             return
-        log.warning("the learner ended with exit code %d", code)
+        except LearnerError as error:
+            if restart == _LEARNER_RESTARTS:
+                raise
+            log.warning("%s", error)
         await run.learner.start()
-    raise LearnerError(f"the learner died {_LEARNER_RESTARTS + 1} times\n{run.learner.log_tail()}")
 
 
 async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:

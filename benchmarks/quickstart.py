@@ -1,0 +1,163 @@
+"""The quickstart on several seeds: success before and after, wall time, memory, swaps. Prints a Markdown table.
+
+    python benchmarks/quickstart.py --seeds 0 1 2 3 4 --out docs/quickstart-results.md
+
+Each seed is one whole run of `recipes/quickstart.py` in its own run folder under `--runs`; a run that is already finished
+there is read, not made again, so an interrupted benchmark goes on where it stopped. Memory is the largest sum of the
+proportional set sizes of all processes of the run, sampled every two seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "quickstart.py"
+TARGETS = (
+    "Targets: held-out rises by >= 0.30 and ends >= 0.90 on every seed; real tables end >= 0.75; "
+    "<= 10 minutes; < 8 GiB; stall <= 250 ms; probe <= 1e-3."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One finished run."""
+
+    seed: int
+    wall_s: float
+    peak_gib: float
+    summary: dict[str, Any]
+
+
+def run_seed(seed: int, runs: Path, overrides: list[str]) -> Outcome:
+    """Runs one seed to its end, or reads it when it was finished before."""
+    folder = runs / f"seed{seed}"
+    outcome = folder / "benchmark.json"
+    if not outcome.exists():
+        resume = ["--resume"] if (folder / "recipe.json").exists() else []
+        command = [sys.executable, str(RECIPE), f"seed={seed}", *overrides, "--run-dir", str(folder), *resume]
+        wall_s, peak = timed(command)
+        outcome.write_text(json.dumps({"wall_s": wall_s, "peak_gib": peak, "resumed": bool(resume)}))
+    measured = json.loads(outcome.read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    return Outcome(seed=seed, wall_s=measured["wall_s"], peak_gib=measured["peak_gib"], summary=summary)
+
+
+def timed(command: list[str]) -> tuple[float, float]:
+    """Wall seconds and peak memory (GiB) of a command and everything it starts."""
+    started, peak = time.monotonic(), 0
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        while process.poll() is None:
+            peak = max(peak, tree_bytes(process.pid))
+            time.sleep(2.0)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
+    return time.monotonic() - started, peak / 2**30
+
+
+def tree_bytes(pid: int) -> int:
+    """Proportional set size of a process and its descendants; shared pages count once."""
+    total = 0
+    try:
+        family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    for member in family:
+        try:
+            total += member.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return total
+
+
+def rate(summary: dict[str, Any], key: str) -> str:
+    found = summary[key]
+    return f"{found['value']:.2f} [{found['ci_low']:.2f}, {found['ci_high']:.2f}]"
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown: a row a seed, then the medians and the range."""
+    head = [
+        "seed",
+        "held-out before",
+        "held-out after",
+        "real before",
+        "real after",
+        "minutes",
+        "peak GiB",
+        "stall ms p50",
+        "probe max",
+        "left out",
+    ]
+    rows = [
+        [
+            str(o.seed),
+            rate(o.summary, "heldout_before"),
+            rate(o.summary, "heldout_after"),
+            rate(o.summary, "heldout_real_before"),
+            rate(o.summary, "heldout_real_after"),
+            f"{o.wall_s / 60:.1f}",
+            f"{o.peak_gib:.1f}",
+            f"{o.summary['swap_stall_ms_p50']:.0f}",
+            f"{o.summary['swap_probe_max_abs_diff']:.1e}",
+            f"{o.summary['episodes_left_out']} of {o.summary['episodes']}",
+        ]
+        for o in outcomes
+    ]
+    keys = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
+    columns: list[Callable[[Outcome], float]] = [
+        *(lambda o, k=k: o.summary[k]["value"] for k in keys),
+        lambda o: o.wall_s / 60,
+        lambda o: o.peak_gib,
+    ]
+    spread = []
+    for column in columns:
+        values = [column(o) for o in outcomes]
+        spread.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+    rows.append(["median (range)", *spread, "", "", ""])
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="where the run folders go")
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
+    args = parser.parse_args()
+    outcomes = [run_seed(seed, args.runs, args.overrides) for seed in args.seeds]
+    versions = ", ".join(f"{name} {number}" for name, number in outcomes[0].summary["versions"].items())
+    memory = psutil.virtual_memory().total / 2**30
+    python = platform.python_version()
+    machine = f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}, Python {python}"
+    backend = outcomes[0].summary["sandbox_backend"]
+    command = f"python benchmarks/quickstart.py --seeds {' '.join(map(str, args.seeds))} {' '.join(args.overrides)}".strip()
+    text = "\n\n".join(
+        [
+            "# Quickstart results",
+            f"Command: `{command}`. Machine: {machine}; sandbox: {backend}. {versions}.",
+            "Each cell is the success rate on held-out tasks with its 95% Wilson interval; one sampled attempt a task.",
+            table(outcomes),
+            TARGETS,
+        ]
+    )
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
