@@ -1,0 +1,5 @@
+"""`python -m agentrl` is the command line."""
+
+from agentrl.cli import main
+
+main()

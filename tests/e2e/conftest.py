@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "rollout.concurrency=16",
+    "evaluation.heldout=12",
+    "evaluation.heldout_real=6",
+    "sandbox.warm=2",
+]
+
+
+def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agentrl", *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env={**os.environ, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def agentrl(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300) -> tuple[int, str]:
+    process = start(*arguments, cwd=cwd, env=env)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        pytest.fail(f"agentrl {' '.join(arguments)} did not end within {timeout} s:\n{output}")
+    return process.returncode, output
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float) -> None:
+    """Waits until a run has come as far as `condition`; fails with its output when it ends or takes too long."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            output, _ = process.communicate()
+            pytest.fail(f"the run did not come this far (exit code {process.returncode}):\n{output[-4000:]}")
+        time.sleep(0.1)
+
+
+def summary(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return loaded
+
+
+def steps_logged(run: Path) -> list[int]:
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line["step"] for line in lines if "reward_mean" in line]
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process, shared-memory file or container outlives the test."""
+    shm, processes, containers = _shm(), _ours(), _containers()
+    yield
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (_ours() - processes or _shm() - shm or _containers() - containers):
+        time.sleep(0.2)
+    left = {psutil.Process(pid).cmdline()[:6].__repr__() for pid in _ours() - processes if psutil.pid_exists(pid)}
+    assert not left, left
+    assert _shm() - shm == set()
+    assert _containers() - containers == set()
+
+
+def _ours() -> set[int]:
+    marks = ("agentrl", "vllm", "bwrap", "torch.distributed")
+    found = set()
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(mark in line for mark in marks) and "pytest" not in line:
+            found.add(process.pid)
+    return found - {os.getpid()}
+
+
+def _shm() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _containers() -> set[str]:
+    listed = subprocess.run(["docker", "ps", "-aq", "--filter", "label=agentrl.run"], capture_output=True, text=True, check=False)
+    return set(listed.stdout.split())
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)

@@ -1,0 +1,78 @@
+"""Bad input stops before anything starts: exit code 2, what is wrong, what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, agentrl
+
+RECIPE = "recipes/quickstart.py"
+BASE = ROOT / "recipes" / "models" / "tables-base"
+
+
+def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> None:
+    code, output = agentrl(*arguments, env=env, timeout=60)
+    assert code == 2, output
+    assert says in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("learner.lrr=1", "learner.lrr: unknown key"),
+        ("learner.lr=fast", "learner.lr"),
+        ("policy.model=./nowhere", "policy.model: no folder"),
+        ("tasks.family=sandboxes.tables:Tabels", "it has:"),
+        ("tasks.family=sandboxes.nothing:X", "no module named"),
+        ('tasks.options={"sede": 1}', "tasks.family"),
+    ],
+)
+def test_recipe_mistakes(override: str, says: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refused("train", RECIPE, override, "--run-dir", str(run), says=says)
+    assert not run.exists()
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    refused("train", "recipes/none.py", says="no recipe file")
+    (tmp_path / "r.py").write_text("recipe = 3\n")
+    refused("train", str(tmp_path / "r.py"), says="not agentrl.Recipe")
+
+
+def test_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(BASE, model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    refused("train", RECIPE, f"policy.model={model}", "--run-dir", str(tmp_path / "run"), says="no chat template")
+
+
+def test_verifier_that_does_not_resolve(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\nfrom sandboxes.tables import Tables\n"
+        "class Mine(Tables):\n    def task(self, split, index):\n"
+        "        return replace(super().task(split, index), verifiers=('rewards.gone:score',))\n"
+    )
+    refused(
+        "train", RECIPE, f"tasks.family={tmp_path}/mine.py:Mine", "--run-dir", str(tmp_path / "run"), says="rewards.gone"
+    )  # fmt: skip
+
+
+def test_no_sandbox_backend_never_means_the_host(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    env = {"PATH": str(empty), "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
+    refused("train", RECIPE, "--run-dir", str(tmp_path / "run"), says="fix:", env=env)
+
+
+def test_help_has_examples() -> None:
+    for command in ("train", "eval", "check", "doctor", "init", "report", "versions"):
+        code, output = agentrl(command, "--help", timeout=60)
+        assert code == 0 and "Example: agentrl" in output, output
