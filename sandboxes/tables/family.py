@@ -35,7 +35,9 @@ class Tables:
         """Raises `UserError` for an index outside the split, or when a real table's package is missing."""
         size = self.size(split)
         if index < 0 or (size is not None and index >= size):
-            raise UserError(f"tables has no task {index} in split {split}", fix=f"use an index from 0 to {'...' if size is None else size - 1}")
+            raise UserError(
+                f"tables has no task {index} in split {split}", fix=f"use an index from 0 to {'...' if size is None else size - 1}"
+            )
         kind = KINDS[index % len(KINDS)]
         rng = Random(f"tables:{self.seed}:{split}:{index}")
         question = self._question(rng, kind, split)

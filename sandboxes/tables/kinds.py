@@ -364,7 +364,11 @@ KINDS = (
     ),
     Kind(
         name="longest_line",
-        phrasings=("Which line of {f!r} is the longest?", "What is the longest line in {f!r}?", "Give the line of {f!r} with the most characters."),
+        phrasings=(
+            "Which line of {f!r} is the longest?",
+            "What is the longest line in {f!r}?",
+            "Give the line of {f!r} with the most characters.",
+        ),
         right="print(max(r,key=len))",
         sloppy=("print(max(r))", "print(r[0])"),
         ask=_longest_line,

@@ -44,9 +44,37 @@ ENGLISH = tuple(
     weight whale wheat wheel width willow window wing winter wire wolf wood wool worker yard yarn yield zebra zinc zone
     """.split()
 )
-UNITS = ("cm", "mm", "km", "kg", "g", "t", "l", "ml", "m2", "%", "EUR", "USD", "GBP", "JPY", "kWh", "W", "C", "K", "h", "min", "s", "ppm", "Hz", "bar")
+UNITS = (
+    "cm",
+    "mm",
+    "km",
+    "kg",
+    "g",
+    "t",
+    "l",
+    "ml",
+    "m2",
+    "%",
+    "EUR",
+    "USD",
+    "GBP",
+    "JPY",
+    "kWh",
+    "W",
+    "C",
+    "K",
+    "h",
+    "min",
+    "s",
+    "ppm",
+    "Hz",
+    "bar",
+)
 JOINERS = ("of", "per", "in", "and", "the", "by", "to", "for")
-ONSETS = ("", *"b b bl br c c ch cl cr d d dr f f fl fr g g gl gr h h j k k l l m m n n p p pl pr qu r r s s sc sh sl sp st str t t th tr v w x y z".split())
+ONSETS = (
+    "",
+    *"b b bl br c c ch cl cr d d dr f f fl fr g g gl gr h h j k k l l m m n n p p pl pr qu r r s s sc sh sl sp st str t t th tr v w x y z".split(),
+)
 VOWELS = "a e i o u a e i o u ai au ea ee ia ie io oa oo ou y".split()
 ACCENTED = "é è ç ã å ö ü ñ í ó ô ā".split()
 CODAS = ("", "", "", "", *"c d g l l ll m n n nd ng nt p r r rd s s ss st t th x".split())

@@ -48,9 +48,7 @@ def _text(value: float) -> str:
     return f"{float(value):.6f}".rstrip("0").rstrip(".")
 
 
-def _science(
-    stem: str, other: str, dataset: str, label: str, numbers: Sequence[str], group: str, classes: bool, **options: Any
-) -> Source:
+def _science(stem: str, other: str, dataset: str, label: str, numbers: Sequence[str], group: str, classes: bool, **options: Any) -> Source:
     """A table of scikit-learn: rows sampled, numbers as text; `group` is its class, or one of its own columns."""
 
     def build(rng: Random) -> Table:
@@ -67,7 +65,13 @@ def _science(
 
 
 def _registry(
-    stem: str, other: str, dataset: str, labels: Sequence[str], groups: Sequence[str], numbers: Sequence[str] = (), dates: Sequence[str] = ()
+    stem: str,
+    other: str,
+    dataset: str,
+    labels: Sequence[str],
+    groups: Sequence[str],
+    numbers: Sequence[str] = (),
+    dates: Sequence[str] = (),
 ) -> Source:
     """Records of pycountry: those that have every column, and of them a sample whose groups recur."""
     columns = (*labels, *groups, *numbers, *dates)
@@ -83,7 +87,9 @@ def _registry(
                 rows.append({c: record[c] for c in columns})
                 for label in labels:
                     seen[label].add(record[label])
-        return Table(stem=stem, other=other, rows=rows, labels=tuple(labels), groups=tuple(groups), numbers=tuple(numbers), dates=tuple(dates))
+        return Table(
+            stem=stem, other=other, rows=rows, labels=tuple(labels), groups=tuple(groups), numbers=tuple(numbers), dates=tuple(dates)
+        )
 
     return build
 
@@ -123,7 +129,9 @@ COUNTRIES: tuple[Source, ...] = (
     _registry("countries", "country_codes", "countries", ("name", "alpha_2", "alpha_3"), ()),
     _registry("official_names", "country_codes", "countries", ("official_name", "name"), ()),
 )
-DATED: tuple[Source, ...] = (_registry("historic_countries", "withdrawn", "historic_countries", ("name", "alpha_4"), (), (), ("withdrawal_date",)),)
+DATED: tuple[Source, ...] = (
+    _registry("historic_countries", "withdrawn", "historic_countries", ("name", "alpha_4"), (), (), ("withdrawal_date",)),
+)
 
 SOURCES: Mapping[str, tuple[Source, ...]] = {
     "distinct": (*SCIENCE, *REGISTRIES, *REGISTRIES),

@@ -1,0 +1,90 @@
+"""Demonstrations of mixed quality, as a base model finds them: some careful, some sloppy, all well formed.
+
+For each task a demonstrator writes the right program with probability `CAREFUL`, otherwise one of the kind's sloppy programs;
+now and then it guesses without running anything, or misspells a name, sees the error and writes the program again. What a
+program prints comes from running it in this process: programs are this module's own templates, never a policy's text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from agentrl.records import Task
+from sandboxes.tables.kinds import BY_NAME, Kind
+
+CAREFUL = 0.52  # share of the programs that are right
+GUESS = 0.06  # share of the demonstrations that submit without running a program
+MISSPELT = 0.03  # share of the demonstrations whose first program misspells a name
+COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its sloppy ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """One assistant turn, what the tool answered, and whether the turn is one to learn from."""
+
+    completion: str  # ends in <|im_end|>
+    observation: str | None  # None after submit
+    learn: bool = True
+
+
+def call(name: str, **arguments: str) -> str:
+    """An assistant turn of one tool call, in the form that Qwen3's template gives it."""
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call><|im_end|>"
+
+
+def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: float = GUESS, misspelt: float = MISSPELT) -> list[Act]:
+    """One demonstration of a task, one to three turns long."""
+    kind, names = BY_NAME[task.data["kind"]], task.data["names"]
+    if rng.random() < guess:
+        return [Act(completion=call("submit", answer=_guess(rng, names)), observation=None)]
+    acts = []
+    body = _choose(rng, kind, careful)
+    if rng.random() < misspelt:
+        wrong = kind.program(_misspell(rng, names), body)
+        acts.append(Act(completion=call("python", code=wrong), observation=run_template(wrong, task.files), learn=False))
+    code = kind.program(names, body)
+    output = run_template(code, task.files)
+    acts.append(Act(completion=call("python", code=code), observation=output))
+    acts.append(Act(completion=call("submit", answer=output), observation=None))
+    return acts
+
+
+def run_template(code: str, files: Mapping[str, str]) -> str:
+    """What a program of this package prints on these files, or the end of its traceback. Not for any other program."""
+    printed: list[str] = []
+
+    def open_file(path: str) -> io.StringIO:
+        if path not in files:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return io.StringIO(files[path])
+
+    scope: dict[str, Any] = {"open": open_file, "print": lambda value: printed.append(str(value))}
+    try:
+        exec(compile(code, "<string>", "exec"), scope)
+    except (FileNotFoundError, KeyError) as error:
+        head = 'Traceback (most recent call last):\n  File "<string>", line 2, in <module>\n'
+        return f"{head}{type(error).__name__}: {error}"
+    return "\n".join(printed)
+
+
+def _choose(rng: Random, kind: Kind, careful: float) -> str:
+    if rng.random() < careful:
+        return kind.right
+    return kind.sloppy[0 if rng.random() < COMMONER_MISTAKE else 1]
+
+
+def _guess(rng: Random, names: Mapping[str, str]) -> str:
+    return str(rng.randint(1, 999)) if rng.random() < 0.7 else rng.choice(list(names.values()))
+
+
+def _misspell(rng: Random, names: Mapping[str, str]) -> dict[str, str]:
+    """The names with one letter of one file or column dropped."""
+    field = rng.choice([f for f in ("f", "c", "k", "d") if f in names])
+    at = rng.randrange(len(names[field]) - 4 if field == "f" else len(names[field]))
+    return {**names, field: names[field][:at] + names[field][at + 1 :]}
