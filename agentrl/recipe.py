@@ -58,6 +58,7 @@ class RolloutConfig(Section):
     concurrency: int = Field(64, ge=1)
     """Episodes in flight at once."""
     temperature: float = Field(1.0, gt=0, le=2)
+    """Sampling temperature of training episodes; logprobs and losses are taken at it."""
     max_retries: int = Field(2, ge=0)
     """Fresh attempts after an infrastructure failure, before the episode is left out."""
     min_group_size: int = Field(2, ge=1)
@@ -77,6 +78,7 @@ class SandboxConfig(Section):
 
 class ServingConfig(Section):
     engine: Literal["vllm"] = "vllm"
+    """Inference server."""
     host: str = "127.0.0.1"
     """Address the server binds to. Its control routes have no authentication: keep it on loopback or a private network."""
     port: int = Field(0, ge=0, le=65535)
@@ -92,7 +94,9 @@ class ServingConfig(Section):
     weight_transfer: Literal["file", "nccl"] = "file"
     """file: safetensors mapped by the server, single machine. nccl: GPU to GPU."""
     startup_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
     request_timeout_s: float = Field(120.0, gt=0)
+    """Deadline of one completion, and of one weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
     """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
 
@@ -103,6 +107,7 @@ class ObjectiveConfig(Section):
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
     clip_low: float = Field(0.2, gt=0, lt=1)
+    """Distance below 1 at which the importance ratio is clipped."""
     clip_high: float = Field(0.2, gt=0)
     """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     is_cap: float = Field(2.0, gt=0)
@@ -111,11 +116,15 @@ class ObjectiveConfig(Section):
 
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
+    """Learning rate of AdamW, constant after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay on matrices; vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient's global norm is clipped to this."""
     zero_stage: Literal[0, 1, 2, 3] = 2
+    """DeepSpeed ZeRO stage: 1 shards optimizer state over the ranks, 2 also gradients, 3 also weights."""
     ranks: int = Field(1, ge=1)
     """Learner processes (torchrun --nproc-per-node)."""
     minibatches: int = Field(1, ge=1)
@@ -136,12 +145,15 @@ class Recipe(Section):
     """Everything a run needs. `Recipe(name=..., policy=..., tasks=...)`."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of the run; its folder is `runs/NAME` unless --run-dir says otherwise."""
     seed: int = Field(0, ge=0)
+    """Fixes tasks, sampling seeds and the learner's random state."""
     steps: int = Field(16, ge=1)
     """Learner steps."""
     max_staleness: int = Field(1, ge=0)
     """Learner versions an episode may lag behind. 0: strictly on-policy, rollouts wait for each update."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where server and learner compute. auto: cuda where torch finds a GPU, else cpu."""
     policy: PolicyConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
