@@ -1,0 +1,100 @@
+"""What a run folder holds, read for the report. A part that is missing or damaged becomes a note, so that the rest can be shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import StoreError
+from agentrl.observe.summary import Summary
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """Everything the report shows."""
+
+    name: str
+    recipe: Line
+    summary: Summary | None
+    metrics: tuple[Line, ...]  # one a step, in order
+    episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
+    notes: tuple[str, ...]  # what could not be read, for the reader of the report
+
+    def series(self, key: str) -> tuple[tuple[float, float], ...]:
+        """(step, value) wherever a step has a finite number under `key`."""
+        found = ((line["step"], line.get(key)) for line in self.metrics)
+        return tuple((step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value))
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Raises `StoreError` only when the run folder itself is not there."""
+    if not run_dir.is_dir():
+        raise StoreError(f"no run folder {run_dir}")
+    notes: list[str] = []
+    lines = _read_lines(run_dir / "metrics.jsonl", ("step",), notes)
+    by_step = {line["step"]: line for line in lines if isinstance(line["step"], int)}  # a step made again by a resumed run counts once
+    episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
+    return RunData(
+        name=run_dir.name,
+        recipe=_read_recipe(run_dir / "recipe.json", notes),
+        summary=_read_summary(run_dir, notes),
+        metrics=tuple(by_step[step] for step in sorted(by_step)),
+        episodes=episodes,
+        notes=tuple(notes),
+    )
+
+
+def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
+    """Transcripts of one phase; an evaluation that was made again replaces the earlier one."""
+    lines = _read_lines(path, ("task_id", "split", "messages"), notes)
+    return tuple({(line["split"], line["task_id"], line.get("step") if path.stem == "train" else None): line for line in lines}.values())
+
+
+def _read_lines(path: Path, required: tuple[str, ...], notes: list[str]) -> list[Line]:
+    if not path.exists():
+        return []
+    found: list[Line] = []
+    bad = 0
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not text.strip():
+            continue
+        line = _parse(text)
+        if line is not None and all(key in line for key in required):
+            found.append(line)
+        else:
+            bad += 1
+    if bad:
+        notes.append(f"{path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} left out")
+    return found
+
+
+def _parse(text: str) -> Line | None:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _read_recipe(path: Path, notes: list[str]) -> Line:
+    if not path.exists():
+        return {}
+    recipe = _parse(path.read_text(encoding="utf-8", errors="replace"))
+    if recipe is None:
+        notes.append("recipe.json cannot be read")
+    return recipe or {}
+
+
+def _read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
+    try:
+        return Summary.read(run_dir)
+    except FileNotFoundError:
+        notes.append("The run has no summary yet.")
+    except StoreError:
+        notes.append("summary.json does not validate and is left out")
+    return None

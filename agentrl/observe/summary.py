@@ -1,0 +1,72 @@
+"""`summary.json`: the outcome of a run in one small file, for people and for programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl.errors import StoreError
+from agentrl.observe.stats import Rate
+
+FILE = "summary.json"
+
+
+class Summary(BaseModel):
+    """Everything `summary.json` says. A figure that the run did not get to is null, never 0."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    """The recipe's name."""
+    finished: bool
+    """All steps were done and the evaluation after them too."""
+    interrupted: bool = False
+    """A person or a fault ended the run early; `--resume` goes on."""
+    heldout_before: Rate | None = None
+    """Mean score on held-out tasks, version 0."""
+    heldout_after: Rate | None = None
+    """The same after the last step."""
+    heldout_real_before: Rate | None = None
+    """Mean score on held-out tasks over real data, version 0."""
+    heldout_real_after: Rate | None = None
+    """The same after the last step."""
+    steps: int = Field(ge=0)
+    """Learner steps done."""
+    episodes: int = Field(ge=0)
+    """Training episodes in those steps."""
+    episodes_left_out: int = Field(ge=0)
+    """Of them, left out of the loss because of a task or infrastructure failure."""
+    tokens_trained: int = Field(ge=0)
+    """Sampled tokens that entered the loss."""
+    weight_swaps: int = Field(ge=0)
+    """Versions taken into the running server."""
+    swap_stall_ms_p50: float | None = None
+    """Median time during which a swap kept requests waiting."""
+    swap_probe_max_abs_diff: float | None = None
+    """Largest logprob difference between server and learner over all swaps, in nats."""
+    wall_s: dict[str, float] = {}
+    """Seconds by stage, in the order the stages began; resumed runs add up."""
+    sandbox_backend: str
+    seed: int
+    versions: dict[str, str] = {}
+    """Package -> version."""
+    by_kind: dict[str, dict[str, Rate]] = {}
+    """Phase ("before", "after") -> kind of task -> rate."""
+
+    def write(self, run_dir: Path) -> Path:
+        """Replaces `summary.json` in the run folder, whole or not at all."""
+        path = run_dir / FILE
+        beside = path.with_name(f".{FILE}.part")
+        beside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return beside.replace(path)
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Self:
+        """Raises `FileNotFoundError` when there is none, `StoreError` when it does not validate."""
+        path = run_dir / FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise StoreError(f"{path} is not a run summary: {error}") from error

@@ -1,0 +1,167 @@
+"""Progress for a person: a live panel in a terminal, below one permanent line for each stage, step and evaluation.
+
+Where standard output is no terminal (a log file, CI) only the permanent lines are printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agentrl import records
+from agentrl.observe.stats import Rate
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPLITS = {"heldout": "held-out", "heldout_real": "real"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What is known about the run right now; written by the tracker, read by the terminal's refresh thread."""
+
+    name: str
+    steps: int
+    stage: str = ""
+    detail: str = ""
+    step: int = 0
+    counted: tuple[int, int] | None = None  # done, total of the running evaluation
+    episodes: int = 0
+    left_out: int = 0
+    swaps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    heldout: dict[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    step_times: list[float] = field(default_factory=list)
+
+    def begin_stage(self, name: str, detail: str) -> None:
+        self.stage, self.detail, self.counted = name, detail, None
+        if not self.step_times:
+            self.step_times.append(time.monotonic())
+        if self.step == 0:  # until a first step is done, the clock of the steps starts with the newest stage
+            self.step_times[-1] = time.monotonic()
+
+    def finished_group(self, group: records.Group) -> None:
+        self.episodes += len(group.episodes)
+        self.left_out += len(group.episodes) - len(group.scored)
+
+    def finished_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step, self.metrics = step, dict(metrics)
+        self.step_times.append(time.monotonic())
+        self.swaps += "swap_stall_ms" in metrics
+        if "reward_mean" in metrics:
+            self.rewards.append(metrics["reward_mean"])
+        self.heldout.update({key: metrics[key] for key in _SPLITS if key in metrics})
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimate for the remaining steps from the mean of those done; None before there is one."""
+        done = len(self.step_times) - 1
+        if done < 1 or not self.steps or self.step >= self.steps:
+            return None
+        return (self.step_times[-1] - self.step_times[0]) / done * (self.steps - self.step)
+
+
+class Terminal:
+    """Prints the permanent lines, and below them the live panel when `console` is a terminal."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self._progress, self._console = progress, console
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, get_renderable=self._panel, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def stage_line(self) -> None:
+        text = Text(self._progress.stage, style="bold cyan")
+        self._say(text.append(f"  {self._progress.detail}", style="default") if self._progress.detail else text)
+
+    def step_line(self) -> None:
+        progress, metrics = self._progress, self._progress.metrics
+        total = f"/{progress.steps}" if progress.steps else ""
+        parts = [f"step {progress.step:>{len(str(progress.steps))}}{total}", *_figures(metrics)]
+        parts += [f"{label} {metrics[key]:.3f}" for key, label in _SPLITS.items() if key in metrics]
+        if metrics.get("episodes_left_out"):
+            parts.append(f"left out {metrics['episodes_left_out']:.0f}")
+        self._say(Text("  ".join(parts)))
+
+    def evaluation_line(self, phase: str, rates: Mapping[str, Rate]) -> None:
+        parts = [f"{_SPLITS.get(split, split)} {r.value:.3f} [{r.ci_low:.3f}, {r.ci_high:.3f}] n={r.n}" for split, r in rates.items()]
+        self._say(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+    def _say(self, text: Text) -> None:
+        clock = Text(f"[{_clock(self._progress.elapsed_s):>7}] ", style="dim")
+        self._console.print(clock.append(text), soft_wrap=True)
+
+    def _panel(self) -> RenderableType:
+        progress = self._progress
+        left = f" · about {_clock(progress.left_s)} left" if progress.left_s is not None else ""
+        title = Text(f" {progress.name} ", style="bold").append(f"{progress.stage} ", style="cyan")
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", min_width=10)
+        rows.add_column(ratio=1)
+        if progress.steps:
+            rows.add_row("steps", _bar(progress.step, progress.steps))
+        if progress.counted:
+            rows.add_row("evaluating", _bar(*progress.counted))
+        if progress.rewards:
+            rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(_sparkline(progress.rewards), style="green"))
+        if progress.heldout:
+            rows.add_row("held-out", "  ".join(f"{_SPLITS.get(key, key)} {value:.3f}" for key, value in progress.heldout.items()))
+        rows.add_row("episodes", f"{progress.episodes:,}  left out {progress.left_out:,}  swaps {progress.swaps}")
+        figures = "  ".join(_figures({key: value for key, value in progress.metrics.items() if key != "reward_mean"}))
+        body = Group(rows, Text(figures, style="dim")) if figures else rows
+        return Panel(
+            body, title=title, title_align="left", subtitle=f"{_clock(progress.elapsed_s)}{left}", subtitle_align="right", width=78
+        )
+
+
+def _figures(metrics: Mapping[str, float]) -> list[str]:
+    """The figures worth a look at every step, those that exist."""
+    shown: list[str] = []
+    if "reward_mean" in metrics:
+        shown.append(f"reward {metrics['reward_mean']:.3f}")
+    if "tokens_per_s" in metrics:
+        shown.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
+    if "staleness_mean" in metrics:
+        shown.append(f"staleness {metrics['staleness_mean']:.1f} (max {metrics.get('staleness_max', 0):.0f})")
+    if "swap_stall_ms" in metrics:
+        shown.append(f"swap {metrics['swap_stall_ms']:.0f} ms")
+    if "swap_probe_max_abs_diff" in metrics:
+        shown.append(f"probe {metrics['swap_probe_max_abs_diff']:.0e}")
+    return shown
+
+
+def _bar(done: int, total: int) -> RenderableType:
+    row = Table.grid(padding=(0, 2))
+    row.add_row(ProgressBar(total=total, completed=done, width=44), f"{done}/{total}")
+    return row
+
+
+def _sparkline(values: list[float], width: int = 40) -> str:
+    shown = values[-width:]
+    low, high = min(shown), max(shown)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in shown)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
