@@ -1,0 +1,8 @@
+"""Serving: a vLLM server as a child process, the token client on it, and hot weight swaps into it."""
+
+from agentrl.serving.client import TokenClient
+from agentrl.serving.model_folder import check_model_folder
+from agentrl.serving.server import VLLMServer, serving_device
+from agentrl.serving.swap import FileWeightChannel
+
+__all__ = ["FileWeightChannel", "TokenClient", "VLLMServer", "check_model_folder", "serving_device"]

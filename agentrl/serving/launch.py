@@ -51,12 +51,16 @@ def _trim_cpu_start(threads: int) -> None:
     for name in _UNUSED_ON_CPU:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # an import of it then says "not installed"
     import torch
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
+
+    # Looking up the model class takes a whole further interpreter the first time, to keep CUDA out of this process.
+    registry._run_in_subprocess = lambda inspect: inspect()
 
     torch.set_num_threads(1)
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
     platform = type(current_platform)
-    update = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    update = platform.check_and_update_config.__func__
 
     def update_and_fork(cls: type, vllm_config: object) -> None:
         update(cls, vllm_config)

@@ -26,23 +26,23 @@ _HEADER_LIMIT = 100 * 2**20  # the format's own bound on its JSON header
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
+class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's types are not followed
     """Which folder versions may be loaded from; said once, right after the server has started."""
 
     versions_folder: str
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
+class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """One version: its folder and the byte size of each of its safetensors files."""
 
     folder: str
     files: dict[str, int]
 
-    def paths(self, versions_folder: Path) -> list[Path]:
-        """The files, each proven to lie in a folder below `versions_folder` and to be whole. Raises `ValueError`."""
+    def paths(self, versions_folder: Path, first_folder: Path) -> list[Path]:
+        """The files, each proven whole and in a folder below `versions_folder` or in `first_folder`. Raises `ValueError`."""
         folder = Path(self.folder).resolve()
-        if folder == versions_folder or not folder.is_relative_to(versions_folder):
+        if folder != first_folder and (folder == versions_folder or not folder.is_relative_to(versions_folder)):
             raise ValueError(f"weights folder {folder} is not below the run's versions folder {versions_folder}")
         if not self.files:
             raise ValueError(f"no weight files named for {folder}")
@@ -78,7 +78,7 @@ def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[st
             raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {given.get(name)}")
 
 
-class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
     """Loads full versions from files. One `update_weights` call carries a whole version."""
 
     init_info_cls = FileInitInfo
@@ -89,7 +89,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         super().__init__(config, vllm_config, device, model)
         self._versions_folder: Path | None = None
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._shapes = self._untied(_all_shapes(sorted(Path(self.model_config.model).glob("*.safetensors"))))
+        self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may go back to it
+        self._shapes = self._untied(_all_shapes(sorted(self._first_folder.glob("*.safetensors"))))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         folder = Path(init_info.versions_folder).resolve()
@@ -103,7 +104,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if self._versions_folder is None:
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
-        paths = update_info.paths(self._versions_folder)
+        paths = update_info.paths(self._versions_folder, self._first_folder)
         check_same_shapes(self._shapes, self._untied(_all_shapes(paths)))
         initialize_layerwise_reload(self.model)
         try:

@@ -1,0 +1,157 @@
+"""The policy behind an inference server: token ids in, token ids with logprobs and weight versions out. Text never travels."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl.errors import ServingError
+from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.serving.control import ControlPlane, UnsentError
+from agentrl.serving.server import VLLMServer
+from agentrl.serving.weights import WeightsInService
+
+_CONNECT_TRIES = 3
+_CONNECT_WAIT_S = 0.2
+# vLLM answers -9999 for a logprob that is NaN or minus infinity; a token that was sampled has neither.
+_IMPOSSIBLE_LOGPROB = -9000.0
+
+
+class TokenClient:
+    """A `Policy` on one vLLM server. One pooled HTTP client; any number of requests at once, up to `max_connections` on the wire.
+
+    Logprobs are those of the distribution the token was drawn from: the server applies the temperature first
+    (`--logprobs-mode processed_logprobs`). At temperature 0 the token is the most likely one and its logprob is at temperature 1.
+    """
+
+    def __init__(self, url: str, *, weights: WeightsInService, max_connections: int = 512) -> None:
+        self._control = ControlPlane(url, max_connections=max_connections)
+        self._weights = weights
+
+    @classmethod
+    def for_server(cls, server: VLLMServer) -> TokenClient:
+        return cls(server.url, weights=server.weights)
+
+    async def close(self) -> None:
+        await self._control.close()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        """Samples one completion of `prompt_ids`.
+
+        Raises `ServingError` when the server fails, answers nonsense, or does not answer within `timeout_s`; leaving early
+        (cancellation, deadline) closes the connection, upon which vLLM aborts the request. Only a request that never reached
+        the server is sent again.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), timeout_s)
+                completion = parse_completion(answer, params)
+                await self._weights.settle(span.version for span in completion.versions)
+                return completion
+        except TimeoutError:
+            raise ServingError(f"request {request_id}: no completion within {timeout_s:g} s") from None
+
+    async def _send(self, body: Callable[[], dict[str, Any]], timeout_s: float) -> Any:
+        for attempt in range(1, _CONNECT_TRIES + 1):
+            try:
+                return await self._control.generate(body(), timeout_s=timeout_s)
+            except UnsentError:
+                if attempt == _CONNECT_TRIES:
+                    raise
+                await asyncio.sleep(_CONNECT_WAIT_S * attempt)
+        raise AssertionError("unreachable")
+
+
+def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id: str, cache_salt: str) -> dict[str, Any]:
+    """The JSON body of vLLM's `/inference/v1/generate`. Raises `ValueError` for an empty prompt."""
+    if not prompt_ids:
+        raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
+    sampling: dict[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "stop_token_ids": list(params.stop_token_ids),
+        "logprobs": 0,  # the sampled token's own
+        "detokenize": False,
+    }
+    if params.seed is not None:
+        sampling["seed"] = params.seed
+    return {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": cache_salt}
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class _TokenLogprob(_Answer):
+    token_id: int
+    logprob: float = Field(strict=False)
+
+
+class _Logprobs(_Answer):
+    content: list[_TokenLogprob]
+
+
+class _Span(_Answer):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(_Answer):
+    token_ids: list[int] = Field(min_length=1)
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+    finish_reason: str
+
+
+class _Generated(_Answer):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+
+
+def parse_completion(answer: Any, params: SamplingParams) -> Completion:
+    """The server's answer as a record, with everything checked that a training sample relies on. Raises `ServingError`."""
+    try:
+        choice = _Generated.model_validate(answer).choices[0]
+    except ValidationError as error:
+        raise ServingError(f"malformed answer of the inference server: {error}") from error
+    if choice.finish_reason not in ("stop", "length"):
+        raise ServingError(f"the inference server ended the request with {choice.finish_reason!r}")
+    return Completion(
+        token_ids=_tokens(choice, params.max_tokens),
+        logprobs=_logprobs(choice),
+        versions=_spans(choice),
+        finish_reason=choice.finish_reason,
+    )
+
+
+def _tokens(choice: _Choice, max_tokens: int) -> tuple[int, ...]:
+    if len(choice.token_ids) > max_tokens:
+        raise ServingError(f"{len(choice.token_ids)} tokens answered, at most {max_tokens} were asked for")
+    return tuple(choice.token_ids)
+
+
+def _logprobs(choice: _Choice) -> tuple[float, ...]:
+    content = choice.logprobs.content
+    if [entry.token_id for entry in content] != choice.token_ids:
+        raise ServingError(f"the logprobs ({len(content)}) are not those of the {len(choice.token_ids)} sampled tokens")
+    for position, entry in enumerate(content):
+        if not math.isfinite(entry.logprob) or entry.logprob < _IMPOSSIBLE_LOGPROB or entry.logprob > 1e-3:
+            raise ServingError(f"impossible logprob {entry.logprob} for sampled token {position}: are the weights finite?")
+    return tuple(entry.logprob for entry in content)
+
+
+def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:
+    spans, edge = [], 0
+    for span in choice.weight_versions:
+        if span.start != edge or span.end <= span.start or not span.version.isdecimal():
+            raise ServingError(f"weight-version spans are not a cover of the tokens by numbered versions: {choice.weight_versions}")
+        spans.append(VersionSpan(version=int(span.version), start=span.start, end=span.end))
+        edge = span.end
+    if edge != len(choice.token_ids):
+        raise ServingError(f"weight-version spans cover {edge} of {len(choice.token_ids)} sampled tokens")
+    return tuple(spans)

