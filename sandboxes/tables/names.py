@@ -7,11 +7,17 @@ file, column or value name that is made of words can appear in both. Units, join
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from random import Random
 
 from agentrl.records import Split
 
-ENGLISH = tuple(
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ENGLISH = _words(
     """
     acorn actor agent alarm album amber anchor angle anvil apple apron arch arrow artist atlas attic autumn award badge bakery
     balance ballot bamboo banner barrel basin basket batch battery beacon beaver bench berry bicycle birch blanket blossom board
@@ -27,7 +33,7 @@ ENGLISH = tuple(
     hour humidity hunter ice idea impact income index ink invoice iron item ivory jacket jar jasmine jewel joint journey juice
     jungle kettle kitchen knee knot label ladder lagoon lamp lantern lawn layer lead leaf lemon lens lesson letter level lever
     light lily limit linen load lobby locker lodge lunch machine magnet mango maple marble margin market mask meadow melon member
-    metal meter mill mirror model moment monitor moss motor mountain mountain needle nest network night noise north note novel oak
+    metal meter mill mirror model moment monitor moss motor mountain needle nest network night noise north note novel oak
     oat object office olive onion opera orange orbit orchard order origin otter outlet output oven owner oyster package paddle
     paint palace panel paper parcel park passage pasta patch path payment peach pearl pebble pencil pepper permit phase phone
     piano picnic pigeon pillow pilot pine pipe plane planet plant plaster plate plaza plum pocket point polar pond portion post
@@ -42,42 +48,18 @@ ENGLISH = tuple(
     trench trend trial tribe truck trunk tulip tunnel turbine turtle twig unit usage valley value valve vapor vault vector vendor
     vessel village vine violet visit visitor voice volcano voltage volume voyage wage wagon walnut warmth water wave wax wedge week
     weight whale wheat wheel width willow window wing winter wire wolf wood wool worker yard yarn yield zebra zinc zone
-    """.split()
+    """
 )
-UNITS = (
-    "cm",
-    "mm",
-    "km",
-    "kg",
-    "g",
-    "t",
-    "l",
-    "ml",
-    "m2",
-    "%",
-    "EUR",
-    "USD",
-    "GBP",
-    "JPY",
-    "kWh",
-    "W",
-    "C",
-    "K",
-    "h",
-    "min",
-    "s",
-    "ppm",
-    "Hz",
-    "bar",
-)
-JOINERS = ("of", "per", "in", "and", "the", "by", "to", "for")
+UNITS = _words("cm mm km kg g t l ml m2 % EUR USD GBP JPY kWh W C K h min s ppm Hz bar")
+JOINERS = _words("of per in and the by to for")
 ONSETS = (
     "",
-    *"b b bl br c c ch cl cr d d dr f f fl fr g g gl gr h h j k k l l m m n n p p pl pr qu r r s s sc sh sl sp st str t t th tr v w x y z".split(),
+    *_words("b b bl br c c ch cl cr d d dr f f fl fr g g gl gr h h j k k l l m m n n p p pl pr qu"),
+    *_words("r r s s sc sh sl sp st str t t th tr v w x y z"),
 )
-VOWELS = "a e i o u a e i o u ai au ea ee ia ie io oa oo ou y".split()
-ACCENTED = "é è ç ã å ö ü ñ í ó ô ā".split()
-CODAS = ("", "", "", "", *"c d g l l ll m n n nd ng nt p r r rd s s ss st t th x".split())
+VOWELS = _words("a e i o u a e i o u ai au ea ee ia ie io oa oo ou y")
+CODAS = ("", "", "", "", *_words("c d g l l ll m n n nd ng nt p r r rd s s ss st t th x"))
+ACCENTED = _words("é è ç ã å ö ü ñ í ó ô ā")
 
 
 def belongs(word: str) -> Split:
@@ -101,7 +83,7 @@ class Names:
                 return word
 
     def column(self) -> str:
-        """A column name in one of the styles seen in the wild: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
+        """A column name in a style seen in the wild: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
         return self._new(self._column)
 
     def stem(self) -> str:
@@ -123,10 +105,9 @@ class Names:
             found[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
         return list(found)
 
-    def _new(self, make: object) -> str:
-        assert callable(make)
+    def _new(self, make: Callable[[], str]) -> str:
         while True:
-            name = str(make())
+            name = make()
             if name not in self.given:
                 self.given.add(name)
                 return name
