@@ -48,6 +48,10 @@ class Sandbox(Protocol):
         """Runs a program; after `timeout_s` its whole process tree is killed (`reason="timeout"`)."""
         ...
 
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536) -> ExecResult:
+        """Like `exec(["python3", "-I", "-c", code])`, from a warm interpreter: each call starts afresh, without the start-up time."""
+        ...
+
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Bytes of a regular file; never follows a link. `FileNotFoundError`, or `ValueError` when too large."""
         ...

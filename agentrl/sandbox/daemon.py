@@ -83,7 +83,7 @@ def _spawn() -> subprocess.Popen[bytes]:
     STATE.mkdir(parents=True, exist_ok=True)
     with open(_log(), "ab") as log:
         return subprocess.Popen(
-            _command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"
+            _in_legacy_cgroup_view(_command()), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"
         )
 
 
@@ -103,6 +103,18 @@ def _command() -> list[str]:
     if crun is not None:  # a third of runc's CPU time for each container
         command += [f"--add-runtime=crun={crun}", "--default-runtime=crun"]
     return command
+
+
+def _in_legacy_cgroup_view(command: list[str]) -> list[str]:
+    """Hides a half-used cgroup v2 tree from the daemon: crun refuses a "hybrid" layout whose v2 root owns controllers.
+
+    The mount is taken away in a mount namespace of the daemon's own, so the machine keeps its layout.
+    """
+    controllers = Path("/sys/fs/cgroup/unified/cgroup.controllers")
+    if not controllers.exists() or not controllers.read_text().split():
+        return command
+    script = 'umount /sys/fs/cgroup/unified && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, "sh", *command]
 
 
 def _await_ready(process: subprocess.Popen[bytes] | None, timeout_s: float) -> DaemonStatus:
