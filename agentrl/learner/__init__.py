@@ -1,0 +1,8 @@
+"""From batches of experience to new policy versions: the DeepSpeed engine, its process, checkpoints and published weights.
+
+The modules that hold tensors import torch and deepspeed and are imported by themselves; this face needs nothing heavy.
+"""
+
+from agentrl.learner.process import LearnerProcess
+
+__all__ = ["LearnerProcess"]

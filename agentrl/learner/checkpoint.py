@@ -1,0 +1,147 @@
+"""Checkpoints of the learner: `checkpoints/000012/` is everything needed to make update 13 as if nothing had happened.
+
+    state/         DeepSpeed's files, one set per rank: weights, float32 masters, optimizer moments
+    rng_00.pt      random state of rank 0, and so on
+    meta.json      `CheckpointMeta`
+    manifest.json  sha256 of every other file; written last
+
+There is no pointer to the newest one. It is found by looking: the highest number whose files are what their manifest says.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl import codec
+from agentrl.errors import LearnerError
+from agentrl.learner.durable import commit_folder, part_folder
+from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.ranks import Ranks
+from agentrl.version import folder_manifest
+
+_MANIFEST, _META, _STATE = "manifest.json", "meta.json", "state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointMeta:
+    """What a checkpoint knows besides tensors."""
+
+    step: int  # updates made; the next one is update number `step`, counted from 0
+    consumed: Mapping[int, tuple[int, ...]]  # step -> indices of the groups that it used up
+    ranks: int
+    zero_stage: int
+    bad_in_a_row: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update, for a version that must be published again
+    probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint on disk whose files were found to be intact."""
+
+    folder: Path
+    meta: CheckpointMeta
+
+
+def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int) -> Path:
+    """Writes `root/000012` durably, then removes all but the newest `keep`. All ranks call it. Returns the folder.
+
+    Raises `LearnerError` when the disk refuses; the checkpoints that were there stay.
+    """
+    ranks = engine.ranks
+    final = root / f"{meta.step:06d}"
+    part = final.with_name(f".{final.name}.part")
+    try:
+        if ranks.first:
+            part_folder(final)
+        ranks.barrier()
+        engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False)
+        torch.save(_random_state(ranks), part / _rng_name(ranks.rank))
+        ranks.barrier()
+        if ranks.first:
+            (part / _META).write_bytes(codec.to_json(meta))
+            (part / _MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
+            commit_folder(part, final)
+            _prune(root, keep)
+        ranks.barrier()
+    except OSError as error:
+        raise LearnerError(f"cannot write checkpoint {final}: {error.strerror or error}; free space there and resume") from error
+    return final
+
+
+def newest(root: Path) -> Checkpoint | None:
+    """The newest intact checkpoint below `root`, or None when none was ever finished.
+
+    A damaged one is passed over. Raises `LearnerError` when checkpoints are there and every one is damaged: starting again from
+    the base policy has to be someone's decision.
+    """
+    folders = _folders(root)
+    for folder in reversed(folders):
+        if _intact(folder):
+            return Checkpoint(folder=folder, meta=codec.from_json(CheckpointMeta, (folder / _META).read_bytes()))
+    if folders:
+        raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to start again from version 0")
+    return None
+
+
+def restore(checkpoint: Checkpoint, engine: PolicyEngine) -> None:
+    """Loads weights, optimizer and random state. All ranks call it.
+
+    Raises `LearnerError` when the checkpoint was written by another number of ranks or another ZeRO stage: its shards do not fit.
+    """
+    ranks, meta = engine.ranks, checkpoint.meta
+    here = (ranks.size, engine.recipe.learner.zero_stage)
+    if here != (meta.ranks, meta.zero_stage):
+        raise LearnerError(
+            f"checkpoint {checkpoint.folder} was written with learner.ranks={meta.ranks} and learner.zero_stage={meta.zero_stage},"
+            f" the recipe says {here[0]} and {here[1]}; resume with the former"
+        )
+    loaded, _ = engine.deepspeed.load_checkpoint(str(checkpoint.folder), tag=_STATE)
+    if loaded is None:
+        raise LearnerError(f"DeepSpeed found nothing to load in {checkpoint.folder}")
+    _set_random_state(torch.load(checkpoint.folder / _rng_name(ranks.rank), weights_only=False), ranks)
+
+
+def _folders(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if path.is_dir() and path.name.isdecimal())
+
+
+def _intact(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+    except (FileNotFoundError, ValueError):
+        return False
+    found = folder_manifest(folder)
+    found.pop(_MANIFEST, None)
+    return bool(found == manifest)
+
+
+def _prune(root: Path, keep: int) -> None:
+    for folder in _folders(root)[:-keep]:
+        shutil.rmtree(folder)
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng_{rank:02d}.pt"
+
+
+def _random_state(ranks: Ranks) -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if ranks.device.type == "cuda" else None
+    return {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_random_state(state: dict[str, Any], ranks: Ranks) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,158 @@
+"""The policy being trained: a causal language model inside a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.learner.logprobs import TokenScorer, check_head
+from agentrl.learner.optimizer import BETAS, EPS, GuardedAdamW, learning_rate, parameter_groups
+from agentrl.learner.packing import MicroBatch
+from agentrl.learner.ranks import Ranks
+from agentrl.recipe import Recipe
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's own default would reserve 2 GB for gradients, even for a small model
+
+
+class PolicyEngine:
+    """Weights, optimizer and their sharding over ranks. Every method is a collective: all ranks call it in the same order.
+
+    Args:
+        folder: Hugging Face folder with the initial weights.
+        recipe: `policy`, `learner` and `rollout.temperature` are used.
+        ranks: from `agentrl.learner.ranks.join`.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
+        import deepspeed
+
+        self.ranks = ranks
+        self.recipe = recipe
+        self.temperature = recipe.rollout.temperature
+        self.scorer = TokenScorer(_load(folder, recipe, ranks.device))
+        check_head(self.scorer, tolerance=_HEAD_TOLERANCE[recipe.policy.dtype])
+        parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+        size = sum(parameter.numel() for parameter in parameters)
+        self.optimizer = _optimizer(parameters, recipe)
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=self.scorer, optimizer=self.optimizer, config=_config(recipe, ranks, size), dist_init_required=False
+        )
+
+    @property
+    def lm(self) -> Any:
+        """The Hugging Face model; under ZeRO-3 its parameters are empty shells between forward passes."""
+        return self.scorer.lm
+
+    def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] at the sampling temperature, with gradient, and entropies [N]."""
+        logprobs, entropy = self.deepspeed(batch.input_ids, batch.positions, batch.targets, self.temperature)
+        return logprobs, entropy
+
+    def probe(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
+        """Logprobs of token t+1 given tokens <= t at temperature 1 for each row, from the current weights."""
+        return tuple(self._row_logprobs(row) for row in rows)
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""
+        self.deepspeed.backward(loss * self.ranks.size)
+
+    def step(self, number: int) -> tuple[bool, float]:
+        """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
+
+        Returns whether it was applied, and its global norm before clipping. A gradient that is not finite is not applied: weights
+        and optimizer state stay as they were.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe.learner.lr, self.recipe.learner.warmup_steps, number)
+        self.deepspeed.step()
+        if isinstance(self.optimizer, GuardedAdamW):
+            norm = self.optimizer.grad_norm
+        else:
+            norm = math.nan if self.deepspeed.optimizer.overflow else float(self.deepspeed.get_global_grad_norm())
+        return math.isfinite(norm), norm
+
+    def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Name, local tensor and full shape of every parameter, in the model's own order; tied ones once, under their first name."""
+        for name, parameter in self.lm.named_parameters():
+            yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    @contextmanager
+    def gathered(self, parameter: Tensor) -> Iterator[Tensor]:
+        """The full parameter on every rank, inside the context only."""
+        if not hasattr(parameter, "ds_id"):
+            yield parameter.detach()
+            return
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        with GatheredParameters([parameter], modifier_rank=None):
+            yield parameter.detach()
+
+    def _row_logprobs(self, row: tuple[int, ...]) -> tuple[float, ...]:
+        device = self.ranks.device
+        ids = torch.tensor([row], device=device)
+        with torch.no_grad():
+            logprobs, _ = self.deepspeed(ids, torch.arange(len(row) - 1, device=device), ids[0, 1:], 1.0)
+        return tuple(logprobs.tolist())
+
+
+def _load(folder: Path, recipe: Recipe, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation="sdpa").to(device)
+    _disable_dropout(lm)
+    if device.type == "cuda":
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.train()
+    return lm
+
+
+def _disable_dropout(lm: Any) -> None:
+    """The behaviour policy samples without dropout, so the logprobs compared with it must be computed without."""
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if getattr(module, "attention_dropout", 0.0):
+            module.attention_dropout = 0.0
+
+
+def _optimizer(parameters: list[Tensor], recipe: Recipe) -> torch.optim.AdamW:
+    learner = recipe.learner
+    groups = parameter_groups(parameters, learner.weight_decay)
+    if _zero_stage(recipe) == 0:
+        return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm)
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS)
+
+
+def _zero_stage(recipe: Recipe) -> int:
+    """bfloat16 needs float32 master weights; DeepSpeed keeps those well from stage 1 on, which on one rank is the same as stage 0."""
+    stage: int = recipe.learner.zero_stage
+    return max(stage, 1) if recipe.policy.dtype == "bfloat16" else stage
+
+
+def _config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
+    stage = _zero_stage(recipe)
+    bucket = min(size, _BUCKET_ELEMENTS)
+    return {
+        # The number of micro-batches varies from step to step: backward() accumulates, step() is the boundary, nothing is counted.
+        "managed_gradient_accumulation": False,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": recipe.learner.max_grad_norm if stage else 0.0,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": stage == 2 and ranks.device.type == "cuda",
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "bf16": {"enabled": recipe.policy.dtype == "bfloat16"},
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }

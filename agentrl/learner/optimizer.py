@@ -1,0 +1,55 @@
+"""AdamW that refuses a gradient which is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW with its own global-norm clip, for plain data parallelism (ZeRO stage 0), where DeepSpeed does not check gradients.
+
+    Gradients are equal on all ranks when `step` is called, so all ranks decide alike without talking. A step whose gradient norm
+    is not finite changes neither weights nor moments: clipping alone would spread one NaN over all weights.
+    """
+
+    def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float) -> None:
+        super().__init__(params, lr=lr, betas=BETAS, eps=EPS)
+        self.max_norm = max_norm
+        self.grad_norm = float("nan")  # before clipping, of the latest step
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        gradients = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        norm = _norm(gradients)
+        self.grad_norm = norm.item()
+        if not norm.isfinite():
+            return
+        scale = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale)
+        super().step(closure)
+
+
+def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norm weights, biases) do not. One group when nothing decays."""
+    found = list(parameters)
+    if weight_decay == 0.0:
+        return [{"params": found, "weight_decay": 0.0}]
+    groups = (([p for p in found if p.dim() > 1], weight_decay), ([p for p in found if p.dim() <= 1], 0.0))
+    return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
+
+
+def learning_rate(base: float, warmup_steps: int, step: int) -> float:
+    """Rate of step `step` (from 0): rises linearly over `warmup_steps` steps, then stays at `base`."""
+    return base * min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
+    return norm

@@ -1,0 +1,103 @@
+"""Publishing a policy version: a Hugging Face folder that servers and `from_pretrained` load, and proof of what is in it.
+
+`versions/000012/` holds model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
+the update that made it) and `probe.json` (an `agentrl.records.Probe`: what the learner itself says about a few token rows).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from agentrl import codec
+from agentrl.errors import LearnerError
+from agentrl.learner.durable import commit_folder, part_folder
+from agentrl.learner.engine import PolicyEngine
+from agentrl.records import Group, PolicyVersion, Probe
+from agentrl.version import FolderRegistry, sha256_file
+
+WEIGHTS = "model.safetensors"
+PROBE_ROWS = 4
+_PROBE_TOKENS = 512
+_NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
+_OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
+
+
+def version_folder(run_dir: Path, number: int) -> Path:
+    return run_dir / "versions" / f"{number:06d}"
+
+
+def probe_rows(groups: tuple[Group, ...], vocabulary: int) -> tuple[tuple[int, ...], ...]:
+    """Up to `PROBE_ROWS` whole contexts from different groups; a fixed row when there is not a single token to choose from."""
+    rows: list[tuple[int, ...]] = []
+    for group in groups:
+        contexts = (
+            tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))[:_PROBE_TOKENS]
+            for scored in group.episodes
+            for trajectory in scored.episode.trajectories
+        )
+        row = next((context for context in contexts if len(context) > 1), None)
+        if row is not None:
+            rows.append(row)
+    return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(16)),)
+
+
+def publish(
+    run_dir: Path,
+    registry: FolderRegistry,
+    engine: PolicyEngine,
+    *,
+    number: int,
+    metrics: Mapping[str, float],
+    rows: tuple[tuple[int, ...], ...],
+    keep: int,
+) -> None:
+    """Exports the engine's weights as version `number`, registers it, and removes the weights of old versions. All ranks call it.
+
+    The same engine state gives the same bytes. Raises `LearnerError` when the disk refuses, `StoreError` when the number is
+    registered with other weights.
+    """
+    weights = gather(engine)
+    probe = Probe(token_ids=rows, logprobs=engine.probe(rows))
+    if engine.ranks.first:
+        try:
+            version = _export(run_dir, engine, weights, number, metrics, probe)
+        except OSError as error:
+            raise LearnerError(f"cannot write version {number} in {run_dir}: {error.strerror or error}; free space and resume") from error
+        registry.add(version)
+        registry.prune(keep)
+    engine.ranks.barrier()
+
+
+def gather(engine: PolicyEngine) -> dict[str, Tensor]:
+    """Name -> full CPU tensor of every parameter, on rank 0; an empty dict elsewhere. A collective: ZeRO-3 shards are gathered."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter, _ in engine.parameters():
+        with engine.gathered(parameter) as full:
+            if engine.ranks.first:
+                weights[name] = full.cpu().clone()
+    return weights
+
+
+def _export(
+    run_dir: Path, engine: PolicyEngine, weights: dict[str, Tensor], number: int, metrics: Mapping[str, float], probe: Probe
+) -> PolicyVersion:
+    final = version_folder(run_dir, number)
+    part = part_folder(final)
+    engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
+    _copy_tokenizer(version_folder(run_dir, 0), part)
+    (part / "update.json").write_text(json.dumps(dict(metrics), indent=1, allow_nan=False))
+    (part / "probe.json").write_bytes(codec.to_json(probe))
+    version = PolicyVersion(number=number, parent=number - 1, folder=str(final.relative_to(run_dir)), sha256=sha256_file(part / WEIGHTS))
+    commit_folder(part, final)
+    return version
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Everything in version 0's folder that is neither weights nor written by an export."""
+    ignored = shutil.ignore_patterns(*_NOT_COPIED, *_OWN_FILES, ".*")
+    shutil.copytree(source, target, ignore=ignored, dirs_exist_ok=True)

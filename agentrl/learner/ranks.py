@@ -1,0 +1,88 @@
+"""The processes of one learner and how they talk: torch.distributed, gloo on CPU and NCCL on CUDA."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process's place among the learner's processes."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup  # gloo on every device: flags between the processes' Python code
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The elementwise sum over ranks, as a CPU tensor."""
+        total = values.detach().cpu().clone()
+        dist.all_reduce(total, group=self.control)
+        return total
+
+    def max(self, values: Tensor) -> Tensor:
+        total = values.detach().cpu().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.control)
+        return total
+
+    def decide(self, value: int) -> int:
+        """Rank 0's value, on every rank."""
+        told = torch.tensor([value])
+        dist.broadcast(told, src=0, group=self.control)
+        return int(told.item())
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    """`auto` is cuda where torch finds one, else cpu."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
+    """Joins the other processes that torchrun started (it sets RANK, WORLD_SIZE, LOCAL_RANK and the rendezvous address)."""
+    kind = resolve_device(device)
+    # DeepSpeed guesses its accelerator on import and would warn, or take a CPU for a GPU machine's learner.
+    os.environ["DS_ACCELERATOR"] = kind
+    if kind == "cpu" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())  # gloo otherwise binds to whatever the host name resolves to
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    import deepspeed
+
+    # Its shared-memory collectives would be compiled on the spot, taking minutes, and a killed process would leave them in /dev/shm.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=place, control=control)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def loopback() -> str:
+    """Name of the loopback network interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next(name for name in ("lo", "lo0", names[0]) if name in names)
