@@ -1,0 +1,202 @@
+"""The documentation says what is: names, links and keys exist, examples run as they stand."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from agentrl.cli import app
+from agentrl.errors import RecipeError
+from agentrl.project import init_project
+from agentrl.recipe import PolicyConfig, Recipe, Section, TasksConfig, apply_overrides
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCE_FOLDERS = ("agentrl", "docs", "recipes", "rewards", "sandboxes", "benchmarks", "tests", "scripts", "requirements")
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `path` is what its first line names, as in `# rewards/close.py`."""
+
+    language: str
+    text: str
+    path: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(language, text, match[1] if (match := re.match(r"# ([\w./-]+\.\w+)\n", text)) else None) for language, text in found]
+
+
+def example_files() -> set[str]:
+    """Files that the examples make; the text around them may name them."""
+    return {block.path for page in PAGES for block in blocks(page) if block.path}
+
+
+def prose(page: Path) -> str:
+    """The page without comments."""
+    return re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
+
+
+def write_examples(page: str, project: Path) -> list[str]:
+    """Writes every named block of a page into a project and returns the paths of its tests."""
+    made = [block for block in blocks(ROOT / "docs" / page) if block.path]
+    for block in made:
+        assert block.path is not None
+        target = project / block.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(block.text)
+    return [block.path for block in made if block.path and block.path.startswith("tests/")]
+
+
+def run(project: Path, *arguments: str, timeout: float = 120) -> str:
+    """Output of `python ARGUMENTS` in a project; fails with it when the exit code is not 0."""
+    done = subprocess.run([sys.executable, *arguments], cwd=project, text=True, capture_output=True, timeout=timeout, check=False)
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """What `agentrl init` writes."""
+    init_project(tmp_path / "mine", "mine")
+    return tmp_path / "mine"
+
+
+def defines(module: Path, names: list[str]) -> bool:
+    """Whether a source file defines `names` (a class and its member count as nested), or imports the first of them."""
+    body: list[ast.stmt] = ast.parse(module.read_text()).body
+    for name in names:
+        found: ast.stmt | None = next((node for node in body if name in _bound(node)), None)
+        if found is None:
+            return False
+        body = found.body if isinstance(found, ast.ClassDef) else []
+    return True
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield node.name
+        case ast.Assign(targets=[ast.Name() as target]) | ast.AnnAssign(target=ast.Name() as target):
+            yield target.id
+        case ast.ImportFrom():
+            yield from (alias.asname or alias.name for alias in node.names)
+
+
+def resolves(dotted: str) -> bool:
+    """Whether `agentrl.a.b.Name.member` names a module of the source, or something defined in one."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:cut])
+        module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if module.is_file():
+            return defines(module, parts[cut:])
+    return False
+
+
+@pages
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(SOURCE_FOLDERS)})/[\w./-]*\w/?)", prose(page))
+    known = example_files()
+    known |= {str(parent) for path in known for parent in Path(path).parents}
+    missing = {path for path in named if not (ROOT / path).exists() and path.rstrip("/") not in known}
+    assert not {path for path in missing if path != "recipes/mine.py"}, missing
+
+
+@pages
+def test_names_of_the_package_exist(page: Path) -> None:
+    dotted = re.findall(r"\bagentrl(?:\.[A-Za-z_]\w*)+", prose(page))
+    assert not {name for name in dotted if not resolves(name) and name != "agentrl.plugins"}
+
+
+@pages
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("https://", "http://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
+
+
+@pages
+def test_commands_and_targets_exist(page: Path) -> None:
+    text = prose(page)
+    known = set(typer.main.get_group(app).commands)
+    assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`|&& )make ([a-z-]+)\b", text, re.MULTILINE)) <= targets
+
+
+@pages
+def test_recipe_keys_exist(page: Path) -> None:
+    sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    for section, key in re.findall(rf"`({'|'.join(sections)})\.(\w+)(?:=[^`]*)?`", prose(page)):
+        kind = sections[section]
+        assert isinstance(kind, type) and issubclass(kind, Section) and key in kind.model_fields, f"{section}.{key}"
+
+
+@pages
+def test_python_blocks_compile(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python":
+            compile(block.text, f"{page.name}:{block.path}", "exec")
+
+
+def test_the_table_of_recipe_keys_is_up_to_date() -> None:
+    run(ROOT, "docs/generate_recipe_table.py", "--check")
+
+
+def test_the_impossible_combinations_are_all_there_and_refused() -> None:
+    _, _, after = (ROOT / "docs" / "recipes.md").read_text().partition("## Impossible combinations")
+    rows = re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE)
+    raised = (ROOT / "agentrl" / "recipe.py").read_text().count("raise ValueError(")
+    assert len(rows) == raised
+    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+    messages = set()
+    for row in rows:
+        with pytest.raises(RecipeError) as error:
+            apply_overrides(base, row.split())
+        messages.add(str(error.value))
+    assert len(messages) == raised, "each row shows another combination"
+
+
+def test_the_recipe_example_loads(project: Path) -> None:
+    write_examples("recipes.md", project)
+    assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
+
+
+def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
+    tests = write_examples("verifiers.md", project)
+    assert "9 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+
+
+def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path) -> None:
+    tests = write_examples("task-families.md", project)
+    assert "3 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    answers = "from agentrl.records import Split; from sandboxes.logs import Logs; t = Logs().task(Split.HELDOUT, 3)"
+    truth = run(project, "-c", f"{answers}; open({str(tmp_path / 'app.log')!r}, 'w').write(t.files['app.log']); print(t.data['answer'])")
+    program = run(project, "-c", f"{answers}; print(Logs().gold(t))")
+    assert run(tmp_path, "-c", program).strip() == truth.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.bubblewrap
+def test_the_family_example_is_proven_in_real_sandboxes(project: Path) -> None:
+    write_examples("task-families.md", project)
+    output = run(project, "-m", "agentrl", "check", "recipes/logs.py", "--count", "4", "--sandbox", "bubblewrap", timeout=400)
+    assert "every gold solution scores 1" in output
