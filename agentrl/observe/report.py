@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,8 @@ def _track(label: str, rate: Rate | None, style: str) -> Html | None:
 
 def _learning(run: RunData) -> Html | None:
     series = [Series(label="mean training reward", color="c4", points=run.series("reward_mean"))]
-    for key, label, color in (("heldout", "held-out", "c1"), ("heldout_real", "real data", "c2")):
-        series.append(_evaluations(run, key, label, color))
+    for key, label, color, shift in (("heldout", "held-out", "c1", -5.0), ("heldout_real", "held-out on real data", "c2", 5.0)):
+        series.append(_evaluations(run, key, Series(label=label, color=color, points=(), line=False, shift=shift)))
     series = [one for one in series if one.points]
     if not series:
         return None
@@ -141,8 +142,8 @@ def _learning(run: RunData) -> Html | None:
     )
 
 
-def _evaluations(run: RunData, key: str, label: str, color: str) -> Series:
-    """Success on one held-out split: before, in between, and after."""
+def _evaluations(run: RunData, key: str, empty: Series) -> Series:
+    """`empty` with the success on one held-out split: before, in between, and after."""
     points = dict(run.series(key))
     intervals: list[tuple[float, float, float]] = []
     last = run.metrics[-1]["step"] if run.metrics else 0
@@ -151,7 +152,7 @@ def _evaluations(run: RunData, key: str, label: str, color: str) -> Series:
         if rate:
             points[step] = rate.value
             intervals.append((step, rate.ci_low, rate.ci_high))
-    return Series(label=label, color=color, points=tuple(sorted(points.items())), line=False, intervals=tuple(intervals))
+    return replace(empty, points=tuple(sorted(points.items())), intervals=tuple(intervals))
 
 
 def _kinds(run: RunData) -> Html | None:
@@ -193,7 +194,7 @@ def _machinery(run: RunData) -> Html | None:
             "Swap probe",
             "largest |server - learner| logprob, nats",
             {"swap_probe_max_abs_diff": "difference"},
-            lambda value: f"{value:.0e}",
+            lambda value: f"{value:.0e}" if value else "0",
         ),
         _small(run, "Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, _short),
         _small(run, "Step time", "seconds from swap to swap", {"step_s": "seconds"}),
@@ -202,19 +203,22 @@ def _machinery(run: RunData) -> Html | None:
         _small(run, "Entropy", "nats per token", {"entropy": "entropy"}),
         _small(run, "KL", "learner against behaviour policy, nats per token", {"kl": "KL"}),
         _small(run, "Clipped ratios", "share of tokens", {"clip_fraction": "share"}),
-        _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}),
-        _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}),
+        _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}, whole=True),
+        _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, whole=True),
     ]
     shown = [chart for chart in charts if chart]
     return _section("Inside the loop", "One value for each learner step.", element("div", *shown, class_="multiples")) if shown else None
 
 
-def _small(run: RunData, title: str, note: str, keys: Mapping[str, str], y_format: Format = lambda value: f"{value:g}") -> Html | None:
+def _small(
+    run: RunData, title: str, note: str, keys: Mapping[str, str], y_format: Format = lambda value: f"{value:g}", *, whole: bool = False
+) -> Html | None:
+    """A card with one chart: `keys` names the metrics and says what each line is called; None when the run has none of them."""
     series = [Series(label=label, color=f"c{1 + n}", points=run.series(key)) for n, (key, label) in enumerate(keys.items())]
     series = [one for one in series if one.points]
     if not series:
         return None
-    chart = line_chart(series, title=title, width=_SMALL[0], height=_SMALL[1], y_format=y_format)
+    chart = line_chart(series, title=title, width=_SMALL[0], height=_SMALL[1], y_format=y_format, whole=whole)
     return element(
         "div", element("h3", title), element("p", note, class_="note"), legend(series) if len(series) > 1 else None, chart, class_="card"
     )

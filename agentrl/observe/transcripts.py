@@ -13,6 +13,7 @@ Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
 
 _LONGEST = 8000  # characters of one message; a page stays readable whatever a sandbox printed
+_SPLITS = {"heldout": "held-out task", "heldout_real": "held-out task on real data", "train": "training task"}
 _ROLES = {"system": "instructions", "user": "question", "assistant": "agent", "tool": "sandbox"}
 
 
@@ -42,7 +43,11 @@ def render_single(item: Transcript) -> Html:
 def _foldable(item: Transcript, badges: Iterable[Html], sides: Sequence[Html]) -> Html:
     title = element("span", _text(item, "question") or _text(item, "task_id"), class_="question")
     kind = element(
-        "span", " · ".join(part for part in (_text(item, "kind"), _text(item, "split").replace("_", " ")) if part), class_="kind"
+        "span",
+        " · ".join(
+            part for part in (_text(item, "kind").replace("_", " "), _SPLITS.get(_text(item, "split"), _text(item, "split"))) if part
+        ),
+        class_="kind",
     )
     head = element("summary", element("span", title, kind, class_="what"), element("span", *badges, class_="badges"))
     return element("details", head, element("div", *sides, class_=f"sides n{len(sides)}"), class_="episode")

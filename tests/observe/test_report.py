@@ -1,0 +1,170 @@
+"""The report from whole, partial and hostile run folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import StoreError
+from agentrl.observe import write_report
+from agentrl.observe.charts import Series, line_chart
+from agentrl.observe.markup import element
+from agentrl.observe.transcripts import choose_pairs
+
+from .conftest import HOSTILE, transcript, write_lines
+
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that every tag closes, and gathers what the page is made of."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert not self._open, f"tags left open: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.text.append(data)
+
+    @property
+    def shown(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.text))
+
+
+def test_a_whole_run_is_told(run_dir: Path) -> None:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    page = Page(path)
+    for told in ("43.8%", "95.6%", "+51.9 points", "n = 160", "81.2%", "131 ms", "144k", "7 min 44 s", "join total"):
+        assert told in page.shown, told
+    for section in ("Learning", "By kind of task", "Inside the loop", "Where the time went", "Episodes to read", "Configuration"):
+        assert section in page.shown, section
+    assert "learner.max_grad_norm" in page.shown and "2.13.0+cpu" in page.shown
+    assert sum(tag == "details" and attrs.get("class") == "episode" for tag, attrs in page.tags) == 6
+    assert path.stat().st_size < 1_000_000
+
+
+def test_the_page_asks_nothing_of_the_network_and_runs_no_script(run_dir: Path) -> None:
+    page = Page(write_report(run_dir))
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "a", "form", "base"}
+    for _, attributes in page.tags:
+        assert not any(name.startswith("on") or name in ("src", "href", "action") for name in attributes)
+    assert "url(" not in (run_dir / "report.html").read_text() and "@import" not in (run_dir / "report.html").read_text()
+    policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None and policy.startswith("default-src 'none'")
+
+
+def test_hostile_text_is_shown_as_text_wherever_it_comes_from(run_dir: Path) -> None:
+    line = transcript("after", 0, "heldout", 1.0, output=HOSTILE)
+    for key in ("kind", "question", "answer", "truth", "stop_reason", "reason", "phase"):
+        line[key] = f"{key}:{HOSTILE}"
+    line["messages"] += [
+        {"role": HOSTILE, "content": HOSTILE, "tool_calls": [{"name": HOSTILE, "arguments": {HOSTILE: HOSTILE, "b": 1}}]},
+        {"role": "assistant", "content": "\ud800", "tool_calls": [{"name": "python", "arguments": {"code": HOSTILE}}]},
+    ]
+    write_lines(run_dir / "episodes" / "before.jsonl", [line | {"score": 0.0}])
+    write_lines(run_dir / "episodes" / "after.jsonl", [line])
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["by_kind"]["after"][HOSTILE] = summary["by_kind"]["after"]["sum"]
+    summary["versions"][HOSTILE] = HOSTILE
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+
+    path = write_report(run_dir)
+    page = Page(path)
+    assert not {"script", "img"} & {tag for tag, _ in page.tags}
+    assert page.shown.count("<script>alert('out')</script>") >= 16
+    text = path.read_text(encoding="utf-8")
+    assert not set(text) & set("\x1b\x00\u202e"), "nothing invisible, nothing that turns text around"
+    assert "\\x1b[31m\\u202egnp.exe \\x00" in text and "\\ud800" in text
+
+
+def test_any_part_of_the_folder_may_be_missing(run_dir: Path) -> None:
+    parts = [path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file()]
+    for missing in parts:
+        copy = run_dir.parent / "copy"
+        shutil.copytree(run_dir, copy)
+        (copy / missing).unlink()
+        Page(write_report(copy))
+        shutil.rmtree(copy)
+    empty = run_dir.parent / "empty"
+    empty.mkdir()
+    assert "no summary yet" in Page(write_report(empty)).shown
+    with pytest.raises(StoreError, match="no run folder"):
+        write_report(run_dir.parent / "absent")
+
+
+def test_a_run_cut_short_shows_what_there_is(run_dir: Path) -> None:
+    """No after evaluation, a torn line, a step that was made twice, a value that was not finite."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary |= {"finished": False, "interrupted": True, "heldout_after": None, "heldout_real_after": None, "swap_stall_ms_p50": None}
+    summary["by_kind"].pop("after")
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    (run_dir / "episodes" / "after.jsonl").unlink()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()[:3]
+    again = json.dumps(json.loads(lines[2]) | {"loss": None})
+    (run_dir / "metrics.jsonl").write_text("\n".join([*lines, again, lines[0][:40]]))
+    page = Page(write_report(run_dir))
+    assert "interrupted" in page.shown and "43.8% → n/a" in page.shown
+    assert "metrics.jsonl: 1 unreadable line left out" in page.shown
+    assert "before, step 0" in page.shown, "episodes of the one phase there is"
+
+
+def test_a_damaged_summary_is_said_not_hidden(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text("{")
+    (run_dir / "recipe.json").write_text("[]")
+    shown = Page(write_report(run_dir)).shown
+    assert "summary.json does not validate" in shown and "recipe.json cannot be read" in shown and "Learning" in shown
+
+
+def test_scores_beyond_0_and_1_are_not_shown_as_percent(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    summary["heldout_after"] = {"value": 3.25, "ci_low": 2.5, "ci_high": 4.0, "n": 10}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    assert "2.500 to 4.000" in Page(write_report(run_dir)).shown
+
+
+def test_the_pairs_chosen_show_gains_a_loss_and_what_stays_wrong() -> None:
+    before = [transcript("before", n, "heldout", score) for n, score in enumerate((0.0, 0.0, 0.0, 1.0, 0.0, 1.0))]
+    after = [transcript("after", n, "heldout", score) for n, score in enumerate((1.0, 1.0, 1.0, 0.0, 0.0, 1.0))]
+    lonely = transcript("after", 99, "heldout", 1.0)
+    chosen = choose_pairs(before, [*after, lonely], 4)
+    assert [(a["score"], b["score"]) for a, b in chosen] == [(0.0, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 0.0)]
+    assert all(a["task_id"] == b["task_id"] for a, b in chosen)
+    assert len(choose_pairs(before, after, 20)) == 6
+
+
+@pytest.mark.parametrize(
+    "points",
+    [((1, 0.0),), ((1, 5.0), (2, 5.0)), ((0, -3e-9), (7, 2e-9)), ((3, 1e12), (4, -1e12)), tuple((n, n % 7) for n in range(5000))],
+)
+def test_charts_keep_every_point_inside_the_frame(points: tuple[tuple[float, float], ...]) -> None:
+    drawing = line_chart([Series(label="x", color="c1", points=points)], title="t", width=300, height=150)
+    path = re.search(r'd="M([^"]*)"', drawing)
+    found = [pair.split(",") for pair in path[1].split("L")] if path else re.findall(r'cx="([^"]*)" cy="([^"]*)"', drawing)
+    assert len(found) == len(points)
+    assert all(44 <= float(x) <= 286 and 12 <= float(y) <= 124 for x, y in found)
+
+
+def test_markup_escapes_children_and_attributes() -> None:
+    made = element("p", '<b>&"', element("i", "x"), None, title='"><script>', class_="a", data_x=None)
+    assert made == '<p title="&quot;&gt;&lt;script&gt;" class="a">&lt;b&gt;&amp;&quot;<i>x</i></p>'

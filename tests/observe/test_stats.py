@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.observe import Rate
+
+
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_wilson_agrees_with_its_closed_form(case: tuple[int, int]) -> None:
+    successes, n = case
+    p, z = successes / n, 1.959963984540054
+    center, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    rate = Rate.from_successes(successes, n)
+    assert (rate.value, rate.n) == (p, n)
+    assert rate.ci_low == pytest.approx(center - half, abs=1e-9) and rate.ci_high == pytest.approx(center + half, abs=1e-9)
+    assert 0 <= rate.ci_low <= p <= rate.ci_high <= 1
+
+
+def test_scores_of_0_and_1_are_a_rate_of_successes() -> None:
+    assert Rate.from_scores([1.0, 0.0, 1.0, 1.0]) == Rate.from_successes(3, 4)
+    assert Rate.from_scores([1.0] * 8).ci_low < 0.7, "eight of eight is not certainty"
+
+
+def test_graded_scores_get_a_t_interval() -> None:
+    rate = Rate.from_scores([0.0, 0.5, 1.0])
+    # Closed form: t(0.975, 2 degrees of freedom) = 4.302653, standard error 0.5 / sqrt(3).
+    assert rate.ci_high - rate.value == pytest.approx(4.302653 * 0.5 / math.sqrt(3), abs=1e-5)
+    assert Rate.from_scores([0.5]) == Rate(value=0.5, ci_low=0.5, ci_high=0.5, n=1)
+
+
+@pytest.mark.parametrize("scores", [[], [0.5, math.nan], [1.0, math.inf]])
+def test_no_rate_is_made_up(scores: list[float]) -> None:
+    with pytest.raises(ValueError, match="at least one score"):
+        Rate.from_scores(scores)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from agentrl.observe import Rate, RunTracker
+from agentrl.protocols import Tracker
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
+
+STEP = {"reward_mean": 0.5, "tokens_per_s": 1234.0, "staleness_mean": 0.9, "staleness_max": 1, "swap_stall_ms": 112.0, "heldout": 0.75}
+
+
+def group(index: int) -> Group:
+    fault = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="died", message="")
+    good = ScoredEpisode(episode=Episode(id="a", task_id="t", task_key="k", trajectories=()), score=Score(value=1.0))
+    lost = ScoredEpisode(
+        episode=Episode(id="b", task_id="t", task_key="k", trajectories=(), failures=(fault,)), score=Score(value=None, reason="died")
+    )
+    return Group(index=index, task_id="t", task_key="k", episodes=(good, lost))
+
+
+def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
+    tracker = RunTracker(tmp_path, console=False, steps=2)
+    face: Tracker = tracker
+    face.log(1, STEP)
+    face.log(2, STEP | {"grad_norm": math.nan})
+    face.close()
+    face.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert {key: lines[0][key] for key in STEP} == STEP
+    assert abs(lines[0]["time"] - time.time()) < 60
+    assert lines[1]["grad_norm"] is None, "not a number is not JSON, and not 0"
+
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    events.Reload()
+    assert {"train/reward_mean", "eval/heldout"} <= set(events.Tags()["tensors"])
+    scalars = events.Tensors("eval/heldout")
+    assert [(event.step, float(make_ndarray(event.tensor_proto))) for event in scalars] == [(1, 0.75), (2, 0.75)]
+
+
+def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+import agentrl.observe
+assert not {{"torch", "scipy", "tensorboard"}} & set(sys.modules), "reading a run folder needs none of them"
+tracker = agentrl.observe.RunTracker(Path({str(tmp_path)!r}), console=False)
+tracker.log(1, {{"loss": 1.0}})
+tracker.close()
+assert not {{"torch", "tensorflow"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    tracker = RunTracker(tmp_path, console=False)
+    tracker.log(2, {"loss": 1.0})
+    tracker.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_stages_are_timed_and_add_up(tmp_path: Path) -> None:
+    tracker = RunTracker(tmp_path, console=False)
+    assert tracker.wall_s == {}
+    tracker.stage("start")
+    time.sleep(0.05)
+    tracker.stage("train", "2 steps")
+    time.sleep(0.02)
+    tracker.stage("start")
+    time.sleep(0.05)
+    assert list(tracker.wall_s) == ["start", "train"]
+    tracker.close()
+    spent = tracker.wall_s
+    assert 0.1 <= spent["start"] < 5 and 0.02 <= spent["train"] < 5
+    time.sleep(0.02)
+    assert tracker.wall_s == spent, "the clock stops when the tracker is closed"
+
+
+def _run_a_while(tracker: RunTracker) -> None:
+    tracker.stage("start", "server and learner")
+    tracker.stage("evaluate before")
+    for done in range(1, 9):
+        tracker.evaluating(done, 8)
+    tracker.evaluated("before", {"heldout": Rate.from_successes(3, 8)})
+    tracker.stage("train", "3 steps")
+    for step in range(1, 4):
+        for index in range(4):
+            tracker.progress(index, group(index))
+        tracker.log(step, STEP)
+
+
+def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = RunTracker(tmp_path, console=True, steps=3)
+    _run_a_while(tracker)
+    tracker.close()
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert "\x1b" not in out
+    assert [line[10:].strip() for line in lines[:4]] == [
+        "start  server and learner",
+        "evaluate before",
+        "before: held-out 0.375 [0.137, 0.694] n=8",
+        "train  3 steps",
+    ]
+    assert len(lines) == 7
+    assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[5]
+
+
+def test_console_off_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = RunTracker(tmp_path, console=False, steps=3)
+    _run_a_while(tracker)
+    tracker.close()
+    assert capfd.readouterr() == ("", "")
+
+
+_LIVE = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_tracker import _run_a_while, RunTracker
+tracker = RunTracker(Path(sys.argv[1]), console=True, steps=9)
+_run_a_while(tracker)
+time.sleep(0.6)  # two refreshes of the panel
+tracker.close()
+"""
+
+
+def test_a_terminal_shows_a_live_panel_and_is_left_clean(tmp_path: Path) -> None:
+    reader, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+    command = [sys.executable, "-c", _LIVE, str(tmp_path / "quickstart"), str(Path(__file__).parent)]
+    process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.STDOUT, env=environment)
+    os.close(terminal)
+    parts: list[bytes] = []
+
+    def drain() -> None:
+        while True:
+            try:
+                part = os.read(reader, 65536)
+            except OSError:  # the other side of the terminal is gone
+                return
+            parts.append(part)
+
+    draining = threading.Thread(target=drain)
+    draining.start()
+    assert process.wait(60) == 0
+    draining.join(10)
+    os.close(reader)
+    screen = b"".join(parts).decode()
+    for shown in ("quickstart", "3/9", "about", "held-out 0.750", "24  left out 12  swaps 3"):
+        assert shown in screen, shown
+    assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") > 0, "the cursor is shown again"
