@@ -25,7 +25,10 @@ _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """What is known about the run right now; written by the tracker, read by the terminal's refresh thread."""
+    """What is known about the run right now.
+
+    Written by the tracker, read by the terminal's refresh thread: a dictionary is replaced, never changed in place.
+    """
 
     name: str
     steps: int
@@ -59,7 +62,10 @@ class Progress:
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
-        self.heldout.update({key: metrics[key] for key in _SPLITS if key in metrics})
+        self.evaluated({key: metrics[key] for key in _SPLITS if key in metrics})
+
+    def evaluated(self, rates: Mapping[str, float]) -> None:
+        self.heldout = {**self.heldout, **rates}
 
     @property
     def elapsed_s(self) -> float:
@@ -123,7 +129,7 @@ class Terminal:
         if progress.rewards:
             rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(_sparkline(progress.rewards), style="green"))
         if progress.heldout:
-            rows.add_row("held-out", "  ".join(f"{_SPLITS.get(key, key)} {value:.3f}" for key, value in progress.heldout.items()))
+            rows.add_row("success", "  ".join(f"{_SPLITS.get(key, key)} {value:.3f}" for key, value in progress.heldout.items()))
         rows.add_row("episodes", f"{progress.episodes:,}  left out {progress.left_out:,}  swaps {progress.swaps}")
         figures = "  ".join(_figures({key: value for key, value in progress.metrics.items() if key != "reward_mean"}))
         body = Group(rows, Text(figures, style="dim")) if figures else rows
@@ -150,7 +156,7 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
 
 def _bar(done: int, total: int) -> RenderableType:
     row = Table.grid(padding=(0, 2))
-    row.add_row(ProgressBar(total=total, completed=done, width=44), f"{done}/{total}")
+    row.add_row(ProgressBar(total=total, completed=done, width=44, complete_style="cyan", finished_style="green"), f"{done}/{total}")
     return row
 
 

@@ -68,7 +68,7 @@ class RunTracker:
 
     def evaluated(self, phase: str, rates: Mapping[str, Rate]) -> None:
         """The result of one evaluation, by split."""
-        self._progress.heldout.update({split: rate.value for split, rate in rates.items()})
+        self._progress.evaluated({split: rate.value for split, rate in rates.items()})
         if self._terminal:
             self._terminal.evaluation_line(phase, rates)
 
