@@ -138,7 +138,8 @@ def test_commands_and_targets_exist(page: Path) -> None:
     text = prose(page)
     known = set(typer.main.get_group(app).commands)
     assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "template" / "Makefile.in")
+    targets = {target for file in makefiles for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)}
     assert set(re.findall(r"(?:^|`|&& )make ([a-z-]+)\b", text, re.MULTILINE)) <= targets
 
 
