@@ -62,7 +62,7 @@ def step_line(step: int, rng: random.Random) -> dict[str, Any]:
         "loss": rng.uniform(-0.02, 0.02),
         "grad_norm": rng.uniform(0.3, 1.1),
         "entropy": 0.5 * 0.9**step,
-        "kl": rng.uniform(0.001, 0.01),
+        "kl_behaviour": rng.uniform(0.001, 0.01),
         "clip_fraction": rng.uniform(0, 0.04),
     }
     if step in (4, 8, 12):
