@@ -7,9 +7,7 @@ refused file leaves the old weights serving untouched.
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +18,10 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl.serving.weight_files import check_same_shapes, tensor_shapes, weight_paths
+
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-_HEADER_LIMIT = 100 * 2**20  # the format's own bound on its JSON header
 
 
 @dataclass
@@ -39,44 +38,6 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     folder: str
     files: dict[str, int]
 
-    def paths(self, versions_folder: Path, first_folder: Path) -> list[Path]:
-        """The files, each proven whole and in a folder below `versions_folder` or in `first_folder`. Raises `ValueError`."""
-        folder = Path(self.folder).resolve()
-        if folder != first_folder and (folder == versions_folder or not folder.is_relative_to(versions_folder)):
-            raise ValueError(f"weights folder {folder} is not below the run's versions folder {versions_folder}")
-        if not self.files:
-            raise ValueError(f"no weight files named for {folder}")
-        paths = []
-        for name, size in self.files.items():
-            path = folder / name
-            if Path(name).name != name or path.resolve().parent != folder:
-                raise ValueError(f"weight file {name!r} lies outside {folder}")
-            if not path.is_file() or path.stat().st_size != size:
-                raise ValueError(f"weight file {path} is missing or not {size} bytes long")
-            paths.append(path)
-        return paths
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a safetensors file, read from its header alone.
-
-    Raises `ValueError` when the file is not safetensors (format: https://github.com/huggingface/safetensors#format).
-    """
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT + 1
-        if length > _HEADER_LIMIT:
-            raise ValueError(f"{path} is not a safetensors file")
-        header = json.loads(file.read(length))
-    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-
-
-def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ValueError` naming the first tensor that is missing, unknown or of another shape."""
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
-            raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {given.get(name)}")
-
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
     """Loads full versions from files. One `update_weights` call carries a whole version."""
@@ -90,7 +51,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder: Path | None = None
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may go back to it
-        self._shapes = self._untied(_all_shapes(sorted(self._first_folder.glob("*.safetensors"))))
+        self._shapes = self._untied(tensor_shapes(sorted(self._first_folder.glob("*.safetensors"))))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         folder = Path(init_info.versions_folder).resolve()
@@ -104,8 +65,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if self._versions_folder is None:
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
-        paths = update_info.paths(self._versions_folder, self._first_folder)
-        check_same_shapes(self._shapes, self._untied(_all_shapes(paths)))
+        folder = Path(update_info.folder)
+        paths = weight_paths(folder, update_info.files, below=self._versions_folder, first_folder=self._first_folder)
+        check_same_shapes(self._shapes, self._untied(tensor_shapes(paths)))
         initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(self._tensors(paths))
@@ -135,7 +97,3 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                         # Tied or not, vLLM's CPU kernels keep a packed copy of the output head. Unless the head is sent
                         # under its own name that copy goes stale, and every route still answers 200.
                         yield LM_HEAD, tensor
-
-
-def _all_shapes(paths: list[Path]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for path in paths for name, shape in tensor_shapes(path).items()}

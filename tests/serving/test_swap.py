@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import SwapError
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
+from agentrl.records import PolicyVersion, Probe
+from agentrl.serving import FileWeightChannel, VLLMServer
+from agentrl.serving.control import ControlPlane
+from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
+
+PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))
+EXCHANGE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+RESTORE = ["/pause", "/finish_weight_update", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+def publish(run_dir: Path, number: int) -> PolicyVersion:
+    folder = run_dir / "versions" / str(number)
+    folder.mkdir(parents=True)
+    data = b"weights %d" % number
+    (folder / "model.safetensors").write_bytes(data)
+    return PolicyVersion(number=number, parent=None, folder=f"versions/{number}", sha256=hashlib.sha256(data).hexdigest())
+
+
+class Engine:
+    """Answers as a vLLM server would, its weights' version included; `faults` overrides the answer to a path, once."""
+
+    def __init__(self, **faults: Any) -> None:
+        self.version = "0"
+        self.faults = faults
+        self.logprobs = (-1.0, -2.0)
+
+    def __call__(self, call: Call) -> Any:
+        name = call.path.rpartition("/")[2]
+        if name in self.faults:
+            return self.faults.pop(name)
+        if name == "finish_weight_update" and call.body["weight_version"] is not None:
+            self.version = call.body["weight_version"]
+        if name == "generate":
+            ids = call.body["token_ids"]
+            entries = [{str(token): {"logprob": value, "rank": 1}} for token, value in zip(ids[1:], self.logprobs, strict=True)]
+            return generated([7], version=self.version) | {"prompt_logprobs": [None, *entries]}
+        return {}
+
+
+@asynccontextmanager
+async def channel(run_dir: Path, engine: Callable[[Call], Any]) -> AsyncIterator[tuple[FileWeightChannel, VLLMServer, ScriptedServer]]:
+    recipe = Recipe(name="t", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="a:b"))
+    publish(run_dir, 0)
+    server = VLLMServer(recipe=recipe, model=run_dir / "versions/0", version=0, run_dir=run_dir)
+    async with scripted_server(engine) as script:
+        server._control = ControlPlane(script.url)
+        yield FileWeightChannel(server, registry_folder=run_dir / "versions"), server, script
+        await server.stop()
+
+
+async def swap(to: FileWeightChannel, run_dir: Path, version: PolicyVersion, *, timeout_s: float = 5.0) -> float:
+    report = await to.swap(version, run_dir / version.folder, PROBE, max_abs_diff=1e-3, timeout_s=timeout_s)
+    assert report.version == version.number
+    assert 0 < report.stall_ms < report.total_ms
+    return report.probe_max_abs_diff
+
+
+async def test_a_swap_pauses_loads_resumes_and_probes(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.logprobs = (-1.0, -2.0004)
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, engine) as (to, server, script):
+        assert await swap(to, tmp_path, version) == pytest.approx(4e-4)
+        assert script.paths() == [*EXCHANGE, "/inference/v1/generate"]
+        assert script.calls[0].query == "mode=keep"
+        assert script.calls[2].body["update_info"]["files"] == {"model.safetensors": 9}
+        assert (server.weights.number, server.weights.on_probation, engine.version) == (5, None, "5")
+
+
+async def test_disagreement_puts_the_old_version_back_and_voids_what_the_new_one_sampled(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.logprobs = (-1.0, -2.5)
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, engine) as (to, server, script):
+        with pytest.raises(SwapError, match=r"differ by 0\.5 nats"):
+            await swap(to, tmp_path, version)
+        assert script.paths()[6:] == RESTORE
+        assert script.calls[6].query == "mode=abort"
+        assert script.calls[9].body["update_info"]["folder"] == str(tmp_path / "versions/0")
+        assert (server.weights.number, engine.version) == (0, "0")
+        engine.logprobs = (-1.0, -2.0)
+        await swap(to, tmp_path, version)  # the same version may try again
+
+
+@pytest.mark.parametrize("bad", [(float("nan"), -2.0), (-1.0, float("-inf"))])
+async def test_logprobs_that_are_not_numbers_are_disagreement(tmp_path: Path, bad: tuple[float, float]) -> None:
+    engine = Engine()
+    engine.logprobs = bad
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, engine) as (to, _, _):
+        with pytest.raises(SwapError, match="inf nats"):
+            await swap(to, tmp_path, version)
+
+
+@pytest.mark.parametrize("step", ["start_weight_update", "update_weights", "finish_weight_update"])
+async def test_a_failed_load_resumes_with_the_old_version_and_aborts_nothing(tmp_path: Path, step: str) -> None:
+    engine = Engine(**{step: (500, {"error": "shapes differ"})})
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, engine) as (to, server, script):
+        with pytest.raises(SwapError, match="shapes differ"):
+            await swap(to, tmp_path, version)
+        assert script.paths()[-len(RESTORE) :] == RESTORE
+        assert all(call.query != "mode=abort" for call in script.calls)
+        assert (server.weights.number, engine.version) == (0, "0")
+
+
+async def test_a_load_past_its_deadline_is_undone(tmp_path: Path) -> None:
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, Engine(update_weights=HANG)) as (to, server, script):
+        with pytest.raises(SwapError, match=r"not done within 0\.3 s"):
+            await swap(to, tmp_path, version, timeout_s=0.3)
+        assert script.paths()[-1] == "/resume"
+        assert server.weights.number == 0
+
+
+async def test_cancellation_leaves_the_server_running(tmp_path: Path) -> None:
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, Engine(update_weights=HANG)) as (to, _, script):
+        task = asyncio.create_task(swap(to, tmp_path, version))
+        while "/update_weights" not in script.paths():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert script.paths()[-1] == "/resume"
+
+
+async def test_a_server_that_answers_with_another_version_is_refused(tmp_path: Path) -> None:
+    answer = generated([7], version="4") | {"prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": -2.0}}]}
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, Engine(generate=answer)) as (to, _, _):
+        with pytest.raises(SwapError, match=r"answered the probe of version 5 with \['4'\]"):
+            await swap(to, tmp_path, version)
+
+
+async def test_a_server_that_cannot_go_back_is_condemned(tmp_path: Path) -> None:
+    def broken(call: Call) -> Any:
+        return (500, {"error": "gone"}) if call.path == "/update_weights" else {}
+
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, broken) as (to, server, _):
+        with pytest.raises(SwapError, match="must be restarted"):
+            await swap(to, tmp_path, version)
+        assert not await server.alive()
+
+
+async def test_a_file_that_is_not_the_published_one_never_reaches_the_server(tmp_path: Path) -> None:
+    version = publish(tmp_path, 5)
+    (tmp_path / "versions/5/model.safetensors").write_bytes(b"weights X")
+    async with channel(tmp_path, Engine()) as (to, _, script):
+        with pytest.raises(SwapError, match="sha256"):
+            await swap(to, tmp_path, version)
+        assert script.calls == []
+
+
+async def test_a_folder_outside_the_versions_folder_never_reaches_the_server(tmp_path: Path) -> None:
+    version = publish(tmp_path / "elsewhere", 5)
+    async with channel(tmp_path, Engine()) as (to, _, script):
+        with pytest.raises(SwapError, match="not below"):
+            await to.swap(version, tmp_path / "elsewhere/versions/5", PROBE, max_abs_diff=1e-3, timeout_s=5)
+        assert script.calls == []

@@ -1,0 +1,73 @@
+"""A tiny random Qwen3-shaped model with a byte-level tokenizer, made on the spot: real weights for a real server."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.records import PolicyVersion, Probe
+
+VOCABULARY = 288
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, plus three special ones."""
+    alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    """Tied embeddings, and weights large enough that two seeds disagree by whole nats."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=make_tokenizer().eos_token_id,
+    )
+    return Qwen3ForCausalLM(config).float().eval()
+
+
+def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> PolicyVersion:
+    """Writes `model` as versions/<number>, the way the learner publishes one."""
+    folder = run_dir / "versions" / str(number)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return PolicyVersion(number=number, parent=None if number == 0 else number - 1, folder=f"versions/{number}", sha256=digest)
+
+
+@torch.no_grad()
+def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature: float = 1.0) -> list[float]:
+    """Reference: logprob of every token after the first, from transformers' own forward pass. Length T-1."""
+    logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1).tolist()
+
+
+def make_probe(model: Qwen3ForCausalLM, *, rows: int = 4, length: int = 150) -> Probe:
+    generator = torch.Generator().manual_seed(7)
+    token_ids = tuple(tuple(torch.randint(0, 256, (length,), generator=generator).tolist()) for _ in range(rows))
+    return Probe(token_ids=token_ids, logprobs=tuple(tuple(token_logprobs(model, ids)) for ids in token_ids))
