@@ -32,12 +32,19 @@ class ControlPlane:
         await self._http.aclose()
 
     async def request(
-        self, method: Literal["GET", "POST"], path: str, *, timeout_s: float, json: Any = None, params: Mapping[str, str] | None = None
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        *,
+        timeout_s: float,
+        json: Any = None,
+        params: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The decoded JSON of a 200 answer (None when empty). Raises `ServingError`, with `UnsentError` when surely not received."""
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, path, json=json, params=params)
+                response = await self._http.request(method, path, json=json, params=params, headers=headers)
         except TimeoutError:
             raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
         except (httpx.ConnectError, httpx.PoolTimeout) as error:
@@ -100,7 +107,9 @@ class ControlPlane:
         return await self.request("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
 
     async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
-        await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params)
+        # On a connection of its own: when the engine refuses, the server hangs up after its 500, and the next call must not
+        # meet that connection in the pool.
+        await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
 
 
 class UnsentError(ServingError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import time
@@ -31,6 +32,7 @@ class FileWeightChannel:
         self._registry_folder = registry_folder.resolve()
         self._serving_folder = server.model
         self._lock = asyncio.Lock()
+        self._update_open = False  # an update was begun in the server and not seen to end
 
     async def close(self) -> None:
         """Nothing is held open."""
@@ -82,18 +84,17 @@ class FileWeightChannel:
     async def _load(self, number: int, folder: Path) -> None:
         """Loads one version into the paused server."""
         control = self._server.control
+        self._update_open = True
         await control.start_weight_update()
         await control.update_weights({"folder": str(folder), "files": _file_sizes(folder)})
         await control.finish_weight_update(number)
+        self._update_open = False
 
     async def _reload(self, number: int, folder: Path) -> None:
         """Loads one version into a paused server that may be in the middle of an update."""
-        try:
-            await self._server.control.finish_weight_update(None)
-        except SwapError:
-            raise
-        except ServingError:
-            pass  # no update was under way
+        if self._update_open:
+            with contextlib.suppress(ServingError):  # raised when the server had ended the update by itself
+                await self._server.control.finish_weight_update(None)
         await self._load(number, folder)
 
     async def _restore(self, timeout_s: float) -> None:

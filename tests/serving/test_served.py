@@ -1,0 +1,202 @@
+"""The room on a real vLLM server. The order matters at the end: the last test kills the shared server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import os
+import signal
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.errors import ServingError, SwapError
+from agentrl.records import Completion
+from tests.serving.conftest import Served
+from tests.serving.tiny_model import make_model, make_tokenizer, token_logprobs, write_version
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+PROMPT = make_tokenizer()("How many rows are there?")["input_ids"]
+
+
+def group_members(pgid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-g", str(pgid)], capture_output=True, text=True, timeout=10)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def completion_logprobs(served: Served, version: int, prompt: list[int], completion: Completion, temperature: float) -> list[float]:
+    ids = (*prompt, *completion.token_ids)
+    return token_logprobs(served.models[version], ids, temperature=temperature)[len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+async def test_logprobs_are_those_of_the_sampling_distribution(served: Served, temperature: float) -> None:
+    version = served.server.weights.number
+    completions = await asyncio.gather(*(served.generate([*PROMPT, i], max_tokens=40, temperature=temperature) for i in range(8)))
+    for i, completion in enumerate(completions):
+        reference = completion_logprobs(served, version, [*PROMPT, i], completion, temperature)
+        assert completion.logprobs == pytest.approx(reference, abs=1e-3)
+        assert [span.version for span in completion.versions] == [version]
+
+
+async def test_greedy_follows_the_most_likely_token(served: Served) -> None:
+    version = served.server.weights.number
+    completion = await served.generate(PROMPT, max_tokens=24, temperature=0.0)
+    ids = torch.tensor([[*PROMPT, *completion.token_ids]])
+    with torch.no_grad():
+        best = served.models[version](ids).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert completion.token_ids == tuple(best.tolist())
+    assert completion.logprobs == pytest.approx(completion_logprobs(served, version, PROMPT, completion, 1.0), abs=1e-3)
+
+
+async def test_stop_token_ends_the_completion_and_belongs_to_it(served: Served) -> None:
+    free = await served.generate(PROMPT, max_tokens=24, temperature=0.0)
+    stop = free.token_ids[5]
+    stopped = await served.generate(PROMPT, max_tokens=24, temperature=0.0, stop_token_ids=(stop,))
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+    assert free.finish_reason == "length"
+
+
+async def test_a_seed_repeats_a_completion(served: Served) -> None:
+    first, second = [await served.generate(PROMPT, max_tokens=16, seed=11) for _ in range(2)]
+    assert first.token_ids == second.token_ids
+
+
+async def test_a_prompt_longer_than_the_model_allows_is_an_error(served: Served) -> None:
+    with pytest.raises(ServingError, match="400"):
+        await served.generate([1] * 1100, max_tokens=1)
+
+
+async def test_swap_under_load(served: Served) -> None:
+    requests = [asyncio.create_task(served.generate([*PROMPT, i], max_tokens=500)) for i in range(32)]
+    await asyncio.sleep(0.5)
+    reports = []
+    for number in (1, 2, 0, 1):
+        reports.append(await served.swap(number))
+        await asyncio.sleep(0.2)
+    assert statistics.median(report.stall_ms for report in reports) < 1000  # a wide net: the machine may be busy
+    assert max(report.probe_max_abs_diff for report in reports) < 1e-3
+    completions = await asyncio.gather(*requests)
+    crossed = [completion for completion in completions if len(completion.versions) > 1]
+    assert crossed, "no request was in flight during a swap"
+    for completion in crossed:
+        assert completion.versions[0].version == 0
+        assert {span.version for span in completion.versions} <= {0, 1, 2}
+
+
+async def test_cached_prefixes_do_not_survive_a_swap(served: Served) -> None:
+    prompt = list(b"abcdefgh" * 50)  # several blocks of the prefix cache
+    for number in (1, 2):
+        await served.swap(number)
+        for _ in range(2):  # the second finds its prefix cached
+            completion = await served.generate(prompt, max_tokens=8)
+            reference = completion_logprobs(served, number, prompt, completion, 1.0)
+            assert completion.logprobs == pytest.approx(reference, abs=1e-3)
+
+
+async def test_a_version_the_learner_disagrees_with_is_refused_and_the_old_one_serves_on(served: Served) -> None:
+    await served.swap(1)
+    with pytest.raises(SwapError, match="nats on the probe"):
+        await served.swap(2, probe=0)
+    completion = await served.generate(PROMPT, max_tokens=16)
+    assert [span.version for span in completion.versions] == [1]
+    assert completion.logprobs == pytest.approx(completion_logprobs(served, 1, PROMPT, completion, 1.0), abs=1e-3)
+    assert await served.server.alive()
+
+
+async def test_the_probe_sees_a_stale_output_head(served: Served) -> None:
+    """vLLM's own reload leaves the packed copy of a tied head behind: every route answers 200, only the probe knows."""
+    await served.swap(1)
+    control = served.server.control
+    await control.pause()
+    await control.reload(str(served.server.run_dir / served.versions[2].folder), 2)
+    await control.resume()
+    assert await control.version() == "2"
+    assert await served.channel._disagreement(2, served.probes[2]) > 0.1
+    await served.swap(2)
+    assert await served.channel._disagreement(2, served.probes[2]) < 1e-3
+
+
+async def test_a_model_of_another_shape_is_refused_before_any_weight_moves(served: Served, tmp_path: Path) -> None:
+    await served.swap(1)
+    other = make_model(seed=5)
+    other.model.layers = other.model.layers[:3]
+    version = write_version(served.server.run_dir, 9, other)
+    with pytest.raises(SwapError, match=r"tensor model\.layers\.3"):
+        await served.channel.swap(version, served.server.run_dir / version.folder, served.probes[1], max_abs_diff=1e-3, timeout_s=60)
+    assert await served.channel._disagreement(1, served.probes[1]) < 1e-3
+
+
+async def test_weights_that_are_not_finite_are_refused(served: Served) -> None:
+    await served.swap(1)
+    poisoned = make_model(seed=6)
+    with torch.no_grad():
+        poisoned.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    version = write_version(served.server.run_dir, 10, poisoned)
+    with pytest.raises(SwapError):
+        await served.channel.swap(version, served.server.run_dir / version.folder, served.probes[1], max_abs_diff=1e-3, timeout_s=60)
+    assert await served.channel._disagreement(1, served.probes[1]) < 1e-3
+
+
+async def test_weights_from_outside_the_run_are_refused_by_the_server_itself(served: Served, tmp_path: Path) -> None:
+    version = write_version(tmp_path, 1, served.models[1])
+    control = served.server.control
+    await control.start_weight_update()
+    file = tmp_path / version.folder / "model.safetensors"
+    with pytest.raises(ServingError, match="not below"):
+        await control.update_weights({"folder": str(file.parent), "files": {file.name: file.stat().st_size}})
+    with pytest.raises(ServingError, match="already set"):
+        await control.init_weight_transfer({"versions_folder": str(tmp_path)})
+
+
+async def test_the_hash_on_record_is_the_hash_on_disk(served: Served) -> None:
+    wrong = dataclasses.replace(served.versions[2], sha256=hashlib.sha256(b"").hexdigest())
+    before = served.server.weights.number
+    with pytest.raises(SwapError, match="sha256"):
+        folder = served.server.run_dir / wrong.folder
+        await served.channel.swap(wrong, folder, served.probes[2], max_abs_diff=1e-3, timeout_s=60)
+    assert served.server.weights.number == before
+
+
+async def test_an_idle_server_burns_no_cpu(served: Served) -> None:
+    def cpu_seconds() -> float:
+        total = 0
+        for pid in group_members(served.server.pid or 0):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
+
+    before = cpu_seconds()
+    await asyncio.sleep(2)
+    assert cpu_seconds() - before < 0.2
+
+
+async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: Served) -> None:
+    server = served.server
+    pid = server.pid
+    assert pid is not None
+    members = group_members(pid)
+    engine = max(set(members) - {pid}, key=lambda member: Path(f"/proc/{member}/statm").read_text().split()[1])
+    request = asyncio.create_task(served.generate(PROMPT, max_tokens=900))
+    await asyncio.sleep(0.3)
+    os.kill(engine, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(ServingError):
+        await request
+    while await server.alive():
+        assert time.monotonic() - began < 10
+        await asyncio.sleep(0.05)
+    await server.stop()
+    await server.stop()
+    assert group_members(pid) == []
+    assert not any(Path("/dev/shm").glob("psm_*"))
+    assert not await server.alive()
+    assert server._scratch is not None
+    assert not server._scratch.exists()
