@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import InfrastructureError
+from agentrl.errors import InfrastructureError, RecipeError
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import ScoredEpisode, Split, Task
@@ -41,6 +41,8 @@ async def evaluate(
     """
     size = family.size(split)
     tasks = [family.task(split, index) for index in range(count if size is None else min(count, size))]
+    if not tasks:
+        raise RecipeError(f"task family {family.name!r} has no tasks in split {split}", fix=f"set evaluation.{split}=0")
     done = 0
 
     async def one(index: int, task: Task) -> ScoredEpisode:
@@ -56,7 +58,7 @@ async def evaluate(
     pairs = [(task, job.result()) for task, job in zip(tasks, jobs, strict=True)]
     scores = [(str(task.data.get("kind", task.family)), scored.score.value) for task, scored in pairs]
     counted = [(kind, value) for kind, value in scores if value is not None]
-    if tasks and not counted:
+    if not counted:
         raise InfrastructureError(f"evaluation {phase}/{split}: all {len(tasks)} episodes were left out; first: {pairs[0][1].score.reason}")
     kinds = sorted({kind for kind, _ in counted})
     return Evaluation(

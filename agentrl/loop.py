@@ -227,6 +227,8 @@ async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport) -
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
         metrics |= await _evaluate(run, f"step{version.number}", step=version.number)
+        run.tracker.stage("train", f"{run.stop_at} steps")
+        run.last_step_at = time.monotonic()
     run.tracker.log(version.number, metrics)
     run.registry.prune(run.recipe.learner.keep_versions)
 
@@ -258,6 +260,7 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
             results[split] = await evaluate(runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating)
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
+    run.tracker.evaluated(phase, {str(split): result.rate for split, result in results.items()})
     rates = {str(split): result.rate.value for split, result in results.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates

@@ -70,7 +70,8 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         "swap_probe_max_abs_diff": report.probe_max_abs_diff,
     }
     update = json.loads((version_folder / "update.json").read_text())
-    return metrics | {key: value for key, value in update.items() if isinstance(value, int | float)}
+    # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
+    return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
 
 
 def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation]) -> None:
@@ -150,7 +151,9 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
-    return {kind: rate for result in splits.values() for kind, rate in result["by_kind"].items()}
+    """Rates by kind of the generated held-out tasks; the real ones have kinds of the same names and are not mixed in."""
+    kinds: dict[str, Any] = splits.get(str(Split.HELDOUT), {}).get("by_kind", {})
+    return kinds
 
 
 def _rate(rate: Rate) -> dict[str, float]:

@@ -171,6 +171,10 @@ class Recipe(Section):
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl needs device=cuda; on CPU use weight_transfer=file")
+        if self.learner.keep_versions <= self.max_staleness:
+            raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
+        if self.learner.max_tokens_per_microbatch < self.policy.max_model_len:
+            raise ValueError("learner.max_tokens_per_microbatch must be at least policy.max_model_len: an episode is never split")
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
         return self

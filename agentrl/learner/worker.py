@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from agentrl import recipe as recipes
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
@@ -169,15 +169,6 @@ def _reasons(dropped: object) -> Counter[str]:
     return Counter(str(reason).partition(":")[0].partition(" ")[0] for reason in dropped)  # type: ignore[attr-defined]
 
 
-def _check(recipe: Recipe) -> None:
-    if recipe.learner.max_tokens_per_microbatch < recipe.policy.max_model_len:
-        raise UserError(
-            f"learner.max_tokens_per_microbatch={recipe.learner.max_tokens_per_microbatch} cannot hold one episode of"
-            f" policy.max_model_len={recipe.policy.max_model_len} tokens",
-            fix="raise the former or lower the latter",
-        )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="One rank of a run's learner; start it with torchrun.")
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -187,7 +178,6 @@ def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
     recipe = recipes.load(run_dir / "recipe.json")
-    _check(recipe)
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
     ranks = processes.join(recipe.device)
