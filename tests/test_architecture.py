@@ -1,0 +1,108 @@
+"""The plan of the house, enforced: imports point one way, siblings are strangers, content stays outside, heavy things stay asleep."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "agentrl"
+LONGEST_FILE = 600
+
+# A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
+LEVELS: tuple[frozenset[str], ...] = (
+    frozenset({"records", "errors"}),
+    frozenset({"protocols", "codec"}),
+    frozenset({"recipe", "plugins"}),
+    frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
+    frozenset({"learner"}),
+    frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "project", "doctor"}),
+    frozenset({"cli", "__main__"}),
+)
+SIBLINGS = 3  # the level whose rooms do not know each other
+FACE = "__init__"  # agentrl/__init__.py: may import the light levels
+CONTENT = ("sandboxes", "rewards", "recipes", "evals", "benchmarks", "tests")
+HEAVY = ("torch", "vllm", "deepspeed", "transformers", "trl", "datasets")
+
+
+def sources(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def level(room: str) -> int:
+    for number, rooms in enumerate(LEVELS):
+        if room in rooms:
+            return number
+    raise AssertionError(f"agentrl/{room} is in no level of this test: say where it belongs, here and in docs/design.md")
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names of the modules that a file imports, anywhere in it; `from agentrl import x` gives `agentrl.x`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the whole name"
+            module = node.module or ""
+            yield from (f"{module}.{name.name}" for name in node.names) if module == "agentrl" else (module,)
+
+
+def rooms_imported(path: Path) -> set[str]:
+    names = (name.split(".") for name in imported(path))
+    rooms = {parts[1] for parts in names if parts[0] == "agentrl" and len(parts) > 1}
+    return {room for room in rooms if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file()}
+
+
+@pytest.mark.parametrize("path", sources("agentrl"), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room == FACE:
+        assert all(level(other) < SIBLINGS for other in rooms_imported(path))
+        return
+    for other in rooms_imported(path) - {room}:
+        assert level(other) <= level(room), f"{room} imports {other}, which stands above it"
+        if level(room) == SIBLINGS:
+            assert level(other) < SIBLINGS, f"{room} imports its sibling {other}; records and protocols are what they share"
+
+
+def test_agentrl_never_imports_content() -> None:
+    guilty = {str(path): name for path in sources("agentrl") for name in imported(path) if name.split(".")[0] in CONTENT}
+    assert not guilty, "content is resolved by agentrl.plugins alone"
+
+
+def test_records_and_errors_need_only_the_standard_library() -> None:
+    for name in ("records", "errors"):
+        packages = {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} - {"agentrl"}
+        assert packages <= sys.stdlib_module_names
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in sources("agentrl", *CONTENT)}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+@pytest.mark.parametrize("recipe", sources("recipes"), ids=lambda path: path.name)
+def test_loading_a_recipe_wakes_nothing_heavy(recipe: Path) -> None:
+    code = f"""
+import sys
+import agentrl, agentrl.cli, agentrl.doctor
+from pathlib import Path
+from agentrl.cli import load_recipe
+from agentrl.recipe import Recipe
+if "recipe = Recipe(" in Path({str(recipe)!r}).read_text():
+    assert isinstance(load_recipe(Path({str(recipe)!r}), [])[1], Recipe)
+print(*sorted({{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "", f"imported: {done.stdout}"
