@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 from agentrl.learner.engine import PolicyEngine
 
 
-class DeepSpeedWeightSource(WeightSource):
+class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker
     """Named full parameters of a `PolicyEngine`, in metadata order, on every rank. Each iteration is a fresh pass.
 
     With tied embeddings the output head is sent too, under its own name: a server that keeps a packed copy of the head would go on

@@ -1,0 +1,115 @@
+"""Small real parts for the learner's tests: a random Qwen3 policy, recipes, scored groups, run folders."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.experience import SqliteStore
+from agentrl.recipe import Recipe, build
+from agentrl.records import Episode, Group, Message, PolicyVersion, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from agentrl.version import FolderRegistry, sha256_file
+
+VOCABULARY = 97
+
+
+def tiny_config(**changes: object) -> Qwen3Config:
+    settings: dict[str, object] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
+    return Qwen3Config(**{**settings, **changes})
+
+
+def write_policy(folder: Path, config: Qwen3Config | None = None, *, seed: int = 0) -> None:
+    """A Hugging Face folder with random weights and a tokenizer that has a chat template."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config or tiny_config())
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(model.config.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+
+
+def recipe(**sections: dict[str, object]) -> Recipe:
+    data: dict[str, dict[str, object]] = {
+        "policy": {"model": "base", "max_model_len": 256},
+        "tasks": {"family": "sandboxes.tables:Tables"},
+        "rollout": {"group_size": 4, "groups_per_step": 3},
+        "learner": {"lr": 1e-2, "max_tokens_per_microbatch": 256},
+    }
+    for name, changes in sections.items():
+        data[name] = {**data.get(name, {}), **changes}
+    return build({"name": "test", "device": "cpu", "steps": 2, **data})
+
+
+def turn(prompt: list[int], completion: list[int], logprobs: list[float], version: int = 0) -> Turn:
+    spans = (VersionSpan(version=version, start=0, end=len(completion)),) if completion else ()
+    return Turn(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        logprobs=tuple(logprobs),
+        versions=spans,
+        message=Message(role="assistant", content=""),
+        finish_reason="stop",
+    )
+
+
+def episode(name: str, turns: list[Turn]) -> Episode:
+    return Episode(id=name, task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=tuple(turns)),))
+
+
+def scored(made: Episode, value: float) -> ScoredEpisode:
+    return ScoredEpisode(episode=made, score=Score(value=value))
+
+
+def random_group(
+    index: int,
+    *,
+    size: int = 4,
+    vocabulary: int = VOCABULARY,
+    lengths: tuple[int, int] = (4, 20),
+    turns: int = 2,
+    scores: list[float] | None = None,
+) -> Group:
+    """A group of random episodes whose logprobs are near those of a uniform policy."""
+    rng = random.Random(1000 + index)
+    episodes = []
+    for number in range(size):
+        made = []
+        for _ in range(turns):
+            prompt = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
+            completion = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
+            made.append(turn(prompt, completion, [-4.57 + rng.uniform(-0.3, 0.3) for _ in completion]))
+        value = scores[number] if scores is not None else float(number % 2)
+        episodes.append(scored(episode(f"g{index}-e{number}", made), value))
+    return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=tuple(episodes))
+
+
+def write_run(run_dir: Path, made: Recipe, groups: list[Group], config: Qwen3Config | None = None) -> None:
+    """A run folder as the controller leaves it for the learner: recipe, version 0, stored groups."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "recipe.json").write_text(made.model_dump_json())
+    base = run_dir / "versions" / "000000"
+    write_policy(base, config)
+    registry = FolderRegistry(run_dir / "versions")
+    weights = sha256_file(base / "model.safetensors")
+    registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=weights))
+    registry.close()
+    store = SqliteStore(run_dir / "experience.sqlite")
+    for group in groups:
+        store.put(group)
+    store.close()

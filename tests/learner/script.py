@@ -1,0 +1,124 @@
+"""Runs under torchrun: several learner scenarios in one process group, because starting one costs more than what it does.
+
+`script.py RUN_DIR OUT NAME...` makes each named scenario; rank 0 writes its findings to OUT/NAME.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.experience import SqliteStore
+from agentrl.learner import ranks as processes
+from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
+from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.publish import gather
+from agentrl.learner.ranks import Ranks
+from agentrl.learner.update import Updater
+from agentrl.objective import build_batch
+from agentrl.recipe import Recipe, load
+from agentrl.records import Batch
+
+
+class Scenario:
+    def __init__(self, run_dir: Path, ranks: Ranks) -> None:
+        self.run_dir = run_dir
+        self.ranks = ranks
+        self.recipe = load(run_dir / "recipe.json")
+        store = SqliteStore(run_dir / "experience.sqlite")
+        size = self.recipe.rollout.groups_per_step
+        self.batches: list[Batch] = []
+        for step in range(2):
+            groups = store.groups(range(step * size, (step + 1) * size))
+            self.batches.append(build_batch(step, tuple(groups), self.recipe))
+        store.close()
+
+    def with_learner(self, **changes: Any) -> Recipe:
+        return self.recipe.model_copy(update={"learner": self.recipe.learner.model_copy(update=changes)})
+
+    def engine(self, made: Recipe) -> PolicyEngine:
+        return PolicyEngine(self.run_dir / "versions" / "000000", made, self.ranks)
+
+    def stage(self, stage: int, **changes: Any) -> dict[str, Any]:
+        """Two updates; weights and metrics after them."""
+        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes))
+        updater = Updater(engine)
+        metrics = [updater.update(batch) for batch in self.batches]
+        return {"weights": gather(engine), "metrics": metrics}
+
+    def resume(self, stage: int) -> dict[str, Any]:
+        """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        engine = self.engine(made)
+        updater = Updater(engine)
+        updater.update(self.batches[0])
+        meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
+        root = self.run_dir / f"checkpoints-{stage}-{self.ranks.size}"
+        save(root, engine, meta, keep=2)
+        noise = torch.rand(3)
+        updater.update(self.batches[1])
+        again = self.engine(made)
+        found = newest(root)
+        assert found is not None
+        assert found.meta == meta
+        restore(found, again)
+        assert torch.equal(torch.rand(3), noise), "the random state came back"
+        Updater(again).update(self.batches[1])
+        return {"weights": gather(engine), "again": gather(again)}
+
+    def poisoned(self, stage: int) -> dict[str, Any]:
+        """A gradient with a NaN in it, then a good update; compared with the good update alone."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        engine = self.engine(made)
+        before = gather(engine)
+        updater = Updater(engine)
+        handle = engine.lm.base_model.layers[0].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
+        metrics = updater.update(self.batches[0])
+        handle.remove()
+        after = gather(engine)
+        updater.update(self.batches[0])
+        clean = self.engine(made)
+        Updater(clean).update(self.batches[0])
+        return {"before": before, "after": after, "metrics": metrics, "then": gather(engine), "clean": gather(clean)}
+
+    def source(self, stage: int) -> dict[str, Any]:
+        """What vLLM's weight transfer would be given, walked twice on every rank."""
+        from agentrl.learner.weight_source import DeepSpeedWeightSource
+
+        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
+        source = DeepSpeedWeightSource(engine)
+        declared = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+        passes = [dict(source), dict(source)]
+        assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in passes[0].items()] == declared
+        grouped = [name for names, _ in source.iter_groups() for name in names]
+        return {"sent": passes[0], "again": passes[1], "weights": gather(engine), "grouped": grouped}
+
+
+def _poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(None if grad is None else grad * float("nan") for grad in grad_input)
+
+
+def _leave(module: Any, grad_input: Any, grad_output: Any) -> Any:
+    return None
+
+
+def main() -> None:
+    run_dir, out, *names = sys.argv[1:]
+    ranks = processes.join("cpu")
+    scenario = Scenario(Path(run_dir), ranks)
+    for name in names:
+        kind, _, argument = name.partition("-")
+        stage, _, minibatches = argument.partition("-")
+        changes = {"minibatches": int(minibatches)} if minibatches else {}
+        result = getattr(scenario, kind)(int(stage), **changes)
+        if ranks.first:
+            torch.save(result, Path(out) / f"{name}.pt")
+    ranks.barrier()
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main()

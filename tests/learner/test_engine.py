@@ -1,0 +1,88 @@
+"""The numbers of an update do not depend on how it is spread over ranks, micro-batches and ZeRO stages, nor on a crash in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.learner.building import random_group, recipe, write_run
+
+pytestmark = pytest.mark.deepspeed
+SCENARIOS = {
+    1: ["stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "poisoned-0", "poisoned-2", "poisoned-3"],
+    2: ["stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-2", "resume-3", "poisoned-0", "poisoned-2", "source-3"],
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
+    """Every scenario, each made once, in one torchrun for one rank and one for two."""
+    run_dir = tmp_path_factory.mktemp("run")
+    write_run(run_dir, recipe(), [random_group(index, size=5) for index in range(6)])
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for ranks, names in SCENARIOS.items():
+        out = run_dir / f"out{ranks}"
+        out.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "tests.learner.script"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        done = subprocess.run(
+            [*command, str(run_dir), str(out), *names], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        for name in names:
+            found[ranks, name] = torch.load(out / f"{name}.pt")
+    return found
+
+
+def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(r, f"stage-{s}") for r in (1, 2) for s in range(4) if (r, s) != (1, 0)])
+def test_ranks_and_zero_stages_give_the_same_update(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    """Two updates with lr 1e-2 and a clip that binds; tolerance: float32 sums in another order, amplified by Adam's division."""
+    reference, found = results[1, "stage-0"], results[ranks, name]
+    assert _gap(found["weights"], reference["weights"]) < 2e-4
+    for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"update_s", "tokens_per_s"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+
+
+def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    one, two = results[1, "stage-2-3"], results[2, "stage-2-3"]
+    assert one["metrics"][0]["optimizer_steps"] == 3
+    assert _gap(one["weights"], two["weights"]) < 1e-3
+    assert _gap(one["weights"], results[1, "stage-2"]["weights"]) > 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-2"), (2, "resume-3")])
+def test_the_update_after_a_resume_is_the_same_bit_for_bit(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    found = results[ranks, name]
+    assert _gap(found["weights"], found["again"]) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "poisoned-0"), (1, "poisoned-2"), (1, "poisoned-3"), (2, "poisoned-0"), (2, "poisoned-2")])
+def test_a_gradient_with_a_nan_leaves_no_trace(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    """Weights untouched, the update counted, and the next good one is what it would have been (moments were untouched too)."""
+    found = results[ranks, name]
+    assert _gap(found["before"], found["after"]) == 0.0
+    assert found["metrics"]["updates_set_aside"] == 1
+    assert found["metrics"]["optimizer_steps"] == 0
+    assert _gap(found["then"], found["clean"]) == 0.0
+    assert _gap(found["then"], found["before"]) > 0.0
+
+
+def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    found = results[2, "source-3"]
+    sent = dict(found["sent"])
+    assert torch.equal(sent.pop("lm_head.weight"), sent["model.embed_tokens.weight"])
+    assert _gap(sent, found["weights"]) == 0.0
+    assert _gap(found["sent"], found["again"]) == 0.0
+    assert sorted(found["grouped"]) == sorted(found["sent"])

@@ -1,0 +1,167 @@
+"""Starting, stopping and killing the learner; what is left behind. The steps are real, on a tiny policy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl import codec
+from agentrl.errors import LearnerError
+from agentrl.experience import SqliteStore
+from agentrl.learner import LearnerProcess
+from agentrl.records import Probe
+from agentrl.version import FolderRegistry
+from tests.learner.building import random_group, recipe, write_run
+
+pytestmark = pytest.mark.deepspeed
+
+
+def _command_lines() -> list[str]:
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(entry.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return lines
+
+
+async def _until(condition: object, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "waited too long"
+        await asyncio.sleep(0.1)
+
+
+async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> None:
+    made = recipe()
+    write_run(tmp_path, made, [random_group(index) for index in range(3)])
+    learner = LearnerProcess(tmp_path, made)
+    registry = FolderRegistry(tmp_path / "versions")
+    await learner.start()
+    with pytest.raises(LearnerError, match="already running"):
+        await learner.start()
+    try:
+        await _until(lambda: registry.get(1) is not None)
+        assert learner.alive, "it waits for the groups of step 1"
+        await learner.stop(grace_s=30)
+    finally:
+        await learner.kill()
+    assert learner.returncode == 0
+    assert "stopped before step 1" in learner.log_tail()
+    assert not any(str(tmp_path) in line for line in _command_lines())
+
+    store = SqliteStore(tmp_path / "experience.sqlite")
+    assert store.consumed() == {0: 0, 1: 0, 2: 0}
+    for index in range(3, 6):
+        store.put(random_group(index, scores=[1.0] * 4))  # nothing to learn: the same weights become version 2
+    await learner.start()
+    await learner.wait(timeout_s=90)
+    first, second = registry.get(1), registry.get(2)
+    assert first is not None
+    assert second is not None
+    assert first.sha256 == second.sha256
+    assert store.consumed() == {index: index // 3 for index in range(6)}
+    update = (tmp_path / "versions" / "000002" / "update.json").read_text()
+    assert '"weights_changed": 0.0' in update
+    assert '"groups_all_equal": 3.0' in update
+    store.close()
+    _check_export(tmp_path / "versions" / "000001")
+
+
+def _check_export(folder: Path) -> None:
+    """The folder loads as any Hugging Face model, and the probe is what the loaded weights say."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+    assert len(probe.token_ids) == 3
+    for ids, logprobs in zip(probe.token_ids, probe.logprobs, strict=True):
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            expected = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        assert (expected - torch.tensor(logprobs)).abs().max() < 1e-5
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "000000")
+    assert not torch.equal(base.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert '"updates_set_aside": 0.0' in (folder / "update.json").read_text()
+
+
+async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
+    """Killed before the commit of step 0, then before the publication of step 1; the end is that of a run that was left alone."""
+    made = recipe()
+    groups = [random_group(index) for index in range(6)]
+    crashing, calm = tmp_path / "crashing", tmp_path / "calm"
+    for run_dir in (crashing, calm):
+        write_run(run_dir, made, groups)
+    store, registry = SqliteStore(crashing / "experience.sqlite"), FolderRegistry(crashing / "versions")
+
+    assert _run_until_killed(crashing, "commit") != 0
+    assert (crashing / "checkpoints" / "000001" / "manifest.json").exists()
+    assert (store.consumed(), registry.get(1)) == ({}, None)
+
+    assert _run_until_killed(crashing, "publish-2") != 0
+    assert store.consumed() == {index: index // 3 for index in range(6)}
+    assert registry.get(1) is not None
+    assert registry.get(2) is None
+
+    learners = [LearnerProcess(run_dir, made) for run_dir in (crashing, calm)]
+    for learner in learners:
+        await learner.start()
+        await learner.wait(timeout_s=120)
+    store.close()
+    for number in (1, 2):
+        files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
+        for name in ("model.safetensors", "probe.json", "config.json"):
+            assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes(), (number, name)
+    kept = sorted(path.name for path in (crashing / "checkpoints").iterdir())
+    assert kept == ["000001", "000002"]
+
+
+def _run_until_killed(run_dir: Path, point: str) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "tests.learner.crash", point]
+    done = subprocess.run([*command, "--run-dir", str(run_dir)], capture_output=True, timeout=120, check=False)
+    return done.returncode
+
+
+async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
+    made = recipe(learner={"max_tokens_per_microbatch": 64})
+    write_run(tmp_path, made, [])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    with pytest.raises(LearnerError, match=r"max_tokens_per_microbatch=64 cannot hold one episode"):
+        await learner.wait(timeout_s=90)
+    with pytest.raises(LearnerError):
+        learner.check()
+
+
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
+    made = recipe()
+    write_run(tmp_path, made, [])
+    driver = (
+        "import asyncio, sys; from pathlib import Path\n"
+        "from agentrl.learner import LearnerProcess; from agentrl.recipe import load\n"
+        "async def main():\n"
+        "    run = Path(sys.argv[1]); learner = LearnerProcess(run, load(run / 'recipe.json'))\n"
+        "    await learner.start(); await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", driver, str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while sum("agentrl.learner.worker" in line and str(tmp_path) in line for line in _command_lines()) < 2:  # torchrun and its worker
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(2.0)  # the worker ties itself to torchrun once Python has started
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(str(tmp_path) in line for line in _command_lines()):
+        assert time.monotonic() < deadline, "the learner outlived its driver"
+        time.sleep(0.1)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.objective import assemble, build_batch
+from agentrl.recipe import Recipe, build
+from agentrl.records import Blame, Episode, Failure, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+
+RECIPE: Recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}})
+
+
+def _turn(prompt: list[int], completion: list[int], *, logprob: float = -1.0, version: int = 0) -> Turn:
+    return Turn(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        logprobs=(logprob,) * len(completion),
+        versions=(VersionSpan(version=version, start=0, end=len(completion)),) if completion else (),
+        message=Message(role="assistant", content=""),
+        finish_reason="stop",
+    )
+
+
+def _scored(name: str, score: float, *lines: list[Turn], failures: tuple[Failure, ...] = ()) -> ScoredEpisode:
+    trajectories = tuple(Trajectory(agent=f"a{n}", turns=tuple(turns)) for n, turns in enumerate(lines))
+    episode = Episode(id=name, task_id="t", task_key="k", trajectories=trajectories, failures=failures)
+    return ScoredEpisode(episode=episode, score=Score(value=score))
+
+
+def _group(index: int, *episodes: ScoredEpisode) -> Group:
+    return Group(index=index, task_id="t", task_key="k", episodes=episodes)
+
+
+_ids = st.lists(st.integers(0, 9), max_size=5)
+_first = st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=5), _ids)
+_turns = st.builds(lambda first, rest: [first, *rest], _first, st.lists(st.tuples(_ids, _ids), max_size=3))
+
+
+@given(st.lists(st.lists(_turns, min_size=1, max_size=2), min_size=2, max_size=4))
+def test_every_sampled_token_is_trained_once_and_no_other(episodes: list[list[list[tuple[list[int], list[int]]]]]) -> None:
+    """Completion tokens get ids 100 and up, each its own, and their id as logprob, so that any mix-up shows."""
+    fresh = iter(range(100, 10_000))
+    made: list[ScoredEpisode] = []
+    sampled: set[int] = set()
+    for number, lines in enumerate(episodes):
+        trajectories = []
+        for line in lines:
+            turns = []
+            for prompt, shape in line:
+                completion = [next(fresh) for _ in shape]
+                sampled.update(completion)
+                spans = tuple(VersionSpan(version=token, start=at, end=at + 1) for at, token in enumerate(completion))
+                turns.append(
+                    Turn(
+                        prompt_ids=tuple(prompt),
+                        completion_ids=tuple(completion),
+                        logprobs=tuple(-float(token) for token in completion),
+                        versions=spans,
+                        message=Message(role="assistant", content=""),
+                        finish_reason="stop",
+                    )
+                )
+            trajectories.append(turns)
+        made.append(_scored(f"e{number}", float(number), *trajectories))
+    batch = build_batch(3, [_group(0, *made)], RECIPE)
+    trained = [token for sample in batch.samples for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    assert sorted(trained) == sorted(sampled)
+    assert batch.denominator == len(sampled)
+    for sample in batch.samples:
+        for token, on, logprob, advantage, version in zip(
+            sample.token_ids, sample.loss_mask, sample.logprobs, sample.advantages, sample.versions, strict=True
+        ):
+            assert on == (token >= 100)
+            assert (logprob, version) == ((-float(token), token) if on else (0.0, -1))
+            assert on or advantage == 0.0
+
+
+def test_tokens_are_the_turns_end_to_end_and_the_advantage_is_broadcast() -> None:
+    good = _scored("good", 1.0, [_turn([1, 2], [3]), _turn([4], [5, 6], version=2)], [_turn([7], [8])])
+    bad = _scored("bad", 0.0, [_turn([1], [9])])
+    first, helper, last = build_batch(0, [_group(5, good, bad)], RECIPE).samples
+    assert first.token_ids == (1, 2, 3, 4, 5, 6)
+    assert first.loss_mask == (False, False, True, False, True, True)
+    assert first.versions == (-1, -1, 0, -1, 2, 2)
+    assert first.advantages[2] == first.advantages[5] == helper.advantages[1] == -last.advantages[1] > 0
+    assert (first.group_index, first.episode_id) == (5, "good")
+
+
+def test_groups_without_a_sample_are_consumed_all_the_same() -> None:
+    left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
+    groups = [
+        _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 1.0, [_turn([1], [2])])),
+        _group(1, _scored("a", 1.0, [_turn([1], [2])])),
+        _group(2, _scored("a", 1.0, [_turn([1], [2], logprob=math.nan)]), _scored("b", 0.0, [_turn([1], [2])])),
+        _group(3, _scored("a", math.inf, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])])),
+        _group(4, _scored("a", 1.0, [_turn([], [2])]), _scored("b", 0.0, [_turn([1], [2])])),
+        _group(5, _scored("a", 1.0, [_turn([1], [])]), _scored("b", 0.0, [_turn([1], [])])),
+        _group(6, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])], failures=(left_out,))),
+    ]
+    made = assemble(0, groups, RECIPE)
+    assert made.batch.samples == ()
+    assert made.batch.denominator == 0
+    assert made.batch.group_indices == tuple(range(7))
+    names = [made.dropped[index].split(":")[0].split(" ")[0] for index in range(7)]
+    assert names == ["all_equal", "too_few", "non_finite_logprob", "non_finite_score", "no_prompt", "no_sampled_token", "too_few"]
+
+
+def test_a_bad_logprob_in_an_episode_that_is_left_out_does_not_matter() -> None:
+    left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
+    broken = _scored("c", 1.0, [_turn([1], [2], logprob=math.nan)], failures=(left_out,))
+    group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])]), broken)
+    assert [sample.episode_id for sample in build_batch(0, [group], RECIPE).samples] == ["a", "b"]
+
+
+def test_a_one_token_completion_is_a_sample() -> None:
+    group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [3])]))
+    assert [sample.loss_mask for sample in build_batch(0, [group], RECIPE).samples] == [(False, True)] * 2
