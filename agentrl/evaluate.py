@@ -47,8 +47,7 @@ async def evaluate(
 
     async def one(index: int, task: Task) -> ScoredEpisode:
         nonlocal done
-        # The name is the same in every phase: both sides of a comparison sample with the same seeds.
-        scored = await runner.episode(task, name=f"eval-{split}-{index:05d}")
+        scored = await runner.episode(task, name=f"{phase}-{split}-{index:05d}")
         done += 1
         on_done(done, len(tasks))
         return scored

@@ -143,7 +143,6 @@ def _group_runner(recipe: Recipe, policy: Policy, sandboxes: SandboxBackend, cha
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
         group_size=recipe.rollout.group_size,
         max_retries=recipe.rollout.max_retries,
-        seed=recipe.seed,
     )
 
 

@@ -147,7 +147,7 @@ class Recipe(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name of the run; its folder is `runs/NAME` unless --run-dir says otherwise."""
     seed: int = Field(0, ge=0)
-    """Fixes tasks, sampling seeds and the learner's random state."""
+    """Fixes the tasks and seeds the server's sampler and the learner. Sampling is not repeatable bit for bit: batching is asynchronous."""
     steps: int = Field(16, ge=1)
     """Learner steps."""
     max_staleness: int = Field(1, ge=0)

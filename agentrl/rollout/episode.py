@@ -49,7 +49,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
 
-    async def run(self, task: Task, *, episode_id: str, attempt: int = 0, seed: int | None = None) -> Episode:
+    async def run(self, task: Task, *, episode_id: str, attempt: int = 0) -> Episode:
         """One attempt. Infrastructure faults end as a `Failure` in the episode, never as an exception or a score.
 
         Task faults (an unknown tool, a prompt that does not fit) raise `TaskError`/`UserError`.
@@ -58,7 +58,7 @@ class EpisodeRunner:
         failures: tuple[Failure, ...] = ()
         try:
             async with asyncio.timeout(task.limits.wall_s):
-                stop_reason = await self._turns(task, state, episode_id=episode_id, seed=seed)
+                stop_reason = await self._turns(task, state, episode_id=episode_id)
         except TimeoutError as error:
             stop_reason = "failed" if isinstance(error, SandboxTimeout) else "wall_limit"
             if isinstance(error, SandboxTimeout):
@@ -84,7 +84,7 @@ class EpisodeRunner:
             sandbox_s=state.sandbox_s,
         )
 
-    async def _turns(self, task: Task, state: _State, *, episode_id: str, seed: int | None) -> str:
+    async def _turns(self, task: Task, state: _State, *, episode_id: str) -> str:
         """The loop itself; returns the stop reason."""
         tools = load_tools(task.tools)
         prompt_ids = self.chat.opening(task.prompt, [tool.schema for tool in tools.values()])
@@ -96,7 +96,6 @@ class EpisodeRunner:
             params = SamplingParams(
                 max_tokens=budget,
                 temperature=self.temperature,
-                seed=None if seed is None else seed + number,
                 stop_token_ids=self.chat.stop_token_ids,
             )
             started = time.monotonic()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -23,7 +22,6 @@ class GroupRunner:
     slots: asyncio.Semaphore
     group_size: int
     max_retries: int
-    seed: int
 
     async def group(self, index: int, task: Task) -> Group:
         """All attempts at one task, in order, those that are left out included."""
@@ -35,9 +33,7 @@ class GroupRunner:
         """One scored episode, after at most `max_retries` fresh attempts when the infrastructure failed."""
         for attempt in range(self.max_retries + 1):
             async with self.slots:
-                episode = await self.runner.run(
-                    task, episode_id=f"{name}-a{attempt}", attempt=attempt, seed=derive_seed(self.seed, name, attempt)
-                )
+                episode = await self.runner.run(task, episode_id=f"{name}-a{attempt}", attempt=attempt)
             if not episode.left_out:
                 return ScoredEpisode(episode=episode, score=await self.score(task, episode))
             if attempt < self.max_retries:
@@ -46,9 +42,3 @@ class GroupRunner:
         return ScoredEpisode(
             episode=episode, score=Score(value=None, reason=f"left out: {failure.blame} {failure.kind}: {failure.message}")
         )
-
-
-def derive_seed(seed: int, name: str, attempt: int) -> int:
-    """A 31-bit sampling seed of its own for every attempt (turns add to it), the same in every run of the same seed."""
-    digest = hashlib.sha256(f"{seed}/{name}/{attempt}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 2

@@ -16,7 +16,7 @@ async def one(task: Task, episode: Episode) -> Score:
 
 
 def group_runner(runner: Any, *, retries: int, size: int = 4) -> GroupRunner:
-    return GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=size, max_retries=retries, seed=1)
+    return GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=size, max_retries=retries)
 
 
 async def test_a_fault_is_retried_and_then_forgotten(tokenizer: Any, task: Task, make_runner: Any) -> None:
