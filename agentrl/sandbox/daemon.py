@@ -58,7 +58,9 @@ def start(*, timeout_s: float = 60.0) -> DaemonStatus:
     if shutil.which("dockerd") is None:
         raise SandboxUnavailable("dockerd is not installed", fix="apt-get install docker.io crun  (as root)")
     if os.geteuid() != 0:
-        raise SandboxUnavailable("no Docker daemon answers, and only root can start one", fix="sudo python3 -m agentrl.sandbox.daemon start")
+        raise SandboxUnavailable(
+            "no Docker daemon answers, and only root can start one", fix="sudo python3 -m agentrl.sandbox.daemon start"
+        )
     if Path("/run/systemd/system").exists():
         subprocess.run(["systemctl", "start", "docker"], check=False, timeout=timeout_s)
         return _await_ready(None, timeout_s)
@@ -83,7 +85,12 @@ def _spawn() -> subprocess.Popen[bytes]:
     STATE.mkdir(parents=True, exist_ok=True)
     with open(_log(), "ab") as log:
         return subprocess.Popen(
-            _in_legacy_cgroup_view(_command()), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"
+            _in_legacy_cgroup_view(_command()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
         )
 
 

@@ -1,0 +1,223 @@
+"""Sandboxes made by bubblewrap: namespaces without a daemon.
+
+The sandbox's file tree is the image's, read-only, with tmpfs of limited size for the working directory, /tmp and /dev/shm. There
+is no network, a pid namespace of its own, no capability, and a system call filter (`agentrl.sandbox.seccomp`).
+
+Run by root, each sandbox gets a control group for memory, processes and CPU time (`agentrl.sandbox.cgroups`), and the exec
+server gives up root before it runs anything. Run by anyone else, bubblewrap maps a user namespace, and limits are per process
+where the kernel offers no better (`limits_note` says which).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import cgroups, exec_server, images, seccomp
+from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.place import ChannelSandbox
+
+USER = 65534
+SHM_BYTES = 16 << 20
+MAX_OPENING = 8
+ENDING_S = 5.0
+SERVER = Path(exec_server.__file__)
+
+
+class BubblewrapBackend:
+    """Opens sandboxes with `bwrap`; see `SandboxBackend`. `run_label` is shown by `agentrl sandbox ls`."""
+
+    name = "bubblewrap"
+
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+        self.run_label = run_label
+        self._root = root
+        self._progress = progress
+        self._opening = asyncio.Semaphore(MAX_OPENING)
+        self._open: dict[str, ChannelSandbox] = {}
+        self._images: dict[str, Path] = {}
+        self._hierarchy = cgroups.find() if os.geteuid() == 0 else None
+        self._filter = seccomp.program() if seccomp.supported() else b""
+        self._closed = False
+
+    @property
+    def limits_note(self) -> str:
+        """How memory and process limits are enforced here."""
+        if self._hierarchy is not None:
+            return f"control groups ({self._hierarchy.kind}): memory, processes and CPU time of the whole sandbox"
+        return "resource limits: processes of the sandbox, memory of each process; CPU time is not limited"
+
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Builds and unpacks the image when the cache has none (a minute the first time)."""
+        if spec.image not in self._images:
+            image = images.load_image(self._root / spec.image)
+            self._images[spec.image] = await asyncio.to_thread(images.ensure_rootfs, image, self._progress)
+
+    async def open(
+        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
+    ) -> ChannelSandbox:
+        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left."""
+        if self._closed:
+            raise SandboxError("the backend is closed")
+        if spec.runtime:
+            raise SandboxUnavailable(
+                f"sandbox runtime {spec.runtime!r} needs Docker", fix="use sandbox.backend=docker, or leave runtime empty"
+            )
+        await self.prepare(spec)
+        try:
+            async with asyncio.timeout(timeout_s), self._opening:
+                sandbox = await self._start(spec)
+                try:
+                    if snapshot is not None:
+                        await sandbox.restore(snapshot)
+                    if files:
+                        await sandbox.write_all(files)
+                except BaseException:
+                    await sandbox.close()
+                    raise
+        except TimeoutError as error:
+            if isinstance(error, SandboxTimeout):
+                raise
+            raise SandboxTimeout(f"no bubblewrap sandbox opened in {timeout_s:.1f} s") from None
+        return sandbox
+
+    async def close(self) -> None:
+        """Closes every sandbox that is still open."""
+        self._closed = True
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+
+    async def _start(self, spec: SandboxSpec) -> ChannelSandbox:
+        name = sandbox_name()
+        with contextlib.ExitStack() as undo:
+            folder = undo.enter_context(sandbox_folder(name))
+            (folder / "run").write_text(self.run_label)
+            group = self._hierarchy.make(name, spec) if self._hierarchy is not None else None
+            if group is not None:
+                undo.push(lambda kind, *_: None if kind is None else group.remove())
+            ours, theirs = socket.socketpair()
+            with theirs:
+                process = self._spawn(spec, folder, theirs.fileno(), group)
+            ours.setblocking(False)
+
+            async def destroy(ended: bool) -> None:
+                self._open.pop(name, None)
+                await _end(process)
+                if group is not None:
+                    await asyncio.to_thread(group.remove)
+                remove_folder(folder)
+
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            channel = Channel(reader, writer, name=name)
+            sandbox = ChannelSandbox(name, spec, channel, destroy)
+            self._open[name] = sandbox
+            try:
+                await channel.hello()
+            except SandboxError as error:
+                said = _log(folder)
+                await sandbox.close()
+                raise SandboxError(f"{error}; bwrap says: {said or 'nothing'}") from None
+            except BaseException:
+                await sandbox.close()
+                raise
+            return sandbox
+
+    def _spawn(self, spec: SandboxSpec, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
+        """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
+        with contextlib.ExitStack() as stack:
+            args_read, args_write = os.pipe()
+            stack.callback(os.close, args_read)
+            arguments = stack.enter_context(open(args_write, "wb"))
+            log = stack.enter_context(open(folder / "log", "wb"))
+            inherited = [link, args_read]
+            if self._filter:
+                filter_read, filter_write = os.pipe()
+                stack.callback(os.close, filter_read)
+                os.write(filter_write, self._filter)
+                os.close(filter_write)
+                inherited.append(filter_read)
+            command = ["bwrap", "--args", str(args_read), *self._server(spec, link)]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, env={}, cwd="/", start_new_session=True
+            )
+            try:
+                if group is not None:
+                    group.add(process.pid)
+                filter_arguments = ["--seccomp", str(inherited[2])] if self._filter else []
+                words = [*self._view(spec, group), *filter_arguments]
+                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+            except BaseException:
+                process.kill()
+                process.wait(ENDING_S)
+                raise
+            return process
+
+    def _view(self, spec: SandboxSpec, group: cgroups.Group | None) -> list[str]:
+        """What the sandbox sees and may do, as bwrap options."""
+        disk = str(spec.disk_mb << 20)
+        rootfs = self._images[spec.image]
+        words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
+        words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
+        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", str(rootfs), "/"]
+        words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
+        words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(SERVER), "/agentrl/exec_server.py"]
+        if group is not None and group.memory_events.exists():
+            words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
+        words += ["--remount-ro", "/agentrl", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
+        if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
+            words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
+        else:
+            words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+        return words
+
+    def _server(self, spec: SandboxSpec, link: int) -> list[str]:
+        limits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0}
+        if self._hierarchy is None:
+            limits |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": spec.disk_mb << 20}
+        options = json.dumps({"user": USER, "limits": limits})
+        return ["python3", "-I", "/agentrl/exec_server.py", f"fd:{link}", options]
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    """Waits for bwrap to end, and kills it when it does not by itself: its sandbox dies with it."""
+    deadline = asyncio.get_running_loop().time() + ENDING_S
+    pause = 0.001
+    killed = False
+    while process.poll() is None:
+        if not killed and asyncio.get_running_loop().time() > deadline - ENDING_S + 1.0:
+            process.kill()
+            killed = True
+        if asyncio.get_running_loop().time() > deadline:
+            raise SandboxError(f"bwrap (pid {process.pid}) does not end")
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _log(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (folder / "log").read_text(errors="replace")[-500:].strip()
+    return ""
+
+
+def works(timeout_s: float = 10.0) -> str:
+    """Empty when bubblewrap can make a sandbox's namespaces here, else what it says."""
+    if shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    command = ["bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]
+    if os.geteuid() != 0:
+        command.insert(1, "--unshare-user")
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"bwrap does not end in {timeout_s:.0f} s"
+    return "" if result.returncode == 0 else result.stderr.decode("utf-8", "replace").strip()[-300:] or f"status {result.returncode}"

@@ -1,0 +1,348 @@
+"""Sandboxes made by a Docker daemon on this machine, one container each.
+
+A container has no network, no capability, no new privileges, a read-only root, a user that is not root, and limits on memory
+(swap included), processes, CPU time, open files and disk (tmpfs of limited size). Two daemon calls open it; none is needed while
+it is used or when it ends: the exec server inside connects to a socket of ours that is mounted into the container, so programs
+run without `docker exec`, and when we hang up it ends, the kernel ends the rest, and the daemon removes the container.
+What does not go by itself is removed by force.
+
+`NetworkDisabled` is what makes this cheap: the container still gets a network namespace of its own, with nothing in it, but the
+daemon does not start a helper process to fill it. That halves the CPU time of a container. The runtime `crun` takes off more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, TypeVar
+
+import docker
+import requests  # type: ignore[import-untyped]
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import exec_server, images
+from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.lease import lease, remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.place import ChannelSandbox
+
+T = TypeVar("T")
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+USER = "65534:65534"
+SHM_BYTES = 16 << 20
+API_VERSION = "1.41"  # Docker Engine 20.10
+REQUEST_S = 60.0
+PULL_S = 300.0
+THREADS = 8
+LOOK_S = 1.0
+LEAVING_S = 10.0
+SWEEP_AT = 64
+STREAM_BYTES = 1 << 20
+SERVER = Path(exec_server.__file__)
+LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
+
+
+class DockerBackend:
+    """Opens sandboxes as containers; see `SandboxBackend`. `run_label` marks them, and `agentrl sandbox ls` shows it."""
+
+    name = "docker"
+
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+        self.run_label = run_label
+        self._root = root
+        self._progress = progress
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._opening = asyncio.Semaphore(THREADS)
+        self._open: dict[str, ChannelSandbox] = {}
+        self._images: dict[str, str] = {}
+        self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
+        self._closed = False
+
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
+        if spec.image not in self._images:
+            image = images.load_image(self._root / spec.image)
+            self._images[spec.image] = await asyncio.to_thread(ensure_image, image, self._progress)
+
+    async def open(
+        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
+    ) -> ChannelSandbox:
+        """Starts a container. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left."""
+        if self._closed:
+            raise SandboxError("the backend is closed")
+        await self.prepare(spec)
+        try:
+            async with asyncio.timeout(timeout_s), self._opening:
+                sandbox = await self._start(spec)
+                try:
+                    if snapshot is not None:
+                        await sandbox.restore(snapshot)
+                    if files:
+                        await sandbox.write_all(files)
+                except BaseException:
+                    await sandbox.close()
+                    raise
+        except TimeoutError as error:
+            if isinstance(error, SandboxTimeout):
+                raise
+            raise SandboxTimeout(f"no container opened in {timeout_s:.1f} s") from None
+        return sandbox
+
+    async def close(self) -> None:
+        """Closes every sandbox that is still open, and removes by force what the daemon does not remove by itself."""
+        self._closed = True
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+        if self._leaving:
+            names = frozenset(self._leaving)
+            await self._call(lambda: _await_removed(names, LEAVING_S))
+        self._threads.shutdown(wait=False)
+
+    async def _start(self, spec: SandboxSpec) -> ChannelSandbox:
+        name = sandbox_name()
+        with sandbox_folder(name) as folder:
+            reader, writer = await self._connect(spec, name, folder)
+
+        async def destroy(ended: bool) -> None:
+            self._open.pop(name, None)
+            remove_folder(folder)
+            if ended:
+                await self._leave(name)
+            else:
+                await self._discard(name)
+
+        channel = Channel(reader, writer, name=name)
+        sandbox = ChannelSandbox(name, spec, channel, destroy)
+        self._open[name] = sandbox
+        try:
+            await channel.hello()
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _connect(self, spec: SandboxSpec, name: str, folder: Path) -> Connection:
+        """Creates the container and takes the connection of its exec server: the first one, before any other program runs there."""
+        folder.chmod(0o711)  # the user inside must reach the socket; the folders above are this user's alone
+        (folder / "run").write_text(self.run_label)
+        shutil.copyfile(SERVER, folder / "exec_server.py")
+        (folder / "exec_server.py").chmod(0o644)
+        connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        listener = await asyncio.start_unix_server(_first_only(connected), folder / "link", backlog=1, limit=STREAM_BYTES)
+        (folder / "link").chmod(0o666)
+        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(spec, folder))))
+        try:
+            await asyncio.shield(starting)
+            return await self._first(connected, name)
+        except BaseException:
+            self._leaving[name] = time.monotonic()  # found again by close() should the next lines be interrupted
+            with contextlib.suppress(SandboxError):
+                await starting
+            await self._discard(name)
+            raise
+        finally:
+            listener.close()
+            (folder / "link").unlink(missing_ok=True)
+
+    async def _first(self, connected: asyncio.Future[Connection], name: str) -> Connection:
+        """The exec server's connection; `SandboxError` as soon as its container has ended without one. The caller bounds the wait."""
+        while True:
+            await asyncio.wait([connected], timeout=LOOK_S)
+            if connected.done():
+                return connected.result()
+            if not await self._call(lambda: _runs(name)):
+                raise SandboxError(f"container {name} ended before its exec server answered; does its image hold python3 (3.9 or later)?")
+
+    async def _leave(self, name: str) -> None:
+        """Leaves the removal to the daemon, and now and then removes by force what it should have removed long ago."""
+        now = time.monotonic()
+        self._leaving[name] = now
+        if len(self._leaving) >= SWEEP_AT:
+            due = frozenset(other for other, since in self._leaving.items() if since < now - LEAVING_S)
+            for other in due:
+                del self._leaving[other]
+            if due:
+                await self._call(lambda: _await_removed(due, 0.0))
+
+    async def _discard(self, name: str) -> None:
+        await asyncio.shield(self._call(lambda: _remove(name)))
+        self._leaving.pop(name, None)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Runs a blocking daemon call in the bounded pool, with daemon errors as `SandboxError`."""
+        try:
+            async with asyncio.timeout(REQUEST_S + 5):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except TimeoutError:
+            raise SandboxTimeout(f"the Docker daemon gave no answer in {REQUEST_S:.0f} s") from None
+        except (DockerException, requests.RequestException) as error:
+            raise SandboxError(f"Docker daemon: {error}") from error
+
+    def _container(self, spec: SandboxSpec, folder: Path) -> dict[str, Any]:
+        """The body of the daemon's create request."""
+        disk = f"rw,nosuid,nodev,exec,mode=1777,size={spec.disk_mb}m"
+        host = {
+            "NetworkMode": "none",
+            "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"],
+            "ReadonlyRootfs": True,
+            "Tmpfs": {"/home/agent": disk, "/tmp": disk},
+            "ShmSize": SHM_BYTES,
+            "Memory": spec.memory_mb << 20,
+            "MemorySwap": spec.memory_mb << 20,
+            "PidsLimit": spec.processes + 1,  # the exec server
+            "NanoCpus": int(spec.cpus * 1e9),
+            "Ulimits": [
+                {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
+                {"Name": "core", "Soft": 0, "Hard": 0},
+            ],
+            "LogConfig": {"Type": "none", "Config": {}},
+            "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
+            "AutoRemove": True,
+            "IpcMode": "private",
+            "CgroupnsMode": "private",
+        }
+        if spec.runtime:
+            host["Runtime"] = spec.runtime
+        return {
+            "Image": self._images[spec.image],
+            "Entrypoint": ["python3", "-I", "/agentrl/exec_server.py", "connect:/agentrl/link"],
+            "User": USER,
+            "Env": ["LANG=C.UTF-8"],
+            "WorkingDir": "/",
+            "Hostname": "sandbox",
+            "NetworkDisabled": True,
+            "Labels": {LABEL_RUN: self.run_label, LABEL_LEASE: lease()},
+            "HostConfig": host,
+        }
+
+
+def ensure_image(image: images.Image, progress: images.Progress = images.silent) -> str:
+    """The image's tag, after making sure that the daemon has it. Blocking; may take minutes the first time."""
+    api = client()
+    try:
+        if _has(api, image.tag):
+            return image.tag
+        with images.locked(image, "docker"):
+            if not _has(api, image.tag) and not (image.recipe.pull and _pulled(api, image, progress)):
+                tarball = images.ensure_tarball(image, progress)
+                progress(f"importing sandbox image {image.name} into Docker")
+                _import(api, tarball, image.tag)
+    except (DockerException, requests.RequestException) as error:
+        raise SandboxError(f"Docker daemon: {error}") from error
+    return image.tag
+
+
+def client() -> docker.APIClient:
+    """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
+    if not hasattr(_local, "api"):
+        _local.api = docker.APIClient(base_url=local_address(), version=API_VERSION, timeout=REQUEST_S)
+    return _local.api
+
+
+def local_address() -> str:
+    """The daemon's local socket: `$DOCKER_HOST` where that is one, else the usual place. Raises `SandboxUnavailable`."""
+    address = os.environ.get("DOCKER_HOST", "")
+    if not address:
+        return "unix:///var/run/docker.sock"
+    if not address.startswith("unix://"):
+        raise SandboxUnavailable(f"DOCKER_HOST={address} is not a daemon on this machine", fix="unset DOCKER_HOST, or use bubblewrap")
+    return address
+
+
+_local = threading.local()
+
+
+def _first_only(connected: asyncio.Future[Connection]) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if connected.done():
+            writer.transport.abort()
+        else:
+            connected.set_result((reader, writer))
+
+    return accept
+
+
+# What follows blocks, and runs in the backend's threads ---------------------------------------------------------------
+
+
+def _create_and_start(name: str, container: dict[str, Any]) -> None:
+    api = client()
+    api.create_container_from_config(container, name=name)
+    api.start(name)
+
+
+def _runs(name: str) -> bool:
+    try:
+        return bool(client().inspect_container(name)["State"]["Running"])
+    except NotFound:
+        return False
+
+
+def _remove(name: str) -> None:
+    """Kills and removes a container; one that is gone, or on its way, is as good."""
+    try:
+        client().remove_container(name, force=True, v=True)
+    except NotFound:
+        return
+    except APIError as error:
+        if error.status_code != HTTPStatus.CONFLICT:
+            raise
+
+
+def _await_removed(names: frozenset[str], timeout_s: float) -> None:
+    """Gives the daemon `timeout_s` to remove the containers `names` of this process by itself, then removes the rest by force."""
+    deadline = time.monotonic() + timeout_s
+    while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
+        if time.monotonic() >= deadline:
+            for name in left:
+                _remove(name)
+            return
+        time.sleep(0.1)
+
+
+def containers(label: str) -> dict[str, dict[str, str]]:
+    """Name -> labels of every container, running or not, that carries `label` (`key` or `key=value`)."""
+    found = client().containers(all=True, filters={"label": [label]})
+    return {item["Names"][0].lstrip("/"): item["Labels"] for item in found if item["Names"]}
+
+
+def _has(api: docker.APIClient, tag: str) -> bool:
+    try:
+        api.inspect_image(tag)
+    except ImageNotFound:
+        return False
+    return True
+
+
+def _pulled(api: docker.APIClient, image: images.Image, progress: images.Progress) -> bool:
+    """Tries the registry; False when it does not answer or has no such image, which is no fault: the image is built instead."""
+    progress(f"pulling {image.recipe.pull} for sandbox image {image.name}")
+    puller = docker.APIClient(base_url=local_address(), version=API_VERSION, timeout=PULL_S)
+    try:
+        puller.pull(image.recipe.pull)
+        api.tag(image.recipe.pull, *image.tag.split(":"))
+    except (APIError, requests.RequestException) as error:
+        progress(f"{image.recipe.pull} cannot be pulled ({str(error)[:120]}); building instead")
+        return False
+    finally:
+        puller.close()
+    return True
+
+
+def _import(api: docker.APIClient, tarball: Path, tag: str) -> None:
+    repository, version = tag.split(":")
+    answer = api.import_image_from_file(str(tarball), repository=repository, tag=version)
+    for line in str(answer).splitlines():
+        if line.startswith("{") and "error" in (said := json.loads(line)):
+            raise SandboxError(f"docker import of {tarball} failed: {said['error']}")

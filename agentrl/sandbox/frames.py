@@ -1,0 +1,103 @@
+"""The wire form between host and exec server, as the host reads it: every byte that comes back is hostile.
+
+A frame is `!II` (length of a JSON header, length of a body), then both. What the host takes is bounded before it is read, and
+a header must have exactly the keys and types of the reply that was asked for. Anything else is a `FrameError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+from agentrl.errors import SandboxError
+from agentrl.records import ExecResult
+
+PREFIX = struct.Struct("!II")
+MAX_REPLY_HEADER = 16384
+MAX_REQUEST_HEADER = 4 << 20
+CUT_MARK_BYTES = 64
+
+Schema = Mapping[str, tuple[type, ...]]
+
+EMPTY: Schema = {}
+HELLO: Schema = {"version": (int,)}
+RAN: Schema = {"exit": (int, NoneType), "reason": (str,), "wall_s": (int, float), "truncated": (bool,), "stdout": (int,)}
+CHUNK: Schema = {"more": (bool,)}
+FAILURE: Schema = {"error": (str,), "message": (str,)}
+
+_ERRORS = ("not_found", "too_large", "refused", "busy", "failed")
+_KILLS = ("timeout", "memory", "killed")
+
+
+class FrameError(SandboxError):
+    """Bytes from a sandbox that are not a reply to what was asked; the sandbox is destroyed."""
+
+
+def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
+    """A request frame. Raises `ValueError` when the header or body is larger than a frame may carry."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > MAX_REQUEST_HEADER:
+        raise ValueError(f"a request of {len(text)} bytes is larger than {MAX_REQUEST_HEADER}; pass large data as a file or on stdin")
+    if len(body) > 0xFFFFFFFF:
+        raise ValueError("a request body must be smaller than 4 GiB")
+    return PREFIX.pack(len(text), len(body)) + text + body
+
+
+def prefix(data: bytes) -> tuple[int, int]:
+    """(header length, body length) of a reply; the caller bounds the body."""
+    header_size, body_size = PREFIX.unpack(data)
+    if not 2 <= header_size <= MAX_REPLY_HEADER:
+        raise FrameError(f"a reply header of {header_size} bytes (at most {MAX_REPLY_HEADER})")
+    return header_size, body_size
+
+
+def header(data: bytes) -> dict[str, Any]:
+    """A reply header as an object with an integer `id` and a boolean `ok`; its other keys are checked by `fields`."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"a reply header that is not JSON: {type(error).__name__}") from None
+    if type(value) is not dict or type(value.get("id")) is not int or type(value.get("ok")) is not bool:
+        raise FrameError("a reply header without id and ok")
+    return value
+
+
+def fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
+    """`value` when it has exactly the keys and types of `schema` besides id and ok."""
+    if value.keys() - {"id", "ok"} != schema.keys():
+        raise FrameError(f"a reply with keys {sorted(map(str, value))[:12]!r} where {sorted(schema)} were due")
+    for key, kinds in schema.items():
+        if type(value[key]) not in kinds:
+            raise FrameError(f"reply field {key!r} is a {type(value[key]).__name__}")
+    return value
+
+
+def failure(value: Mapping[str, Any]) -> tuple[str, str]:
+    """(kind, message) of a reply with `ok` false."""
+    checked = fields(value, FAILURE)
+    if checked["error"] not in _ERRORS:
+        raise FrameError("a failure of unknown kind")
+    return checked["error"], checked["message"][:500]
+
+
+def ran(value: Mapping[str, Any], body: bytes) -> ExecResult:
+    """The result of a program from its reply."""
+    checked = fields(value, RAN)
+    code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
+    killed = code is None
+    if killed != (reason in _KILLS) or (not killed and (reason != "" or not 0 <= code <= 255)):
+        raise FrameError("a program that both ended and was killed")
+    if not math.isfinite(wall_s) or wall_s < 0 or not 0 <= cut <= len(body):
+        raise FrameError("a program result out of range")
+    return ExecResult(
+        exit_code=code,
+        stdout=body[:cut].decode("utf-8", "replace"),
+        stderr=body[cut:].decode("utf-8", "replace"),
+        wall_s=wall_s,
+        truncated=checked["truncated"],
+        reason=reason,
+    )

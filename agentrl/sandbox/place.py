@@ -1,0 +1,139 @@
+"""A sandbox as the rest of agentrl sees it: the `Sandbox` protocol over a channel, the same for every backend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from agentrl.errors import SandboxError
+from agentrl.records import ExecResult, SandboxSpec
+from agentrl.sandbox import frames
+from agentrl.sandbox.channel import Channel
+
+GRACE_S = 10.0
+"""How much longer than a program's own limit the layer may take to say so."""
+FILE_S = 30.0
+HANG_UP_S = 3.0
+MAX_DEPTH = 64
+
+Destroy = Callable[[bool], Awaitable[None]]
+"""Removes what the backend made. The argument: whether the sandbox's own main process is known to have ended."""
+
+
+class ChannelSandbox:
+    """One sandbox, whose exec server is at the other end of `channel`. Programs run one at a time; a second call waits its turn.
+
+    A program that times out takes every process of the sandbox with it; one that ends by itself may leave others running.
+    """
+
+    def __init__(self, name: str, spec: SandboxSpec, channel: Channel, destroy: Destroy) -> None:
+        self.id = name
+        self.spec = spec
+        self._channel = channel
+        self._destroy = destroy
+        self._turn = asyncio.Lock()
+        self._closing: asyncio.Task[None] | None = None
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_bytes: int = 65536,
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Runs a program with its own pipes. Each of stdout and stderr keeps its first and last `output_bytes / 2` bytes."""
+        if not argv or any("\0" in text for text in (*argv, *(env or {}), *(env or {}).values())):
+            raise ValueError("argv must not be empty, and neither argv nor env may hold NUL characters")
+        program = {"argv": list(argv), "env": dict(env) if env else None}
+        return await self._run("exec", program, stdin, timeout_s=timeout_s, output_bytes=output_bytes)
+
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536) -> ExecResult:
+        """What `python3 -I -c code` gives, from a fork of a warm interpreter that has run nobody's code before."""
+        return await self._run("python", {}, code.encode("utf-8", "surrogatepass"), timeout_s=timeout_s, output_bytes=output_bytes)
+
+    async def _run(self, operation: str, program: Mapping[str, object], body: bytes, *, timeout_s: float, output_bytes: int) -> ExecResult:
+        if timeout_s <= 0 or output_bytes < 0:
+            raise ValueError(f"timeout_s must be positive and output_bytes not negative, got {timeout_s} and {output_bytes}")
+        async with self._turn:
+            reply = await self._channel.call(
+                operation,
+                {**program, "timeout_s": timeout_s, "output_bytes": output_bytes},
+                body=body,
+                schema=frames.RAN,
+                max_body=2 * (output_bytes + frames.CUT_MARK_BYTES),
+                timeout_s=timeout_s + GRACE_S,
+            )
+        try:
+            return frames.ran(reply.fields, reply.body)
+        except SandboxError:
+            await self.close()
+            raise
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """Bytes of a regular file; a link anywhere in the path is refused with `ValueError`."""
+        async with self._turn:
+            request = {"path": plain(path), "max_bytes": max_bytes}
+            reply = await self._channel.call("read", request, max_body=max_bytes, timeout_s=FILE_S)
+        return reply.body
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Replaces `path` (a link is replaced, not followed). `ValueError` when there is no room or the path is refused."""
+        await self.write_all({path: data})
+
+    async def write_all(self, files: Mapping[str, bytes]) -> None:
+        """Writes several files in one request."""
+        listing = [[plain(path), len(data)] for path, data in files.items()]
+        async with self._turn:
+            await self._channel.call("write", {"files": listing}, body=b"".join(files.values()), timeout_s=FILE_S)
+
+    async def snapshot(self) -> bytes:
+        """The working directory as a tar archive: regular files, folders, links as links. Programs stand still meanwhile.
+
+        Raises `ValueError` when it holds more than the sandbox's `disk_mb`, 20,000 entries or 64 levels. The archive is
+        hostile data: hand it to `open(snapshot=...)`, never unpack it on the host.
+        """
+        limit = (self.spec.disk_mb << 20) + (32 << 20)  # tar headers of 20,000 entries
+        async with self._turn:
+            request = {"max_bytes": limit}
+            reply = await self._channel.call("snapshot", request, schema=frames.CHUNK, max_body=limit, timeout_s=2 * FILE_S)
+        return reply.body
+
+    async def restore(self, archive: bytes) -> None:
+        """Unpacks a snapshot into the working directory, inside the sandbox."""
+        async with self._turn:
+            await self._channel.call("restore", body=archive, timeout_s=2 * FILE_S)
+
+    async def pause(self) -> None:
+        """Stops every program, and its clock; may be called while one runs. Memory stays in use."""
+        self._channel.stop_clocks()
+        await self._channel.call("pause", timeout_s=GRACE_S)
+
+    async def resume(self) -> None:
+        """Lets the programs go on."""
+        await self._channel.call("resume", timeout_s=GRACE_S)
+        self._channel.start_clocks()
+
+    async def ping(self) -> None:
+        """Raises `SandboxError` unless the exec server answers."""
+        async with self._turn:
+            await self._channel.call("ping", timeout_s=GRACE_S)
+
+    async def close(self) -> None:
+        """Destroys the sandbox. Idempotent; carried through even when the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close sandbox {self.id}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        ended = await self._channel.close(HANG_UP_S)
+        await self._destroy(ended)
+
+
+def plain(path: str) -> str:
+    """`path` when it is relative and stays in the working directory without `.` or `..`, else `ValueError`."""
+    parts = path.split("/")
+    if len(parts) > MAX_DEPTH or any(part in ("", ".", "..") for part in parts) or "\0" in path:
+        raise ValueError(f"{path!r} is not a plain path relative to the working directory")
+    return path
