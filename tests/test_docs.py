@@ -74,14 +74,22 @@ def project(tmp_path: Path) -> Path:
 
 
 def defines(module: Path, names: list[str]) -> bool:
-    """Whether a source file defines `names` (a class and its member count as nested), or imports the first of them."""
-    body: list[ast.stmt] = ast.parse(module.read_text()).body
+    """Whether a source file defines `names` (a class and its member, inherited in the file or not), or imports the first of them."""
+    top: list[ast.stmt] = ast.parse(module.read_text()).body
+    body = top
     for name in names:
-        found: ast.stmt | None = next((node for node in body if name in _bound(node)), None)
+        found = next((node for node in body if name in _bound(node)), None)
         if found is None:
             return False
-        body = found.body if isinstance(found, ast.ClassDef) else []
+        body = _members(found, top) if isinstance(found, ast.ClassDef) else []
     return True
+
+
+def _members(node: ast.ClassDef, module: list[ast.stmt]) -> list[ast.stmt]:
+    """The body of a class, and those of its bases in the same file."""
+    names = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    bases = [other for other in module if isinstance(other, ast.ClassDef) and other.name in names]
+    return [*node.body, *(member for base in bases for member in _members(base, module))]
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:
