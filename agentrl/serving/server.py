@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -74,7 +75,7 @@ class VLLMServer:
         check_model_folder(self.model)
         host, port = self.recipe.serving.host, _port(self.recipe.serving.host, self.recipe.serving.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix="agentrl-serving-"))
+        self._scratch = _scratch_folder(self.run_dir)
         self._control = ControlPlane(f"http://{host}:{port}")
         try:
             with self.log_path.open("ab") as log:
@@ -213,6 +214,14 @@ def _installed(distribution: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _scratch_folder(run_dir: Path) -> Path:
+    """An empty folder for the server's sockets: short, as socket paths must be, and the run's own, so a killed run's is reused."""
+    folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def _port(host: str, wanted: int) -> int:

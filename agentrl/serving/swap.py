@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import math
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ _WEIGHTS = "model.safetensors"
 _HASH_CHUNK = 2**20
 
 
-class FileWeightChannel:
-    """A `WeightChannel` on one server that maps version folders from the file system it shares with the learner.
+class HotSwap(ABC):
+    """What every weight channel on one server has in common; how the weights travel is the subclass's.
 
     The engine pauses between two steps, loads, and goes on; requests in flight carry on with the new weights and their
     version spans say where. Whatever goes wrong, the engine is resumed with the last good version; when even that fails the
@@ -32,9 +33,8 @@ class FileWeightChannel:
         self._registry_folder = registry_folder.resolve()
         self._serving_folder = server.model
         self._lock = asyncio.Lock()
-        self._update_open = False  # an update was begun in the server and not seen to end
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - not abstract: a channel that holds something open overrides it
         """Nothing is held open."""
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
@@ -81,21 +81,13 @@ class FileWeightChannel:
         await control.resume()
         return time.perf_counter() - stalled
 
+    @abstractmethod
     async def _load(self, number: int, folder: Path) -> None:
-        """Loads one version into the paused server."""
-        control = self._server.control
-        self._update_open = True
-        await control.start_weight_update()
-        await control.update_weights({"folder": str(folder), "files": _file_sizes(folder)})
-        await control.finish_weight_update(number)
-        self._update_open = False
+        """Loads one version into the paused server and names it."""
 
+    @abstractmethod
     async def _reload(self, number: int, folder: Path) -> None:
-        """Loads one version into a paused server that may be in the middle of an update."""
-        if self._update_open:
-            with contextlib.suppress(ServingError):  # raised when the server had ended the update by itself
-                await self._server.control.finish_weight_update(None)
-        await self._load(number, folder)
+        """Loads a version that served before into a paused server that may be in the middle of an update."""
 
     async def _restore(self, timeout_s: float) -> None:
         """Puts the last good version back in service, or condemns the server."""
@@ -130,6 +122,30 @@ class FileWeightChannel:
         }
         answer = await self._server.control.generate(body, timeout_s=self._server.recipe.serving.request_timeout_s)
         return parse_prompt_logprobs(answer, token_ids, number)
+
+
+class FileWeightChannel(HotSwap):
+    """A `WeightChannel` whose server maps version folders from the file system it shares with the learner."""
+
+    def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
+        super().__init__(server, registry_folder=registry_folder)
+        self._update_open = False  # an update was begun in the server and not seen to end
+
+    async def _load(self, number: int, folder: Path) -> None:
+        """Loads one version into the paused server."""
+        control = self._server.control
+        self._update_open = True
+        await control.start_weight_update()
+        await control.update_weights({"folder": str(folder), "files": _file_sizes(folder)})
+        await control.finish_weight_update(number)
+        self._update_open = False
+
+    async def _reload(self, number: int, folder: Path) -> None:
+        """Loads one version into a paused server that may be in the middle of an update."""
+        if self._update_open:
+            with contextlib.suppress(ServingError):  # raised when the server had ended the update by itself
+                await self._server.control.finish_weight_update(None)
+        await self._load(number, folder)
 
 
 def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: Path) -> None:

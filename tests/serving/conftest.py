@@ -54,7 +54,7 @@ class Served:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    from tests.serving.tiny_model import make_model, make_probe, write_version
+    from agentrl.testing.tiny_model import make_model, make_probe, write_version
 
     run_dir: Path = tmp_path_factory.mktemp("run")
     models = {number: make_model(seed=number) for number in (0, 1, 2)}

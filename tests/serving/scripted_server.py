@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,8 @@ async def scripted_server(answer: Callable[[Call], Any]) -> AsyncIterator[Script
         task = asyncio.current_task()
         assert task is not None
         connections.add(task)
-        await script._serve(reader, writer)
+        with suppress(asyncio.CancelledError):  # asyncio's streams would report it as an unhandled error
+            await script._serve(reader, writer)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     script.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

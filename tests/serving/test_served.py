@@ -13,21 +13,26 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from agentrl.errors import ServingError, SwapError
 from agentrl.records import Completion
+from agentrl.testing.tiny_model import make_model, token_logprobs, write_version
 from tests.serving.conftest import Served
-from tests.serving.tiny_model import make_model, make_tokenizer, token_logprobs, write_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
-PROMPT = make_tokenizer()("How many rows are there?")["input_ids"]
+PROMPT = list(b"How many rows are there?")
 
 
 def group_members(pgid: int) -> list[int]:
     found = subprocess.run(["pgrep", "-g", str(pgid)], capture_output=True, text=True, timeout=10)
     return [int(pid) for pid in found.stdout.split()]
+
+
+def shared_memory(pgid: int) -> set[Path]:
+    """Shared-memory files that the group's processes have mapped."""
+    maps = (Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in group_members(pgid))
+    return {Path(line[line.index("/dev/shm/") :]) for lines in maps for line in lines if "/dev/shm/" in line}
 
 
 def completion_logprobs(served: Served, version: int, prompt: list[int], completion: Completion, temperature: float) -> list[float]:
@@ -46,6 +51,8 @@ async def test_logprobs_are_those_of_the_sampling_distribution(served: Served, t
 
 
 async def test_greedy_follows_the_most_likely_token(served: Served) -> None:
+    import torch
+
     version = served.server.weights.number
     completion = await served.generate(PROMPT, max_tokens=24, temperature=0.0)
     ids = torch.tensor([[*PROMPT, *completion.token_ids]])
@@ -135,6 +142,8 @@ async def test_a_model_of_another_shape_is_refused_before_any_weight_moves(serve
 
 
 async def test_weights_that_are_not_finite_are_refused(served: Served) -> None:
+    import torch
+
     await served.swap(1)
     poisoned = make_model(seed=6)
     with torch.no_grad():
@@ -182,7 +191,7 @@ async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: S
     server = served.server
     pid = server.pid
     assert pid is not None
-    members = group_members(pid)
+    members, shared = group_members(pid), shared_memory(pid)
     engine = max(set(members) - {pid}, key=lambda member: Path(f"/proc/{member}/statm").read_text().split()[1])
     request = asyncio.create_task(served.generate(PROMPT, max_tokens=900))
     await asyncio.sleep(0.3)
@@ -196,7 +205,7 @@ async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: S
     await server.stop()
     await server.stop()
     assert group_members(pid) == []
-    assert not any(Path("/dev/shm").glob("psm_*"))
+    assert not any(path.exists() for path in shared)
     assert not await server.alive()
     assert server._scratch is not None
     assert not server._scratch.exists()

@@ -14,6 +14,7 @@ from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import PolicyVersion, Probe
 from agentrl.serving import FileWeightChannel, VLLMServer
 from agentrl.serving.control import ControlPlane
+from agentrl.serving.swap import HotSwap
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))
@@ -51,17 +52,19 @@ class Engine:
 
 
 @asynccontextmanager
-async def channel(run_dir: Path, engine: Callable[[Call], Any]) -> AsyncIterator[tuple[FileWeightChannel, VLLMServer, ScriptedServer]]:
+async def channel(
+    run_dir: Path, engine: Callable[[Call], Any], *, kind: type[HotSwap] = FileWeightChannel
+) -> AsyncIterator[tuple[HotSwap, VLLMServer, ScriptedServer]]:
     recipe = Recipe(name="t", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="a:b"))
     publish(run_dir, 0)
     server = VLLMServer(recipe=recipe, model=run_dir / "versions/0", version=0, run_dir=run_dir)
     async with scripted_server(engine) as script:
         server._control = ControlPlane(script.url)
-        yield FileWeightChannel(server, registry_folder=run_dir / "versions"), server, script
+        yield kind(server, registry_folder=run_dir / "versions"), server, script
         await server.stop()
 
 
-async def swap(to: FileWeightChannel, run_dir: Path, version: PolicyVersion, *, timeout_s: float = 5.0) -> float:
+async def swap(to: HotSwap, run_dir: Path, version: PolicyVersion, *, timeout_s: float = 5.0) -> float:
     report = await to.swap(version, run_dir / version.folder, PROBE, max_abs_diff=1e-3, timeout_s=timeout_s)
     assert report.version == version.number
     assert 0 < report.stall_ms < report.total_ms

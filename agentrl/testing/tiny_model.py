@@ -1,15 +1,19 @@
-"""A tiny random Qwen3-shaped model with a byte-level tokenizer, made on the spot: real weights for a real server."""
+"""A tiny random Qwen3-shaped model with a byte-level tokenizer, made on the spot: real weights for a real server.
+
+torch and transformers are imported where they are used, so that collecting the tests that need them costs nothing.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import random
 from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from typing import TYPE_CHECKING
 
 from agentrl.records import PolicyVersion, Probe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 VOCABULARY = 288
 CHAT_TEMPLATE = (
@@ -20,6 +24,9 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, plus three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,16 +38,19 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
-    """Tied embeddings, and weights large enough that two seeds disagree by whole nats."""
+def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
+    """Tied embeddings, and weights large enough that two seeds disagree by whole nats. `hidden` is a multiple of 64."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -60,14 +70,17 @@ def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> Policy
     return PolicyVersion(number=number, parent=None if number == 0 else number - 1, folder=f"versions/{number}", sha256=digest)
 
 
-@torch.no_grad()
 def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature: float = 1.0) -> list[float]:
     """Reference: logprob of every token after the first, from transformers' own forward pass. Length T-1."""
-    logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1).tolist()
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+        picked = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+    return [float(logprob) for logprob in picked]
 
 
 def make_probe(model: Qwen3ForCausalLM, *, rows: int = 4, length: int = 150) -> Probe:
-    generator = torch.Generator().manual_seed(7)
-    token_ids = tuple(tuple(torch.randint(0, 256, (length,), generator=generator).tolist()) for _ in range(rows))
+    generator = random.Random(7)
+    token_ids = tuple(tuple(generator.randrange(256) for _ in range(length)) for _ in range(rows))
     return Probe(token_ids=token_ids, logprobs=tuple(tuple(token_logprobs(model, ids)) for ids in token_ids))

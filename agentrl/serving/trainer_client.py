@@ -1,0 +1,34 @@
+"""The learner's line to the inference server during an NCCL transfer: vLLM's own client, made to wait its turn."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+_POLL_S = 0.005
+
+
+class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
+    """Begins an update only while the controller holds the server paused, and names the version it ends with.
+
+    Give it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
+    """
+
+    def __init__(self, base_url: str, *, timeout_s: float) -> None:
+        super().__init__(base_url, timeout=timeout_s)
+        self.version = 0
+
+    def start_weight_update(self) -> None:
+        """Waits for the pause, then begins. Raises `TimeoutError` when the controller does not pause the server in time."""
+        deadline = time.monotonic() + self.timeout
+        with httpx.Client(base_url=self.base_url, timeout=self.timeout, trust_env=False) as http:
+            while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the server was not paused for version {self.version} within {self.timeout:g} s")
+                time.sleep(_POLL_S)
+        super().start_weight_update()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        super().finish_weight_update(weight_version or str(self.version))

@@ -1,0 +1,82 @@
+"""How the server process begins and ends when something goes wrong around it. Each test starts a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ServingError
+from agentrl.serving import VLLMServer
+from agentrl.testing.tiny_model import make_model, write_version
+from tests.serving.conftest import RECIPE
+from tests.serving.test_served import group_members, shared_memory
+
+pytestmark = pytest.mark.vllm
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from agentrl.serving import VLLMServer
+from tests.serving.conftest import RECIPE
+
+async def main(run_dir):
+    server = VLLMServer(recipe=RECIPE, model=run_dir / "versions/0", version=0, run_dir=run_dir)
+    await server.start()
+    print(server.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_a_driver_that_is_killed_takes_server_and_engine_along(tmp_path: Path) -> None:
+    write_version(tmp_path, 0, make_model(seed=0))
+    root = Path(__file__).parents[2]
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)], cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        assert driver.stdout is not None
+        server = int(driver.stdout.readline())
+        assert len(group_members(server)) >= 2  # the API server and its engine
+        shared = shared_memory(server)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait(10)
+    deadline = time.monotonic() + 10
+    while group_members(server):
+        assert time.monotonic() < deadline, "processes survived their driver"
+        time.sleep(0.05)
+    assert not any(path.exists() for path in shared)
+
+
+async def test_a_server_that_dies_while_starting_shows_its_log(tmp_path: Path) -> None:
+    version = write_version(tmp_path, 0, make_model(seed=0))
+    config = tmp_path / version.folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"], "model_type": "no_such"}))
+    server = VLLMServer(recipe=RECIPE, model=tmp_path / version.folder, version=0, run_dir=tmp_path)
+    with pytest.raises(ServingError, match=r"(?s)ended with code \d+ while starting.*server\.log.*no_such"):
+        await server.start()
+    assert server.pid is None
+
+
+async def test_a_start_past_its_deadline_leaves_nothing(tmp_path: Path) -> None:
+    version = write_version(tmp_path, 0, make_model(seed=0))
+    serving = RECIPE.serving.model_copy(update={"startup_timeout_s": 1.0})
+    recipe = RECIPE.model_copy(update={"serving": serving})
+    server = VLLMServer(recipe=recipe, model=tmp_path / version.folder, version=0, run_dir=tmp_path)
+    task = asyncio.create_task(server.start())
+    await asyncio.sleep(0.5)
+    pid = server.pid
+    assert pid is not None
+    with pytest.raises(ServingError, match="not ready after 1 s"):
+        await task
+    assert group_members(pid) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
