@@ -1,1 +1,12 @@
-"""Sandboxes: isolated places to run an agent's programs (Docker, bubblewrap), their images, warm pool and conformance checks."""
+"""Sandboxes: isolated places to run an agent's programs (Docker, bubblewrap), their images, warm pool and conformance checks.
+
+Everything a sandbox sends is hostile input. Nothing here ever runs an agent's program on the host.
+"""
+
+from agentrl.sandbox.bubblewrap import BubblewrapBackend
+from agentrl.sandbox.docker import DockerBackend
+from agentrl.sandbox.pool import WarmPool
+from agentrl.sandbox.reaper import OpenSandbox, list_open, prune
+from agentrl.sandbox.select import open_sandboxes, select_backend
+
+__all__ = ["BubblewrapBackend", "DockerBackend", "OpenSandbox", "WarmPool", "list_open", "open_sandboxes", "prune", "select_backend"]

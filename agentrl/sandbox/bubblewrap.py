@@ -46,7 +46,7 @@ class BubblewrapBackend:
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._open: dict[str, ChannelSandbox] = {}
         self._images: dict[str, Path] = {}
-        self._hierarchy = cgroups.find() if os.geteuid() == 0 else None
+        self._hierarchy = cgroups.find()
         self._filter = seccomp.program() if seccomp.supported() else b""
         self._closed = False
 

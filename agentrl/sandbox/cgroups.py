@@ -98,6 +98,8 @@ class Hierarchy:
 
 def find() -> Hierarchy | None:
     """The hierarchy in which this process can limit memory, processes and CPU time; None when it cannot."""
+    if os.geteuid() != 0:
+        return None
     try:
         if (MOUNT / "cgroup.controllers").exists():
             _delegate(MOUNT)

@@ -11,7 +11,6 @@ import argparse
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl.sandbox import engine
 
-SOCKET = Path("/var/run/docker.sock")
 STATE = Path("/var/run/agentrl-docker")
 POLL_S = 0.1
 
@@ -34,26 +33,14 @@ class DaemonStatus:
     log: str  # path of that daemon's log
 
 
-def answers(timeout_s: float = 2.0) -> bool:
-    """True when a Docker daemon answers a ping on its local socket within `timeout_s` seconds."""
-    try:
-        with socket.socket(socket.AF_UNIX) as link:
-            link.settimeout(timeout_s)
-            link.connect(str(SOCKET))
-            link.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
-            return b" 200 " in link.recv(64)
-    except OSError:
-        return False
-
-
 def status() -> DaemonStatus:
     """What is running now; starts nothing."""
-    return DaemonStatus(answers=answers(), pid=_own_pid(), log=str(_log()))
+    return DaemonStatus(answers=engine.answers(), pid=_own_pid(), log=str(_log()))
 
 
 def start(*, timeout_s: float = 60.0) -> DaemonStatus:
     """Makes sure a daemon answers. Raises `SandboxUnavailable` (what to install or run) or `SandboxError` (it does not come up)."""
-    if answers():
+    if engine.answers():
         return status()
     if shutil.which("dockerd") is None:
         raise SandboxUnavailable("dockerd is not installed", fix="apt-get install docker.io crun  (as root)")
@@ -97,7 +84,7 @@ def _spawn() -> subprocess.Popen[bytes]:
 def _command() -> list[str]:
     command = [
         "dockerd",
-        f"--host=unix://{SOCKET}",
+        f"--host={engine.DEFAULT}",
         f"--pidfile={_pidfile()}",
         "--iptables=false",
         "--ip6tables=false",
@@ -126,7 +113,7 @@ def _in_legacy_cgroup_view(command: list[str]) -> list[str]:
 
 def _await_ready(process: subprocess.Popen[bytes] | None, timeout_s: float) -> DaemonStatus:
     deadline = time.monotonic() + timeout_s
-    while not answers():
+    while not engine.answers():
         if process is not None and process.poll() is not None:
             raise SandboxError(f"dockerd ended with status {process.returncode}:\n{_log_tail()}")
         if time.monotonic() > deadline:

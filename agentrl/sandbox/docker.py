@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import threading
 import time
@@ -26,12 +25,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import docker
-import requests  # type: ignore[import-untyped]
+import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
-from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import exec_server, images
+from agentrl.sandbox import engine, exec_server, images
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
@@ -175,7 +174,7 @@ class DockerBackend:
                 await self._call(lambda: _await_removed(due, 0.0))
 
     async def _discard(self, name: str) -> None:
-        await asyncio.shield(self._call(lambda: _remove(name)))
+        await asyncio.shield(self._call(lambda: remove(name)))
         self._leaving.pop(name, None)
 
     async def _call(self, work: Callable[[], T]) -> T:
@@ -246,18 +245,8 @@ def ensure_image(image: images.Image, progress: images.Progress = images.silent)
 def client() -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
     if not hasattr(_local, "api"):
-        _local.api = docker.APIClient(base_url=local_address(), version=API_VERSION, timeout=REQUEST_S)
+        _local.api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
     return _local.api
-
-
-def local_address() -> str:
-    """The daemon's local socket: `$DOCKER_HOST` where that is one, else the usual place. Raises `SandboxUnavailable`."""
-    address = os.environ.get("DOCKER_HOST", "")
-    if not address:
-        return "unix:///var/run/docker.sock"
-    if not address.startswith("unix://"):
-        raise SandboxUnavailable(f"DOCKER_HOST={address} is not a daemon on this machine", fix="unset DOCKER_HOST, or use bubblewrap")
-    return address
 
 
 _local = threading.local()
@@ -289,7 +278,7 @@ def _runs(name: str) -> bool:
         return False
 
 
-def _remove(name: str) -> None:
+def remove(name: str) -> None:
     """Kills and removes a container; one that is gone, or on its way, is as good."""
     try:
         client().remove_container(name, force=True, v=True)
@@ -306,7 +295,7 @@ def _await_removed(names: frozenset[str], timeout_s: float) -> None:
     while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:
             for name in left:
-                _remove(name)
+                remove(name)
             return
         time.sleep(0.1)
 
@@ -328,7 +317,7 @@ def _has(api: docker.APIClient, tag: str) -> bool:
 def _pulled(api: docker.APIClient, image: images.Image, progress: images.Progress) -> bool:
     """Tries the registry; False when it does not answer or has no such image, which is no fault: the image is built instead."""
     progress(f"pulling {image.recipe.pull} for sandbox image {image.name}")
-    puller = docker.APIClient(base_url=local_address(), version=API_VERSION, timeout=PULL_S)
+    puller = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=PULL_S)
     try:
         puller.pull(image.recipe.pull)
         api.tag(image.recipe.pull, *image.tag.split(":"))

@@ -236,7 +236,7 @@ class Server:
     def answer(self, request):
         body = Body(self.link, request["body"])
         try:
-            if self.paused_at is not None and request["op"] not in ("pause", "resume", "ping", "snapshot"):
+            if self.paused_at is not None and request["op"] not in ("pause", "resume", "snapshot"):
                 raise Refused("busy", "it is paused")
             fields, data = OPERATIONS[request["op"]](self, request, body)
             reply = {"id": request["id"], "ok": True, **fields}
@@ -366,9 +366,6 @@ class Server:
             self.paused_at = None
         return {}, b""
 
-    def ping(self, request, body):
-        return {}, b""
-
     # Files ---------------------------------------------------------------------------------------------------------
 
     def read(self, request, body):
@@ -380,7 +377,7 @@ class Server:
         with open(fd, "rb") as file:
             data = file.read(request["max_bytes"] + 1)
         if len(data) > request["max_bytes"]:
-            raise Refused("too_large", "%s is larger than %d bytes" % (request["path"], request["max_bytes"]))
+            raise Refused("too_large", f"{request['path']} is larger than {request['max_bytes']} bytes")
         return {}, data
 
     def write(self, request, body):
@@ -417,7 +414,7 @@ class Server:
         return {}, b""
 
 
-OPERATIONS = {name: getattr(Server, name) for name in ("exec", "python", "pause", "resume", "ping", "read", "write", "snapshot", "restore")}
+OPERATIONS = {name: getattr(Server, name) for name in ("exec", "python", "pause", "resume", "read", "write", "snapshot", "restore")}
 
 
 class Sink:
@@ -619,12 +616,12 @@ def pack(archive):
     while todo:
         folder = todo.pop()
         if folder.count("/") >= MAX_DEPTH:
-            raise Refused("too_large", "the working directory is nested more than %d deep" % MAX_DEPTH)
+            raise Refused("too_large", f"the working directory is nested more than {MAX_DEPTH} deep")
         with os.scandir(HOME + "/" + folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 count += 1
                 if count > MAX_ENTRIES:
-                    raise Refused("too_large", "the working directory holds more than %d entries" % MAX_ENTRIES)
+                    raise Refused("too_large", f"the working directory holds more than {MAX_ENTRIES} entries")
                 path = folder + entry.name
                 member = tarfile.TarInfo(path)
                 if entry.is_symlink():
@@ -649,7 +646,7 @@ def pack_file(archive, member, entry):
 def unpack(archive):
     for count, member in enumerate(archive):
         if count >= MAX_ENTRIES:
-            raise Refused("too_large", "the archive holds more than %d entries" % MAX_ENTRIES)
+            raise Refused("too_large", f"the archive holds more than {MAX_ENTRIES} entries")
         folder, name = open_parent(member.name.rstrip("/"), create=True)
         try:
             if member.isdir():
@@ -670,7 +667,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 def prctl(option, value):
     if LIBC.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(%d, %d)" % (option, value))
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 def drop_root(user):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox import frames
 from agentrl.sandbox.channel import Channel
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """How much longer than a program's own limit the layer may take to say so."""
@@ -33,6 +36,7 @@ class ChannelSandbox:
         self._destroy = destroy
         self._turn = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
+        self._when_closed: list[Callable[[], None]] = []
 
     async def exec(
         self,
@@ -83,7 +87,7 @@ class ChannelSandbox:
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one request."""
+        """Writes several files in one round trip; with none, shows that the sandbox answers."""
         listing = [[plain(path), len(data)] for path, data in files.items()]
         async with self._turn:
             await self._channel.call("write", {"files": listing}, body=b"".join(files.values()), timeout_s=FILE_S)
@@ -115,20 +119,25 @@ class ChannelSandbox:
         await self._channel.call("resume", timeout_s=GRACE_S)
         self._channel.start_clocks()
 
-    async def ping(self) -> None:
-        """Raises `SandboxError` unless the exec server answers."""
-        async with self._turn:
-            await self._channel.call("ping", timeout_s=GRACE_S)
-
     async def close(self) -> None:
         """Destroys the sandbox. Idempotent; carried through even when the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close sandbox {self.id}")
         await asyncio.shield(self._closing)
 
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once, after the sandbox is destroyed."""
+        self._when_closed.append(callback)
+
     async def _close(self) -> None:
-        ended = await self._channel.close(HANG_UP_S)
-        await self._destroy(ended)
+        try:
+            ended = await self._channel.close(HANG_UP_S)
+            await self._destroy(ended)
+        except SandboxError as error:  # what could not be removed now is found by its label later (agentrl.sandbox.reaper)
+            log.warning("sandbox %s could not be removed: %s", self.id, error)
+        finally:
+            for callback in self._when_closed:
+                callback()
 
 
 def plain(path: str) -> str:

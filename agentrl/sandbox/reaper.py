@@ -1,0 +1,90 @@
+"""What is open on this machine, and the removal of what dead drivers left behind.
+
+A driver that is killed leaves containers that nobody closes. (Bubblewrap sandboxes die with their driver; of those only folders
+and control groups stay.) Every sandbox carries its driver's lease, so anyone can tell the dead from the living.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import requests
+from docker.errors import DockerException
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox import cgroups, docker, engine
+from agentrl.sandbox.lease import alive, runtime_folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSandbox:
+    """A sandbox on this machine: `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
+
+    name: str
+    backend: Literal["docker", "bubblewrap"]
+    run: str
+    driver_alive: bool
+
+
+def list_open() -> list[OpenSandbox]:
+    """Every sandbox of this user's drivers, those of dead drivers included. Raises `SandboxError` when the daemon misbehaves."""
+    found: dict[str, OpenSandbox] = {}
+    for folder in _folders():
+        lease = folder.parent.name
+        found[folder.name] = OpenSandbox(name=folder.name, backend=_kind(folder), run=_run(folder), driver_alive=alive(lease))
+    for name, labels in _containers().items():
+        lease = labels.get(docker.LABEL_LEASE, "")
+        found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(docker.LABEL_RUN, ""), driver_alive=alive(lease))
+    return sorted(found.values(), key=lambda sandbox: sandbox.name)
+
+
+def prune() -> int:
+    """Removes everything of dead drivers: containers, folders, control groups. Gives how many sandboxes that was. Blocking."""
+    dead = {sandbox.name for sandbox in list_open() if not sandbox.driver_alive}
+    try:
+        for name in dead & _containers().keys():
+            docker.remove(name)
+    except (DockerException, requests.RequestException) as error:
+        raise SandboxError(f"Docker daemon: {error}") from error
+    for folder in _folders():
+        if not alive(folder.parent.name):
+            shutil.rmtree(folder.parent, ignore_errors=True)
+    hierarchy = cgroups.find()
+    if hierarchy is not None:
+        for name in hierarchy.names():
+            if not alive(lease_of(name)):
+                hierarchy.group(name).remove()
+                dead.add(name)
+    return len(dead)
+
+
+def lease_of(name: str) -> str:
+    """The lease in a sandbox's name (`agentrl-<lease>-<number>`)."""
+    return name.removeprefix("agentrl-").rpartition("-")[0]
+
+
+def _folders() -> list[Path]:
+    return [folder for driver in runtime_folder().iterdir() if driver.is_dir() for folder in driver.iterdir() if folder.is_dir()]
+
+
+def _kind(folder: Path) -> Literal["docker", "bubblewrap"]:
+    return "docker" if (folder / "exec_server.py").exists() else "bubblewrap"
+
+
+def _run(folder: Path) -> str:
+    try:
+        return (folder / "run").read_text()
+    except FileNotFoundError:  # being made or removed at this moment
+        return ""
+
+
+def _containers() -> dict[str, dict[str, str]]:
+    if not engine.answers():
+        return {}
+    try:
+        return docker.containers(docker.LABEL_LEASE)
+    except (DockerException, requests.RequestException) as error:
+        raise SandboxError(f"Docker daemon: {error}") from error

@@ -1,0 +1,52 @@
+"""Chooses the sandbox backend of a run. There is no fallback to the host."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Literal
+
+from agentrl.errors import SandboxUnavailable
+from agentrl.recipe import SandboxConfig
+from agentrl.sandbox import bubblewrap, engine, images, reaper
+from agentrl.sandbox.bubblewrap import BubblewrapBackend
+from agentrl.sandbox.docker import DockerBackend
+from agentrl.sandbox.pool import WarmPool
+
+START_DOCKER = "sudo apt-get install docker.io crun && sudo python3 -m agentrl.sandbox.daemon start"
+INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
+
+BackendName = Literal["auto", "docker", "bubblewrap"]
+
+
+def select_backend(
+    name: BackendName, *, run_label: str, root: Path, progress: images.Progress = images.silent
+) -> DockerBackend | BubblewrapBackend:
+    """The backend `name`; `auto` is Docker when a local daemon answers, bubblewrap when that works, else `SandboxUnavailable`.
+
+    `root` is the folder that `SandboxSpec.image` is relative to; `run_label` marks what the run leaves open. Blocks for a
+    moment, never starts a daemon, and raises `SandboxUnavailable` with the command that puts it right.
+    """
+    if name in ("auto", "docker") and engine.answers():
+        return DockerBackend(run_label=run_label, root=root, progress=progress)
+    if name == "docker":
+        raise SandboxUnavailable(
+            f"no Docker daemon answers at {engine.address()}",
+            fix=f"{START_DOCKER}  (or choose sandbox.backend=bubblewrap)",
+        )
+    problem = bubblewrap.works()
+    if not problem:
+        return BubblewrapBackend(run_label=run_label, root=root, progress=progress)
+    if name == "bubblewrap":
+        raise SandboxUnavailable(f"bubblewrap does not work here: {problem}", fix=INSTALL_BUBBLEWRAP)
+    raise SandboxUnavailable(
+        f"programs cannot be isolated here: no Docker daemon answers at {engine.address()}, and bubblewrap does not work: {problem}",
+        fix=f"one of\n    {START_DOCKER}\n    {INSTALL_BUBBLEWRAP}",
+    )
+
+
+async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> WarmPool:
+    """The sandboxes of a run: removes what dead drivers left, chooses the backend, and puts a warm pool in front of it."""
+    backend = await asyncio.to_thread(select_backend, config.backend, run_label=run_label, root=root, progress=progress)
+    await asyncio.to_thread(reaper.prune)
+    return WarmPool(backend, warm=config.warm, max_open=config.max_open, fill_timeout_s=config.open_timeout_s)
