@@ -5,6 +5,7 @@ Killing the launcher must leave nothing behind: the launcher dies with its paren
 
 from __future__ import annotations
 
+import os
 import sys
 
 from agentrl.learner.lifeline import die_with_parent
@@ -14,7 +15,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     from torch.distributed.run import main as torchrun
 
-    torchrun(sys.argv[2:])
+    torchrun([*sys.argv[2:], "--parent", str(os.getpid())])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from agentrl.errors import LearnerError
 from agentrl.recipe import Recipe
 
-_TAIL_BYTES = 4000
+_TAIL_BYTES = 6000  # torchrun's own farewell takes up to half of it
 
 
 class LearnerProcess:

@@ -31,19 +31,23 @@ def version_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "versions" / f"{number:06d}"
 
 
-def probe_rows(groups: tuple[Group, ...], vocabulary: int) -> tuple[tuple[int, ...], ...]:
-    """Up to `PROBE_ROWS` whole contexts from different groups; a fixed row when there is not a single token to choose from."""
+def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
+    """Up to `PROBE_ROWS` contexts from different groups; a fixed row when there is not a single token to choose from.
+
+    Rows are shorter than the model's context: a server has to sample one token more to give the logprobs of a row.
+    """
+    longest = min(_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
     for group in groups:
         contexts = (
-            tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))[:_PROBE_TOKENS]
+            tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))[:longest]
             for scored in group.episodes
             for trajectory in scored.episode.trajectories
         )
         row = next((context for context in contexts if len(context) > 1), None)
         if row is not None:
             rows.append(row)
-    return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(16)),)
+    return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
 def publish(

@@ -8,9 +8,9 @@ import sys
 from typing import Any
 
 from agentrl.experience import SqliteStore
-from agentrl.learner import worker
+from agentrl.learner import steps, worker
 
-_publish = worker.publish
+_publish = steps.publish
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -27,5 +27,5 @@ point = sys.argv.pop(1)
 fatal = int(point.partition("-")[2] or -1)
 if point == "commit":
     SqliteStore.commit = _die  # type: ignore[method-assign]
-worker.publish = _publish_or_die
+steps.publish = _publish_or_die
 sys.exit(worker.main())
