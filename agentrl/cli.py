@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -15,6 +15,9 @@ from agentrl import __version__
 from agentrl.errors import AgentRLError, RecipeError, UserError
 from agentrl.plugins import add_project_root, resolve
 from agentrl.recipe import Recipe, apply_overrides
+
+if TYPE_CHECKING:
+    from agentrl.observe import Summary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,7 +50,7 @@ def train(
     if as_json:
         print(summary.model_dump_json())
     else:
-        print(summary.text(folder))
+        print(describe(summary, folder))
     if summary.interrupted:
         print(f"interrupted; continue with: agentrl train {recipe} --run-dir {folder} --resume")
         raise typer.Exit(130)
@@ -139,6 +142,27 @@ def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_js
     for item in found:
         evals = "  ".join(f"{name} {value:.3f}" for name, value in item.evals.items())
         print(f"{item.number:6d}  {item.state:<11} {item.sha256[:12]}  {evals}")
+
+
+def describe(summary: Summary, folder: Path) -> str:
+    """The result of a run for a person: before and after, what it took, where to look."""
+    lines = []
+    pairs = (
+        ("held-out", summary.heldout_before, summary.heldout_after),
+        ("real tables", summary.heldout_real_before, summary.heldout_real_after),
+    )
+    for name, before, after in pairs:
+        if before is not None:
+            then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}]" if after is not None else ""
+            lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
+    stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
+    lines.append(
+        f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "
+        f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {sum(summary.wall_s.values()) / 60:.1f} minutes"
+    )
+    lines.append(f"report {folder / 'report.html'}")
+    lines.append(f"model  {folder / 'model'}")
+    return "\n".join(lines)
 
 
 def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -179,6 +179,9 @@ async def _learn(run: Run) -> None:
         for helper in helpers:
             helper.cancel()
     run.learning = False
+    if run.served.version >= run.recipe.steps:
+        with suppress(TimeoutError):  # it has made its last step and is about to end by itself
+            await run.learner.wait(timeout_s=20.0)
     await run.learner.stop()
 
 
