@@ -10,12 +10,15 @@ Frames, both ways: `!II` = length of a JSON header and of a body, then both. One
 runs, only `pause` and `resume` are taken besides. When the host hangs up, the server ends and the kernel ends everything else.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import csv
 import ctypes
 import datetime
 import errno
+import io
 import json
 import os
 import re
@@ -27,6 +30,19 @@ import struct
 import sys
 import time
 import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # not at run time: each import costs every sandbox its start-up time
+    import tarfile
+    from collections.abc import Callable
+    from typing import Any, NoReturn, Protocol
+
+    Request = dict[str, Any]
+    Answer = tuple[dict[str, Any], bytes]
+
+    class Readable(Protocol):
+        def read(self, size: int, /) -> bytes: ...
+
 
 # Imported here only to be warm in the snippets that are forked from this process.
 WARM = (collections, csv, datetime, re)
@@ -48,13 +64,14 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TMPDIR": "/tmp",
 }
+CAPABILITY_VERSION_3 = 0x20080522
 PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
 
 
 class Refused(Exception):
     """A request that cannot be done; `kind` is not_found, too_large, refused or busy."""
 
-    def __init__(self, kind, message):
+    def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -62,13 +79,13 @@ class Refused(Exception):
 class Link:
     """The connection to the host."""
 
-    def __init__(self, sock):
+    def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
-    def fileno(self):
+    def fileno(self) -> int:
         return self.sock.fileno()
 
-    def read(self, size):
+    def read(self, size: int) -> bytes:
         """Exactly `size` bytes; ends the process when the host has hung up."""
         parts = []
         while size:
@@ -82,16 +99,16 @@ class Link:
             size -= len(data)
         return b"".join(parts)
 
-    def request(self):
+    def request(self) -> Request:
         """Next header; its body of `header["body"]` bytes is still to be read."""
         header_size, body_size = PREFIX.unpack(self.read(PREFIX.size))
         if header_size > MAX_HEADER:
             os._exit(1)
-        header = json.loads(self.read(header_size))
+        header: Request = json.loads(self.read(header_size))
         header["body"] = body_size
         return header
 
-    def send(self, header, body=b""):
+    def send(self, header: dict[str, Any], body: bytes = b"") -> None:
         text = json.dumps(header, separators=(",", ":")).encode()
         try:
             self.sock.sendall(PREFIX.pack(len(text), len(body)) + text + body)
@@ -99,18 +116,18 @@ class Link:
             os._exit(0)
 
 
-class Body:
+class Body(io.RawIOBase):
     """A request body read as a stream, never whole: the memory limit of a sandbox may be smaller than what is sent in."""
 
-    def __init__(self, link, size):
+    def __init__(self, link: Link, size: int) -> None:
         self.link, self.left = link, size
 
-    def read(self, size):
-        data = self.link.read(min(size, self.left))
+    def read(self, size: int = -1, /) -> bytes:
+        data = self.link.read(self.left if size < 0 else min(size, self.left))
         self.left -= len(data)
         return data
 
-    def drain(self):
+    def drain(self) -> None:
         while self.left:
             self.read(READ_BYTES)
 
@@ -118,14 +135,14 @@ class Body:
 class Output:
     """What one stream of a program printed: its first and last `limit / 2` bytes."""
 
-    def __init__(self, limit):
+    def __init__(self, limit: int) -> None:
         self.head_limit = limit - limit // 2
         self.tail_limit = limit // 2
         self.head = bytearray()
         self.tail = bytearray()
         self.cut = 0
 
-    def add(self, data):
+    def add(self, data: bytes) -> None:
         room = self.head_limit - len(self.head)
         if room > 0:
             self.head += data[:room]
@@ -134,13 +151,13 @@ class Output:
         if len(self.tail) > self.tail_limit + 4 * CHUNK:
             self._trim()
 
-    def _trim(self):
+    def _trim(self) -> None:
         extra = len(self.tail) - self.tail_limit
         if extra > 0:
             self.cut += extra
             del self.tail[:extra]
 
-    def text(self):
+    def text(self) -> bytes:
         self._trim()
         mark = b"\n[... %d bytes cut ...]\n" % self.cut if self.cut else b""
         return bytes(self.head) + mark + bytes(self.tail)
@@ -149,20 +166,21 @@ class Output:
 class Program:
     """A running program: its process, its pipes, its deadline."""
 
-    def __init__(self, pid, stdin, stdout, stderr, data, request):
+    def __init__(self, pid: int, stdin: int | None, stdout: int, stderr: int, data: bytes, request: Request) -> None:
         self.pid = pid
         self.stdin, self.data = stdin, memoryview(data)
         self.outputs = {stdout: Output(request["output_bytes"]), stderr: Output(request["output_bytes"])}
         self.order = (self.outputs[stdout], self.outputs[stderr])
         self.started = time.monotonic()
-        self.deadline = self.started + request["timeout_s"]
+        self.deadline: float = self.started + request["timeout_s"]
         self.oom_kills = oom_kills()
-        self.status = None
+        self.status: int | None = None
         self.ended = 0.0
         self.timed_out = False
 
-    def feed(self):
+    def feed(self) -> None:
         """Writes what the program's standard input takes now."""
+        assert self.stdin is not None
         try:
             self.data = self.data[os.write(self.stdin, self.data[:CHUNK]) :]
         except BlockingIOError:
@@ -173,7 +191,7 @@ class Program:
             os.close(self.stdin)
             self.stdin = None
 
-    def take(self, fd):
+    def take(self, fd: int) -> bool:
         """Reads what is there; True when the stream has ended."""
         try:
             data = os.read(fd, CHUNK)
@@ -186,17 +204,19 @@ class Program:
         self.order[0 if self.outputs[fd] is self.order[0] else 1].add(data)
         return False
 
-    def close(self):
+    def close(self) -> None:
         if self.stdin is not None:
             os.close(self.stdin)
         for fd in self.outputs:
             os.close(fd)
 
-    def reply(self):
+    def reply(self) -> Answer:
         """Header fields and body for the host."""
         stdout, stderr = (output.text() for output in self.order)
-        code, reason = None, "timeout" if self.timed_out else ""
+        code: int | None = None
+        reason = "timeout" if self.timed_out else ""
         if not reason:
+            assert self.status is not None
             if os.WIFEXITED(self.status):
                 code = os.WEXITSTATUS(self.status)
             elif os.WTERMSIG(self.status) == signal.SIGKILL:
@@ -214,9 +234,9 @@ class Program:
 
 
 class Server:
-    def __init__(self, link):
+    def __init__(self, link: Link) -> None:
         self.link = link
-        self.paused_at = None
+        self.paused_at: float | None = None
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -224,7 +244,7 @@ class Server:
         self.poll.register(link, select.POLLIN)
         self.poll.register(self.wake, select.POLLIN)
 
-    def run(self):
+    def run(self) -> None:
         self.link.send({"id": 0, "ok": True, "version": 1})
         while True:
             for fd, _ in self.poll.poll():
@@ -233,7 +253,7 @@ class Server:
                 elif fd == self.wake:
                     self.reap(None)
 
-    def answer(self, request):
+    def answer(self, request: Request) -> None:
         body = Body(self.link, request["body"])
         try:
             if self.paused_at is not None and request["op"] not in ("pause", "resume", "snapshot"):
@@ -249,14 +269,14 @@ class Server:
 
     # Programs ------------------------------------------------------------------------------------------------------
 
-    def exec(self, request, body):
+    def exec(self, request: Request, body: Body) -> Answer:
         return self.run_program(request, body.read(body.left), lambda: run_argv(request))
 
-    def python(self, request, body):
+    def python(self, request: Request, body: Body) -> Answer:
         code = body.read(body.left)
         return self.run_program(request, b"", lambda: run_snippet(code))
 
-    def run_program(self, request, stdin, child):
+    def run_program(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Answer:
         try:
             program = self.spawn(request, stdin, child)
         except OSError as error:  # processes or descriptors used up by programs still running: theirs to answer for, as in a shell
@@ -275,7 +295,7 @@ class Server:
             program.close()
         return program.reply()
 
-    def spawn(self, request, stdin, child):
+    def spawn(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Program:
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3 if stdin else 2)]
         (out_read, out_write), (err_read, err_write) = pipes[:2]
         in_read, in_write = pipes[2] if stdin else (None, None)
@@ -287,20 +307,19 @@ class Server:
             raise
         if pid == 0:
             become_program(in_read, out_write, err_write, child)
-        for fd in (out_write, err_write, in_read):
-            if fd is not None:
-                os.close(fd)
-        for fd in (out_read, err_read, in_write):
-            if fd is not None:
-                os.set_blocking(fd, False)
+        for fd in filter(None, (out_write, err_write, in_read)):
+            os.close(fd)
+        for fd in filter(None, (out_read, err_read, in_write)):
+            os.set_blocking(fd, False)
         return Program(pid, in_write, out_read, err_read, stdin, request)
 
-    def step(self, program):
+    def step(self, program: Program) -> bool:
         """Waits for one thing to happen to the program; False when it is over and its output read."""
         now = time.monotonic()
-        if program.status is not None and (not program.outputs or now >= program.ended + DRAIN_S):
+        running = program.status is None
+        if not running and (not program.outputs or now >= program.ended + DRAIN_S):
             return False
-        if program.status is None and not program.timed_out and self.paused_at is None and now >= program.deadline:
+        if running and not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
         ready = self.poll.poll(self.wait_ms(program, now))
@@ -316,18 +335,18 @@ class Server:
             elif fd in program.outputs and program.take(fd):
                 self.poll.unregister(fd)
         # A program that has ended has written all it will; what others hold open is only read while data is there at once.
-        return program.status is None or any(fd in program.outputs for fd, _ in ready)
+        return running or any(fd in program.outputs for fd, _ in ready)
 
-    def wait_ms(self, program, now):
+    def wait_ms(self, program: Program, now: float) -> float | None:
         if program.status is not None:
             return 0
         if program.timed_out:
             return 100
         if self.paused_at is not None:
             return None
-        return max(0.0, program.deadline - now) * 1000 + 1
+        return 1.0 + 1000.0 * max(0.0, program.deadline - now)
 
-    def interrupt(self, request, program):
+    def interrupt(self, request: Request, program: Program) -> None:
         """A request that came while a program runs: pausing and resuming, which also stop its clock."""
         if request["op"] not in ("pause", "resume"):
             Body(self.link, request["body"]).drain()
@@ -338,7 +357,7 @@ class Server:
         if before is not None and self.paused_at is None:
             program.deadline += time.monotonic() - before
 
-    def reap(self, program):
+    def reap(self, program: Program | None) -> None:
         """Collects every ended process; orphans of the whole sandbox come to process 1."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 4096)
@@ -354,13 +373,13 @@ class Server:
 
     # Pausing -------------------------------------------------------------------------------------------------------
 
-    def pause(self, request, body):
+    def pause(self, request: Request, body: Body) -> Answer:
         if self.paused_at is None:
             self.paused_at = time.monotonic()
             kill_everything(signal.SIGSTOP)
         return {}, b""
 
-    def resume(self, request, body):
+    def resume(self, request: Request, body: Body) -> Answer:
         if self.paused_at is not None:
             kill_everything(signal.SIGCONT)
             self.paused_at = None
@@ -368,7 +387,7 @@ class Server:
 
     # Files ---------------------------------------------------------------------------------------------------------
 
-    def read(self, request, body):
+    def read(self, request: Request, body: Body) -> Answer:
         folder, name = open_parent(request["path"])
         try:
             fd = open_regular(name, folder)
@@ -380,7 +399,7 @@ class Server:
             raise Refused("too_large", f"{request['path']} is larger than {request['max_bytes']} bytes")
         return {}, data
 
-    def write(self, request, body):
+    def write(self, request: Request, body: Body) -> Answer:
         for path, size in request["files"]:
             folder, name = open_parent(path, create=True)
             try:
@@ -389,7 +408,7 @@ class Server:
                 os.close(folder)
         return {}, b""
 
-    def snapshot(self, request, body):
+    def snapshot(self, request: Request, body: Body) -> Answer:
         import tarfile
 
         if self.paused_at is None:
@@ -403,7 +422,7 @@ class Server:
                 kill_everything(signal.SIGCONT)
         return {"more": False}, b""
 
-    def restore(self, request, body):
+    def restore(self, request: Request, body: Body) -> Answer:
         import tarfile
 
         try:
@@ -417,13 +436,13 @@ class Server:
 OPERATIONS = {name: getattr(Server, name) for name in ("exec", "python", "pause", "resume", "read", "write", "snapshot", "restore")}
 
 
-class Sink:
+class Sink(io.RawIOBase):
     """File object that sends what is written to it to the host, a frame at a time, up to a limit."""
 
-    def __init__(self, link, number, limit):
+    def __init__(self, link: Link, number: int, limit: int) -> None:
         self.link, self.number, self.left = link, number, limit
 
-    def write(self, data):
+    def write(self, data: Any, /) -> int:
         self.left -= len(data)
         if self.left < 0:
             raise Refused("too_large", "the working directory is larger than a snapshot may be")
@@ -431,13 +450,13 @@ class Sink:
         return len(data)
 
 
-def kill_everything(number):
+def kill_everything(number: int) -> None:
     """Signals every process of the sandbox but this one, however it detached itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, number)
 
 
-def oom_kills():
+def oom_kills() -> int:
     """How often the kernel has killed for memory here, as far as the sandbox's own control group shows it."""
     for path in OOM_COUNTERS:
         try:
@@ -453,7 +472,7 @@ def oom_kills():
 # In the child, between fork and exec ---------------------------------------------------------------------------------
 
 
-def become_program(stdin, stdout, stderr, child):
+def become_program(stdin: int | None, stdout: int, stderr: int, child: Callable[[], int]) -> NoReturn:
     """Turns a forked child into the leader of a session of its own with its own pipes, and never returns."""
     status = 70
     try:
@@ -476,7 +495,7 @@ def become_program(stdin, stdout, stderr, child):
         os._exit(status)
 
 
-def run_argv(request):
+def run_argv(request: Request) -> int:
     argv = request["argv"]
     environment = {**ENVIRONMENT, **(request["env"] or {})}
     try:
@@ -486,7 +505,7 @@ def run_argv(request):
         return 126 if error.errno == errno.EACCES else 127
 
 
-def run_snippet(code):
+def run_snippet(code: bytes) -> int:
     """What `python3 -I -c` does with `code`, in this forked interpreter; gives the exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -507,16 +526,16 @@ def run_snippet(code):
     return finish(status)
 
 
-def report(error):
+def report(error: BaseException) -> None:
     """Prints an uncaught exception as the interpreter does, without this file's own frame."""
-    trace = error.__traceback__.tb_next
+    trace = error.__traceback__ and error.__traceback__.tb_next
     try:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     except BaseException:
         sys.__excepthook__(type(error), error, trace)
 
 
-def exit_status(stop):
+def exit_status(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -525,7 +544,7 @@ def exit_status(stop):
     return 1
 
 
-def finish(status):
+def finish(status: int) -> int:
     """The end of an interpreter: waits for threads, runs exit handlers, flushes."""
     try:
         if "threading" in sys.modules:
@@ -549,7 +568,7 @@ def finish(status):
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def open_parent(path, create=False):
+def open_parent(path: str, create: bool = False) -> tuple[int, str]:
     """(descriptor of the folder that holds `path`, last name), walking from the working directory without following links."""
     *folders, name = path.split("/")
     if len(folders) > MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
@@ -571,7 +590,7 @@ def open_parent(path, create=False):
     return fd, name
 
 
-def open_regular(name, folder):
+def open_regular(name: str, folder: int) -> int:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -584,7 +603,7 @@ def open_regular(name, folder):
     return fd
 
 
-def write_file(folder, name, body, size, mode=0o644):
+def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644) -> None:
     """Replaces whatever is at `name` (a link is removed, not followed) by a new file with the next `size` bytes of `body`."""
     try:
         os.unlink(name, dir_fd=folder)
@@ -607,7 +626,7 @@ def write_file(folder, name, body, size, mode=0o644):
         raise
 
 
-def pack(archive):
+def pack(archive: tarfile.TarFile) -> None:
     """Adds the working directory (regular files, folders, links as links) to `archive`; anything else is left out."""
     import tarfile
 
@@ -635,7 +654,7 @@ def pack(archive):
                     pack_file(archive, member, entry)
 
 
-def pack_file(archive, member, entry):
+def pack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, entry: os.DirEntry[str]) -> None:
     fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         info = os.fstat(fd)
@@ -643,7 +662,7 @@ def pack_file(archive, member, entry):
         archive.addfile(member, file)
 
 
-def unpack(archive):
+def unpack(archive: tarfile.TarFile) -> None:
     for count, member in enumerate(archive):
         if count >= MAX_ENTRIES:
             raise Refused("too_large", f"the archive holds more than {MAX_ENTRIES} entries")
@@ -654,8 +673,8 @@ def unpack(archive):
                     os.mkdir(name, 0o755, dir_fd=folder)
             elif member.issym():
                 os.symlink(member.linkname, name, dir_fd=folder)
-            elif member.isreg():
-                write_file(folder, name, archive.extractfile(member), member.size, member.mode & 0o777)
+            elif member.isreg() and (content := archive.extractfile(member)) is not None:
+                write_file(folder, name, content, member.size, member.mode & 0o777)
         finally:
             os.close(folder)
 
@@ -665,12 +684,12 @@ def unpack(archive):
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def prctl(option, value):
+def prctl(option: int, value: int) -> None:
     if LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
-def drop_root(user):
+def drop_root(user: int) -> None:
     """Gives up root for good; the namespaces were made by root and only the rights to get here were kept."""
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
@@ -678,16 +697,17 @@ def drop_root(user):
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
+    LIBC.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # what bwrap left inheritable, too
 
 
-def limit(limits):
+def limit(limits: dict[str, int]) -> None:
     import resource
 
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, name), (value, value))
 
 
-def connect(address):
+def connect(address: str) -> socket.socket:
     kind, _, where = address.partition(":")
     if kind == "fd":
         return socket.socket(fileno=int(where))
@@ -696,7 +716,7 @@ def connect(address):
     return sock
 
 
-def main():
+def main() -> None:
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     sock = connect(sys.argv[1])
     os.set_inheritable(sock.fileno(), False)
