@@ -42,9 +42,9 @@ def train(
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune an agent with RL. Ctrl-C once: finish the step, save, report. Twice: stop now."""
-    from agentrl.loop import train as run_training
-
     root, loaded = load_recipe(recipe, [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])])
+    from agentrl.loop import train as run_training  # after the recipe: a typo in it is told at once
+
     folder = run_dir or root / "runs" / loaded.name
     summary = asyncio.run(run_training(loaded, folder, root=root, resume=resume, console=not as_json))
     if as_json:
@@ -66,13 +66,13 @@ def evaluate(
     as_json: JsonFlag = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a recipe."""
-    from agentrl.loop import evaluate_only
-
     extra = [f"sandbox.backend={sandbox}"] if sandbox else []
     root, loaded = load_recipe(recipe, [*(overrides or []), *extra])
     if model is not None:
         chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
         loaded = apply_overrides(loaded, [f"policy.model={json.dumps(chosen)}"])
+    from agentrl.loop import evaluate_only
+
     folder = run_dir or root / "runs" / f"{loaded.name}-eval"
     results = asyncio.run(evaluate_only(loaded, folder, root=root, console=not as_json))
     if as_json:
@@ -144,6 +144,30 @@ def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_js
         print(f"{item.number:6d}  {item.state:<11} {item.sha256[:12]}  {evals}")
 
 
+@sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")
+def sandbox_ls(as_json: JsonFlag = False) -> None:
+    """List the sandboxes on this machine, leftovers of dead drivers included."""
+    from agentrl import codec
+    from agentrl.sandbox import list_open
+
+    found = list_open()
+    if as_json:
+        print(json.dumps([codec.to_data(item) for item in found]))
+        return
+    for item in found:
+        print(f"{item.name:40} {item.backend:11} {'in use' if item.driver_alive else 'left over':9} {item.run}")
+    if not found:
+        print("no sandboxes")
+
+
+@sandbox_app.command("prune", epilog="Example: agentrl sandbox prune")
+def sandbox_prune() -> None:
+    """Remove what dead drivers left behind."""
+    from agentrl.sandbox import prune
+
+    print(f"{prune()} removed")
+
+
 def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
@@ -156,9 +180,10 @@ def describe(summary: Summary, folder: Path) -> str:
             then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}]" if after is not None else ""
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
+    minutes = sum(summary.wall_s.values()) / 60
     lines.append(
         f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "
-        f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {sum(summary.wall_s.values()) / 60:.1f} minutes"
+        f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
     lines.append(f"report {folder / 'report.html'}")
     lines.append(f"model  {folder / 'model'}")

@@ -211,8 +211,8 @@ async def _one_group(run: Run, index: int) -> None:
 async def _swap_versions(run: Run) -> None:
     """Takes each version the learner publishes into the server, in order."""
     while run.served.version < run.stop_at:
-        version = run.registry.latest(VersionState.CANDIDATE)
-        if version is None or version.number <= run.served.version:
+        version = run.registry.get(run.served.version + 1)
+        if version is None:
             await asyncio.sleep(_POLL_S)
             continue
         report = await run.served.swap(version)

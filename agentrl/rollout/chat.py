@@ -68,6 +68,7 @@ class ChatFormat:
         self._control = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(re.escape(text) for text in self._control))
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
+        self.tool_delta([""])  # a template that cannot be continued is refused here, not in the middle of an episode
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of the prompt up to where the first assistant turn begins."""
@@ -125,7 +126,7 @@ class ChatFormat:
 
 def load_chat(folder: str) -> ChatFormat:
     """The chat format of a model folder or id; imports transformers."""
-    from transformers import AutoTokenizer  # type: ignore[attr-defined]  # heavy: only where a tokenizer is really needed
+    from transformers import AutoTokenizer  # heavy: only where a tokenizer is really needed
 
     return ChatFormat(AutoTokenizer.from_pretrained(folder))
 
