@@ -1,7 +1,9 @@
 """Names for generated tables. Training and held-out tables draw from disjoint word pools, decided by a hash of the word.
 
-A word is an English word from `ENGLISH` or a made-up one; `belongs` gives each word to exactly one of the two splits, so no
-file, column or value name that is made of words can appear in both. Units, joining words and bare numbers are shared.
+A word is an English word from `ENGLISH`, a blend of two, or a made-up one; `belongs` gives each word to exactly one of the two
+splits. Every name has such a word, so no file, column or value name can appear in both. Units, joining words, common words
+(`date`, `name`, ...: never a whole name) and bare numbers are shared. Blends matter: a policy that has only seen words it can
+complete from memory does so instead of copying.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ ENGLISH = _words(
     freight frost fruit fuel funnel galaxy garage garden gate gauge ginger glacier glass glove grade grain granite grape gravel
     grid ground growth guard guest guitar habit hammer harbor harvest hazel heat height helmet herb hill hinge honey horizon hotel
     hour humidity hunter ice idea impact income index ink invoice iron item ivory jacket jar jasmine jewel joint journey juice
-    jungle kettle kitchen knee knot label ladder lagoon lamp lantern lawn layer lead leaf lemon lens lesson letter level lever
+    jungle kettle kitchen knee knot ladder lagoon lamp lantern lawn layer lead leaf lemon lens lesson letter level lever
     light lily limit linen load lobby locker lodge lunch machine magnet mango maple marble margin market mask meadow melon member
     metal meter mill mirror model moment monitor moss motor mountain needle nest network night noise north note novel oak
     oat object office olive onion opera orange orbit orchard order origin otter outlet output oven owner oyster package paddle
@@ -45,12 +47,13 @@ ENGLISH = _words(
     spice spring square stable staff stage stamp station steam steel stem step stock stone storage storm stove strain strap straw
     stream street stripe studio sugar summer summit supply surface swan switch table talent tank target tariff tax team temple
     tension tent terrain theme thread ticket tide tile timber tin toast token tool torch tower track trade trail train travel tray
-    trench trend trial tribe truck trunk tulip tunnel turbine turtle twig unit usage valley value valve vapor vault vector vendor
+    trench trend trial tribe truck trunk tulip tunnel turbine turtle twig unit usage valley valve vapor vault vector vendor
     vessel village vine violet visit visitor voice volcano voltage volume voyage wage wagon walnut warmth water wave wax wedge week
     weight whale wheat wheel width willow window wing winter wire wolf wood wool worker yard yarn yield zebra zinc zone
     """
 )
 UNITS = _words("cm mm km kg g t l ml m2 % EUR USD GBP JPY kWh W C K h min s ppm Hz bar")
+COMMON = _words("name code date day time type row line file list open total mean number value max min count key label answer read")
 JOINERS = _words("of per in and the by to for")
 ONSETS = (
     "",
@@ -76,9 +79,9 @@ class Names:
         self.given: set[str] = set()
 
     def word(self) -> str:
-        """A lower-case word of the split: an English one half of the time, else a made-up one."""
+        """A lower-case word of the split: an English one, a blend of two (`harbet`, `lanight`) or a made-up one."""
         while True:
-            word = self.rng.choice(ENGLISH) if self.rng.random() < 0.5 else self._coined()
+            word = self.rng.choices((self._english, self._blend, self._coined), (0.25, 0.4, 0.35))[0]()
             if belongs(word) is self.split:
                 return word
 
@@ -112,6 +115,13 @@ class Names:
                 self.given.add(name)
                 return name
 
+    def _english(self) -> str:
+        return self.rng.choice(ENGLISH)
+
+    def _blend(self) -> str:
+        head, tail = self.rng.choice(ENGLISH), self.rng.choice(ENGLISH)
+        return head[: self.rng.randint(1, len(head) - 1)] + tail[self.rng.randint(1, len(tail) - 1) :]
+
     def _coined(self) -> str:
         rng = self.rng
         parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
@@ -126,9 +136,13 @@ class Names:
 
     def _column(self) -> str:
         rng = self.rng
+        if rng.random() < 0.08:
+            return self._code().lower()
         words = [self.word() for _ in range(rng.choice((1, 1, 2, 2, 2, 3)))]
         if len(words) == 2 and rng.random() < 0.12:
             words.insert(1, rng.choice(JOINERS))
+        if rng.random() < 0.15:
+            words.insert(rng.randrange(len(words) + 1), rng.choice(COMMON))
         if rng.random() < 0.15:
             words[rng.randrange(len(words))] += rng.choice(("", "_", " ")) + str(rng.choice((rng.randint(1, 9), rng.randint(10, 999))))
         style = rng.choice(("snake", "snake", "snake", "space", "space", "space", "title", "camel", "upper", "kebab", "slash", "dot"))
@@ -145,6 +159,8 @@ class Names:
     def _stem(self) -> str:
         rng = self.rng
         words = [self.word() for _ in range(rng.choice((1, 1, 2, 2, 3)))]
+        if rng.random() < 0.15:
+            words.insert(rng.randrange(len(words) + 1), rng.choice(COMMON))
         style = rng.choice(("_", "_", "-", "", "camel", "."))
         stem = "".join(w.capitalize() for w in words) if style == "camel" else style.join(words)
         if rng.random() < 0.4:
