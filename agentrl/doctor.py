@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from agentrl.errors import UserError
+from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.project import content_root
-from agentrl.sandbox import daemon, images
+from agentrl.sandbox import engine, images
 
 DEADLINE_S = 2.0
 GIB = 1 << 30
@@ -244,12 +244,16 @@ def _sandboxes() -> list[Check]:
 
 
 def _docker() -> Check:
-    ok = daemon.answers(DEADLINE_S)
+    try:
+        socket = Path(engine.address().removeprefix("unix://"))
+        ok = engine.answers(DEADLINE_S)
+    except SandboxUnavailable as error:
+        return _check("Docker", False, error.message, error.fix, required=False)
     installed = shutil.which("dockerd") or Path("/usr/sbin/dockerd").exists()
     if not installed:
         fix = "as root: apt-get install docker.io crun, then python -m agentrl.sandbox.daemon start"
-    elif daemon.SOCKET.exists() and not os.access(daemon.SOCKET, os.R_OK | os.W_OK):
-        fix = f"your user may not open {daemon.SOCKET}: as root, usermod -aG docker {os.environ.get('USER', 'USER')}, then log in again"
+    elif socket.exists() and not os.access(socket, os.R_OK | os.W_OK):
+        fix = f"your user may not open {socket}: as root, usermod -aG docker {os.environ.get('USER', 'USER')}, then log in again"
     else:
         fix = f"as root: {sys.executable} -m agentrl.sandbox.daemon start"
     detail = "daemon answers" if ok else "no daemon answers" if installed else "not installed"

