@@ -239,6 +239,7 @@ class Server:
         self.paused_at: float | None = None
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored for process 1; Python's own handler would end it
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self.poll = select.poll()
         self.poll.register(link, select.POLLIN)
@@ -416,7 +417,7 @@ class Server:
         try:
             sink = Sink(self.link, request["id"], request["max_bytes"])
             with tarfile.open(mode="w|", fileobj=sink, format=tarfile.PAX_FORMAT, bufsize=READ_BYTES) as archive:
-                pack(archive)
+                pack(archive, sink)
         finally:
             if self.paused_at is None:
                 kill_everything(signal.SIGCONT)
@@ -509,11 +510,12 @@ def run_snippet(code: bytes) -> int:
     """What `python3 -I -c` does with `code`, in this forked interpreter; gives the exit status."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = ["-c"]
     main = types.ModuleType("__main__")
-    main.__dict__["__builtins__"] = __builtins__
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
     sys.modules["__main__"] = main
     status = 0
     try:
@@ -626,7 +628,7 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
         raise
 
 
-def pack(archive: tarfile.TarFile) -> None:
+def pack(archive: tarfile.TarFile, sink: Sink) -> None:
     """Adds the working directory (regular files, folders, links as links) to `archive`; anything else is left out."""
     import tarfile
 
@@ -651,13 +653,15 @@ def pack(archive: tarfile.TarFile) -> None:
                     archive.addfile(member)
                     todo.append(path + "/")
                 elif entry.is_file(follow_symlinks=False):
-                    pack_file(archive, member, entry)
+                    pack_file(archive, member, entry.path, sink.left)
 
 
-def pack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, entry: os.DirEntry[str]) -> None:
-    fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def pack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, room: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         info = os.fstat(fd)
+        if info.st_size > room:
+            raise Refused("too_large", "the working directory is larger than a snapshot may be")
         member.size, member.mode, member.mtime = info.st_size, info.st_mode & 0o777, int(info.st_mtime)
         archive.addfile(member, file)
 
