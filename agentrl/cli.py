@@ -36,7 +36,7 @@ SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, dock
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe file: a Python file with a module-level `recipe`.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as learner.lr=1e-4.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME, runs/NAME-2, ...: the first free one.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")] = False,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
@@ -45,7 +45,7 @@ def train(
     root, loaded = load_recipe(recipe, [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])])
     from agentrl.loop import train as run_training  # after the recipe: a typo in it is told at once
 
-    folder = run_dir or root / "runs" / loaded.name
+    folder = run_dir or default_run_dir(root / "runs", loaded.name, resume=resume)
     summary = asyncio.run(run_training(loaded, folder, root=root, resume=resume, console=not as_json))
     if as_json:
         print(summary.model_dump_json())
@@ -166,6 +166,14 @@ def sandbox_prune() -> None:
     from agentrl.sandbox import prune
 
     print(f"{prune()} removed")
+
+
+def default_run_dir(runs: Path, name: str, *, resume: bool) -> Path:
+    """The first free of `name`, `name-2`, ... in `runs`; with `resume`, the last one that holds a run."""
+    taken: list[Path] = []
+    while (folder := runs / (name if not taken else f"{name}-{len(taken) + 1}")).exists():
+        taken.append(folder)
+    return taken[-1] if resume and taken else folder
 
 
 def describe(summary: Summary, folder: Path) -> str:

@@ -169,8 +169,8 @@ class Recipe(Section):
             raise ValueError("rollout.group_size must be at least 2 when objective.normalize_std is true")
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
-        if self.serving.weight_transfer == "nccl" and self.device == "cpu":
-            raise ValueError("serving.weight_transfer=nccl needs device=cuda; on CPU use weight_transfer=file")
+        if self.serving.weight_transfer == "nccl":
+            raise ValueError("serving.weight_transfer=nccl is not connected to the training loop yet; use weight_transfer=file")
         if self.learner.keep_versions <= self.max_staleness:
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
         if self.learner.max_tokens_per_microbatch < self.policy.max_model_len:
