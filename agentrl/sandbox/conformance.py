@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -42,8 +42,8 @@ class Bench:
     spec: SandboxSpec
 
     @asynccontextmanager
-    async def sandbox(self, **options: bytes | dict[str, bytes]) -> AsyncIterator[Sandbox]:
-        sandbox = await self.backend.open(self.spec, **options)
+    async def sandbox(self, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
+        sandbox = await self.backend.open(self.spec, files=files, snapshot=snapshot)
         try:
             yield sandbox
         finally:
@@ -72,7 +72,7 @@ async def _run(name: str, work: Check, bench: Bench) -> CheckResult:
 
 
 def _check(work: Check) -> Check:
-    CHECKS[work.__name__.removeprefix("_")] = work  # type: ignore[attr-defined]
+    CHECKS[work.__name__.removeprefix("_")] = work
     return work
 
 

@@ -105,6 +105,7 @@ class DockerBackend:
         if self._leaving:
             names = frozenset(self._leaving)
             await self._call(lambda: _await_removed(names, LEAVING_S))
+            self._leaving.clear()
         self._threads.shutdown(wait=False)
 
     async def _start(self, spec: SandboxSpec) -> ChannelSandbox:

@@ -23,7 +23,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -49,7 +49,7 @@ class ImageRecipe(BaseModel):
 
     suite: str = Field("bookworm", pattern=r"^[a-z][a-z0-9-]*$")
     """Debian release."""
-    packages: tuple[str, ...] = ("python3",)
+    packages: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]*$")], ...] = ("python3",)
     """Debian packages beyond the essential ones; must bring a python3."""
     pull: str = Field("", pattern=r"^$|^[a-z0-9][A-Za-z0-9./:@_-]*$")
     """Registry reference that the Docker backend tries before building; the image must hold python3 (3.9 or later)."""

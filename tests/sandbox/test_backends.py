@@ -1,0 +1,170 @@
+"""Both backends for real: the conformance checks, and what happens when parts are killed from outside."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.recipe import SandboxConfig
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import WarmPool, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox.conformance import CHECKS, check
+from agentrl.sandbox.lease import lease, runtime_folder
+
+IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
+SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text(IMAGE)
+    return tmp_path
+
+
+@pytest.fixture(params=BOTH)
+async def backend(request, root):
+    backend = select_backend(request.param, run_label="test", root=root)
+    await backend.prepare(SPEC)
+    yield backend
+    await backend.close()
+    assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
+
+
+@pytest.mark.parametrize("name", CHECKS)
+async def test_conformance(backend, name):
+    results = [result for result in await check(backend, SPEC, only=name) if result.name == name]
+    assert [(result.name, result.detail) for result in results] == [(name, "")]
+
+
+async def test_many_at_once(backend):
+    sandboxes = await asyncio.gather(*(backend.open(SPEC, files={"n": str(n).encode()}) for n in range(12)))
+    results = await asyncio.gather(*(sandbox.python("print(open('n').read())", timeout_s=30) for sandbox in sandboxes))
+    assert [result.stdout for result in results] == [f"{n}\n" for n in range(12)]
+    await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+
+async def test_a_sandbox_killed_from_outside_is_a_typed_error(backend):
+    sandbox = await backend.open(SPEC)
+    running = asyncio.create_task(sandbox.python("import time; time.sleep(60)", timeout_s=90))
+    await asyncio.sleep(0.3)
+    for pid in processes_of("exec_server.py"):
+        if lease_of_process(pid) in sandbox.id:
+            os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="ended"):
+        await running
+    await sandbox.close()
+    again = await backend.open(SPEC)
+    assert (await again.python("print(1)", timeout_s=30)).stdout == "1\n"
+
+
+async def test_a_cancelled_episode_leaves_nothing(backend):
+    opening = [asyncio.create_task(backend.open(SPEC)) for _ in range(4)]
+    await asyncio.sleep(0.15)
+    for task in opening:
+        task.cancel()
+    for outcome in await asyncio.gather(*opening, return_exceptions=True):
+        if not isinstance(outcome, BaseException):
+            await outcome.close()
+    sandbox = await backend.open(SPEC)
+    running = asyncio.create_task(sandbox.exec(["sleep", "60"], timeout_s=90))
+    await asyncio.sleep(0.2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    with pytest.raises(SandboxError):
+        await sandbox.exec(["true"], timeout_s=5)
+    await sandbox.close()
+
+
+async def test_what_a_killed_driver_leaves_is_found_and_removed(backend, root):
+    code = (
+        "import asyncio, sys, pathlib\n"
+        "from agentrl.records import SandboxSpec\n"
+        "from agentrl.sandbox import select_backend\n"
+        "async def main():\n"
+        f"    backend = select_backend({backend.name!r}, run_label='doomed', root=pathlib.Path({str(root)!r}))\n"
+        "    sandbox = await backend.open(SandboxSpec(image='image'))\n"
+        "    print(sandbox.id, flush=True)\n"
+        "    await sandbox.exec(['sleep', '600'], timeout_s=900)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        name = driver.stdout.readline().strip()
+        assert [s.run for s in list_open() if s.name == name and s.driver_alive] == ["doomed"]
+        driver.kill()
+    mine = await backend.open(SPEC)
+    await asyncio.to_thread(prune)
+    deadline = time.monotonic() + 15
+    while any(sandbox.name == name for sandbox in list_open()):
+        assert time.monotonic() < deadline, "still there"
+        await asyncio.sleep(0.1)
+    assert not (runtime_folder() / name.removeprefix("agentrl-").rpartition("-")[0]).exists()
+    assert (await mine.python("print(1)", timeout_s=30)).ok
+
+
+async def test_warm_pool_over_a_real_backend(backend):
+    pool = WarmPool(backend, warm=2, max_open=4)
+    await pool.prepare(SPEC)
+    for _ in range(5):
+        sandbox = await pool.open(SPEC, files={"f": b"warm"})
+        assert (await sandbox.python("print(open('f').read())", timeout_s=30)).stdout == "warm\n"
+        await sandbox.close()
+    await pool.close()
+
+
+async def test_wrong_image_or_runtime_is_a_user_error(backend):
+    with pytest.raises(UserError, match=r"image\.toml does not exist"):
+        await backend.open(SandboxSpec(image="missing"))
+    with pytest.raises((SandboxError, SandboxUnavailable), match="no-such-runtime"):
+        await backend.open(SandboxSpec(image="image", runtime="no-such-runtime"))
+
+
+async def test_opening_has_a_deadline(backend):
+    with pytest.raises(SandboxError):
+        await backend.open(SPEC, timeout_s=0.001)
+
+
+@pytest.mark.parametrize("name", BOTH)
+async def test_the_sandboxes_of_a_run(name, root):
+    pool = await open_sandboxes(SandboxConfig(backend=name, warm=1), run_label="test", root=root)
+    assert pool.name == name
+    sandbox = await pool.open(SPEC)
+    assert (await sandbox.python("print(6 * 7)", timeout_s=30)).stdout == "42\n"
+    await pool.close()
+
+
+def test_without_any_backend_the_error_says_what_to_run(root, monkeypatch, tmp_path):
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("auto", "docker", "bubblewrap"):
+        with pytest.raises(SandboxUnavailable, match=r"fix: (.|\n)*apt-get install"):
+            select_backend(name, run_label="test", root=root)
+
+
+def processes_of(word):
+    """Pids of processes with `word` in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word in path.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def lease_of_process(pid):
+    """The lease of the driver that a server process belongs to: bwrap's parent, or what is mounted into the container."""
+    try:
+        mounts = Path(f"/proc/{pid}/mountinfo").read_text()
+    except OSError:
+        return "?"
+    return lease() if lease() in mounts else "?"

@@ -1,0 +1,99 @@
+"""What a sandbox may send, and that nothing else gets past the host."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import SandboxError
+from agentrl.sandbox import frames
+from agentrl.sandbox.frames import FrameError
+
+GOOD = {"id": 1, "ok": True, "exit": 0, "reason": "", "wall_s": 0.5, "truncated": False, "stdout": 3}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def test_program_result():
+    result = frames.ran(GOOD, b"outerr\xff")
+    assert (result.exit_code, result.stdout, result.stderr, result.reason) == (0, "out", "err\ufffd", "")
+    killed = frames.ran({**GOOD, "exit": None, "reason": "timeout"}, b"out")
+    assert (killed.exit_code, killed.reason, killed.ok) == (None, "timeout", False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exit": None},
+        {"exit": 256},
+        {"exit": -1},
+        {"exit": True},
+        {"exit": "0"},
+        {"reason": "timeout"},
+        {"exit": None, "reason": "__import__('os')"},
+        {"wall_s": float("nan")},
+        {"wall_s": float("inf")},
+        {"wall_s": -1.0},
+        {"stdout": 8},
+        {"stdout": -1},
+        {"truncated": 1},
+        {"extra": 1},
+    ],
+)
+def test_program_result_out_of_range_is_refused(change):
+    with pytest.raises(FrameError):
+        frames.ran({**GOOD, **change}, b"outerr")
+
+
+def test_missing_field_is_refused():
+    with pytest.raises(FrameError):
+        frames.ran({key: value for key, value in GOOD.items() if key != "wall_s"}, b"outerr")
+
+
+@given(st.dictionaries(st.sampled_from([*GOOD, "more"]), json_values), st.binary(max_size=16))
+def test_any_header_gives_a_result_or_a_typed_error(change, body):
+    try:
+        result = frames.ran({**GOOD, **change}, body)
+    except SandboxError:
+        return
+    assert (result.exit_code is None) == (result.reason in ("timeout", "memory", "killed"))
+    assert result.wall_s >= 0
+
+
+@given(st.binary(max_size=200) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_any_header_bytes_give_an_object_with_id_and_ok_or_a_typed_error(data):
+    try:
+        value = frames.header(data)
+    except SandboxError:
+        return
+    assert type(value["id"]) is int and type(value["ok"]) is bool
+
+
+def test_deeply_nested_header_is_a_typed_error():
+    with pytest.raises(FrameError):
+        frames.header(b"[" * frames.MAX_REPLY_HEADER)
+
+
+@given(st.binary(min_size=8, max_size=8))
+def test_any_prefix_is_bounded_or_refused(data):
+    try:
+        header_size, _ = frames.prefix(data)
+    except SandboxError:
+        return
+    assert 2 <= header_size <= frames.MAX_REPLY_HEADER
+
+
+def test_unknown_failure_kind_is_refused():
+    assert frames.failure({"id": 1, "ok": False, "error": "not_found", "message": "m"}) == ("not_found", "m")
+    with pytest.raises(FrameError):
+        frames.failure({"id": 1, "ok": False, "error": "SystemExit", "message": "m"})
+
+
+def test_oversized_request_is_refused_before_it_is_sent():
+    with pytest.raises(ValueError, match="larger than"):
+        frames.encode({"argv": ["x" * frames.MAX_REQUEST_HEADER]})

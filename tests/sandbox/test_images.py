@@ -1,0 +1,81 @@
+"""Image recipes: what is refused, what names the result, and that a build happens once."""
+
+import threading
+import time
+
+import pytest
+
+from agentrl.errors import SandboxUnavailable, UserError
+from agentrl.sandbox import images
+
+
+def write(folder, text):
+    folder.mkdir(exist_ok=True)
+    (folder / "image.toml").write_text(text)
+    return folder
+
+
+def test_recipe_names_its_image(tmp_path):
+    image = images.load_image(write(tmp_path / "My_Tables", 'suite = "bookworm"\npackages = ["python3"]'), cache=tmp_path)
+    assert image.tag == f"agentrl/my-tables:{image.recipe.key}"
+    assert image.tarball == tmp_path / "images" / image.recipe.key / "base.tar"
+    other = images.load_image(write(tmp_path / "other", 'packages = ["python3", "jq"]'), cache=tmp_path)
+    assert other.recipe.key != image.recipe.key
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('pakages = ["python3"]', "pakages"),
+        ('packages = "python3"', "packages"),
+        ('suite = "book worm; rm -rf /"', "suite"),
+        ('packages = ["python3 --option"]', "packages"),
+        ('packages = ["--hook=evil"]', "packages"),
+        ("suite = ", "TOML"),
+    ],
+)
+def test_wrong_recipes_name_the_key(tmp_path, text, said):
+    with pytest.raises(UserError, match=said):
+        images.load_image(write(tmp_path / "image", text), cache=tmp_path)
+
+
+def test_a_missing_recipe_names_the_file_and_the_fix(tmp_path):
+    with pytest.raises(UserError, match=r"image\.toml does not exist(.|\n)*fix: write"):
+        images.load_image(tmp_path / "none", cache=tmp_path)
+
+
+def test_without_mmdebstrap_the_error_names_the_fix(tmp_path, monkeypatch):
+    image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxUnavailable, match="apt-get install mmdebstrap"):
+        images.ensure_tarball(image)
+
+
+def test_a_failed_build_says_why_and_leaves_nothing(tmp_path, monkeypatch):
+    image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
+    tool = tmp_path / "bin" / "mmdebstrap"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\nfor last; do :; done\necho half > "$last"\necho "E: mirror is away"\nexit 3\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    with pytest.raises(UserError, match=r"status 3(.|\n)*mirror is away"):
+        images.ensure_tarball(image)
+    assert [path.name for path in image.folder.iterdir()] == ["files.lock"]
+
+
+def test_parallel_callers_build_once(tmp_path, monkeypatch):
+    image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
+    built = []
+
+    def build(image):
+        built.append(image)
+        time.sleep(0.2)
+        image.tarball.write_bytes(b"tar")
+
+    monkeypatch.setattr(images, "_build", build)
+    threads = [threading.Thread(target=images.ensure_tarball, args=(image,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1

@@ -1,0 +1,127 @@
+"""The warm pool over scripted sandboxes: once only, bounded, refilled, and rid of the dead."""
+
+import asyncio
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.records import SandboxSpec
+from agentrl.sandbox.pool import MAX_SPECS, WarmPool
+from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes, printing
+
+SPEC = SandboxSpec(image="none")
+
+
+class Sandbox(ScriptedSandbox):
+    """A scripted sandbox that can be pooled, and can be dead on arrival."""
+
+    dead = False
+    callbacks = ()
+
+    async def write_all(self, files):
+        if self.dead:
+            raise SandboxError("dead")
+        self.files.update(files)
+
+    def when_closed(self, callback):
+        self.callbacks = (*self.callbacks, callback)
+
+    async def close(self):
+        if not self.closed:
+            self.closed = True
+            for callback in self.callbacks:
+                callback()
+
+
+class Backend(ScriptedSandboxes):
+    """Opens poolable sandboxes; fails while `broken`."""
+
+    broken = False
+
+    async def open(self, spec, *, files=None, snapshot=None, timeout_s=60.0):
+        if self.broken:
+            raise SandboxError("no")
+        sandbox = Sandbox(f"s{len(self.opened)}", self._answer, files or {})
+        self.opened.append(sandbox)
+        return sandbox
+
+
+@pytest.fixture
+async def backend():
+    return Backend(printing("x"))
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_ready_sandboxes_are_handed_out_once_and_replaced(backend):
+    pool = WarmPool(backend, warm=2, max_open=8)
+    await pool.prepare(SPEC)
+    await settle()
+    assert len(backend.opened) == 2
+    first, second = [await pool.open(SPEC, files={"f": b"1"}) for _ in range(2)]
+    assert (first.id, second.id) == ("s0", "s1") and await first.read("f", max_bytes=9) == b"1"
+    await settle()
+    assert len(backend.opened) == 4
+    await first.close()
+    assert (await pool.open(SPEC)).id == "s2"
+    await pool.close()
+    assert all(sandbox.closed for sandbox in backend.opened)
+
+
+async def test_dead_ones_are_passed_over(backend):
+    pool = WarmPool(backend, warm=2)
+    await pool.prepare(SPEC)
+    await settle()
+    backend.opened[0].dead = True
+    assert (await pool.open(SPEC)).id == "s1"
+    assert backend.opened[0].closed
+    await pool.close()
+
+
+async def test_callers_wait_for_a_place_no_longer_than_their_deadline(backend):
+    pool = WarmPool(backend, warm=0, max_open=2)
+    first, _ = [await pool.open(SPEC) for _ in range(2)]
+    with pytest.raises(SandboxTimeout, match="in use"):
+        await pool.open(SPEC, timeout_s=0.05)
+    waiting = asyncio.create_task(pool.open(SPEC, timeout_s=5.0))
+    await settle()
+    assert not waiting.done()
+    await first.close()
+    await first.close()
+    third = await waiting
+    with pytest.raises(SandboxTimeout):
+        await pool.open(SPEC, timeout_s=0.05)
+    await third.close()
+    await pool.close()
+
+
+async def test_a_failed_open_gives_its_place_back(backend):
+    pool = WarmPool(backend, warm=1, max_open=1)
+    backend.broken = True
+    for _ in range(3):
+        with pytest.raises(SandboxError, match="no"):
+            await pool.open(SPEC, timeout_s=1.0)
+    backend.broken = False
+    await (await pool.open(SPEC, timeout_s=1.0)).close()
+    await settle()
+    assert len(backend.opened) == 2
+    await pool.close()
+
+
+async def test_specs_unused_for_long_give_way(backend):
+    pool = WarmPool(backend, warm=1)
+    for number in range(MAX_SPECS + 1):
+        await pool.prepare(SandboxSpec(image=f"i{number}"))
+        await settle()
+    assert [sandbox.closed for sandbox in backend.opened] == [True] + [False] * MAX_SPECS
+    await pool.close()
+
+
+async def test_a_closed_pool_opens_nothing(backend):
+    pool = WarmPool(backend, warm=1)
+    await pool.close()
+    with pytest.raises(SandboxError, match="closed"):
+        await pool.open(SPEC)
