@@ -17,8 +17,9 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-# Optional imports of transformers that a text server never uses: 3 CPU seconds, and joblib leaves a semaphore in /dev/shm.
-_UNUSED_ON_CPU = ("sklearn", "pandas", "pyarrow")
+# Imported by vLLM and transformers where installed, never used by a text server on CPU: a fifth of the start, and joblib (by
+# way of sklearn) leaves a semaphore in /dev/shm. triton has no CPU backend; vLLM would import it only to set it aside.
+_UNUSED_ON_CPU = ("cv2", "pandas", "pyarrow", "scipy", "sklearn", "triton")
 
 
 def die_with_parent(parent: int) -> None:

@@ -164,6 +164,8 @@ class VLLMServer:
             # The worker lives in the engine's process: no second spawn, no shared-memory queue, no polling of it.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # --enforce-eager leaves one compiled helper (the sampled token's rank), and g++ at work on it during the first request.
+            "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(self._threads()),
             # Threads that wait for work sleep at once: the learner shares these cores.
             "OMP_WAIT_POLICY": "passive",
