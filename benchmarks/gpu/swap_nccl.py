@@ -159,9 +159,8 @@ async def measure(options: argparse.Namespace, server: VLLMServer, run_dir: Path
             await sending
     stalls = sorted(report.stall_ms for report in reports)
     worst = max(report.probe_max_abs_diff for report in reports)
-    print(
-        f"{options.channel} {options.size}: stall ms p50 {statistics.median(stalls):.0f} max {stalls[-1]:.0f}, probe max |diff| {worst:.3g} nats"
-    )
+    stall = f"stall ms p50 {statistics.median(stalls):.0f} max {stalls[-1]:.0f}"
+    print(f"{options.channel} {options.size}: {stall}, probe max |diff| {worst:.3g} nats")
 
 
 if __name__ == "__main__":

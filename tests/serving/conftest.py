@@ -22,7 +22,7 @@ RECIPE = Recipe(
     device="cpu",
     policy=PolicyConfig(model="unused", max_model_len=1024),
     tasks=TasksConfig(family="unused:unused"),
-    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.25, startup_timeout_s=240),
+    serving=ServingConfig(threads=1, max_num_seqs=64, kv_cache_gb=0.25, startup_timeout_s=400),
 )
 
 

@@ -82,20 +82,21 @@ async def test_a_prompt_longer_than_the_model_allows_is_an_error(served: Served)
 
 
 async def test_swap_under_load(served: Served) -> None:
+    await served.swap(0)
+    order = (1, 2, 0, 1)
     requests = [asyncio.create_task(served.generate([*PROMPT, i], max_tokens=500)) for i in range(32)]
-    await asyncio.sleep(0.5)
+    await served.generate(PROMPT, max_tokens=20)  # by now the others are being decoded
     reports = []
-    for number in (1, 2, 0, 1):
+    for number in order:
         reports.append(await served.swap(number))
-        await asyncio.sleep(0.2)
-    assert statistics.median(report.stall_ms for report in reports) < 1000  # a wide net: the machine may be busy
+        await served.generate(PROMPT, max_tokens=10)
+    assert statistics.median(report.stall_ms for report in reports) < 2000  # a wide net: the machine may be busy
     assert max(report.probe_max_abs_diff for report in reports) < 1e-3
     completions = await asyncio.gather(*requests)
-    crossed = [completion for completion in completions if len(completion.versions) > 1]
+    crossed = [[span.version for span in completion.versions] for completion in completions if len(completion.versions) > 1]
     assert crossed, "no request was in flight during a swap"
-    for completion in crossed:
-        assert completion.versions[0].version == 0
-        assert {span.version for span in completion.versions} <= {0, 1, 2}
+    for versions in crossed:
+        assert versions == [0, *order][: len(versions)]
 
 
 async def test_cached_prefixes_do_not_survive_a_swap(served: Served) -> None:
