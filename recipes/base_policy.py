@@ -193,6 +193,7 @@ def save(model: Any, tokenizer: Any, out: Path, card: str) -> None:
     from transformers import GenerationConfig
 
     out.mkdir(parents=True, exist_ok=True)
+    model.config.use_cache = True  # training turned it off
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

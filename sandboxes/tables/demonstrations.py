@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.records import Task
 from sandboxes.tables.kinds import BY_NAME, Kind
 
-CAREFUL = 0.52  # share of the programs that are right
+CAREFUL = 0.56  # share of the programs that are right
 GUESS = 0.06  # share of the demonstrations that submit without running a program
 MISSPELT = 0.03  # share of the demonstrations whose first program misspells a name
 COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its sloppy ones

@@ -13,11 +13,13 @@ from sandboxes.tables.names import Names
 def generated_table(rng: Random, split: Split) -> Table:
     """10 to 22 rows with a label, a group, two number columns and a date, all named at random. A pure function of its arguments."""
     names = Names(rng, split)
-    stem, other = names.stem(), names.stem()
-    label, group, first, second, day = (names.column() for _ in range(5))
+    stem = names.stem()
+    other = names.sibling(stem) if rng.random() < 0.4 else names.stem()
+    label, group, first, day = (names.column() for _ in range(4))
+    second = names.sibling(first) if rng.random() < 0.4 else names.column()
     count = rng.randint(10, 22)
     labels = names.phrases(count)
-    values = [names.value() for _ in range(rng.randint(3, 5))]
+    values = _values(rng, names, group)
     weights = [rng.random() + 0.2 for _ in values]
     ranges = {first: _number_range(rng), second: _number_range(rng)}
     start = date(rng.randint(1995, 2030), 1, 1)
@@ -29,6 +31,15 @@ def generated_table(rng: Random, split: Split) -> Table:
         row[day] = (start + timedelta(days=rng.randrange(900))).isoformat()
         rows.append(row)
     return Table(stem=stem, other=other, rows=rows, labels=(label,), groups=(group,), numbers=(first, second), dates=(day,))
+
+
+def _values(rng: Random, names: Names, group: str) -> list[str]:
+    """Three to five different cells for a group column: some tables number them (`class_0`, `class_1`)."""
+    count = rng.randint(3, 5)
+    if rng.random() < 0.2:
+        head = group if rng.random() < 0.5 else names.value()
+        return [f"{head}_{number}" for number in range(count)]
+    return [names.value() for _ in range(count)]
 
 
 def _number_range(rng: Random) -> tuple[float, float, int]:

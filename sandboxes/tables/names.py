@@ -1,7 +1,7 @@
 """Names for generated tables. Training and held-out tables draw from disjoint word pools, decided by a hash of the word.
 
 A word is an English word from `ENGLISH`, a blend of two, or a made-up one; `belongs` gives each word to exactly one of the two
-splits. Every name has such a word, so no file, column or value name can appear in both. Units, joining words, common words
+splits. Every name has such a word, so no file, or value name can appear in both. Units, joining words, common words
 (`date`, `name`, ...: never a whole name) and bare numbers are shared. Blends matter: a policy that has only seen words it can
 complete from memory does so instead of copying.
 """
@@ -25,7 +25,7 @@ ENGLISH = _words(
     balance ballot bamboo banner barrel basin basket batch battery beacon beaver bench berry bicycle birch blanket blossom board
     bonus border bottle boulder branch brass bread breeze brick bridge bronze brush bucket budget buffer bundle button cabin cable
     cactus camera canal candle canoe canvas canyon carbon cargo carpet carton castle cattle cedar cellar chain chair chamber
-    channel charge cherry circle citrus claim clay cliff climate clinic clock cloud clover coach coast cobalt coffee column comet
+    channel charge cherry circle citrus claim clay cliff climate clinic clock cloud clover coach coast cobalt coffee comet
     copper coral corner cotton counter course crane crater credit crystal curve cycle dairy debit degree delay delivery demand
     density depth desert device diary dinner discount distance dock donkey draft dragon drawer dress driver drum dune duty eagle
     earning echo edge effort elbow ember engine entry envelope error escape estate event exit expense fabric factory falcon farm
@@ -40,7 +40,7 @@ ENGLISH = _words(
     paint palace panel paper parcel park passage pasta patch path payment peach pearl pebble pencil pepper permit phase phone
     piano picnic pigeon pillow pilot pine pipe plane planet plant plaster plate plaza plum pocket point polar pond portion post
     potato powder power prairie premium pressure price prism prize product profit pulley pump purse quarry quarter queue rabbit
-    rack radio rail rain ranch range rate ratio raven rebate record reef region relay rent repair report reserve result return
+    rack radio rail rain ranch rate ratio raven rebate reef region relay rent repair report reserve result return
     ribbon rice ridge ring river road robot rocket roof room root rope route rubber saddle sail salad sales salmon salt sample
     sand satin sauce scale scarf school score screen seal season seat seed segment sensor series service shade shaft shelf shell
     shift ship shirt shop shore shovel signal silver size skill slope smoke snow soap socket soil solar sound south spark speed
@@ -53,7 +53,13 @@ ENGLISH = _words(
     """
 )
 UNITS = _words("cm mm km kg g t l ml m2 % EUR USD GBP JPY kWh W C K h min s ppm Hz bar")
-COMMON = _words("name code date day time type row line file list open total mean number value max min count key label answer read")
+COMMON = _words(
+    """
+    answer argument average code column common count date day dict different distinct earliest file first float from high highest
+    import int join json key label latest len line list lines longest low max mean min name number often open parse print
+    python range read reader record round row second set share sheet sort split sub submit sum text time total type unique value
+    """
+)
 JOINERS = _words("of per in and the by to for")
 ONSETS = (
     "",
@@ -92,6 +98,16 @@ class Names:
     def stem(self) -> str:
         """A file name without extension, such as `harbor_visits-2` or `KelmorLog`."""
         return self._new(self._stem)
+
+    def sibling(self, name: str) -> str:
+        """A name that begins or ends as `name` does: `mean area` for `mean radius`, `visits_2` for `visits`."""
+
+        def make() -> str:
+            mark = next((m for m in "_ -/." if m in name), "_")
+            head, _, tail = name.partition(mark)
+            return self.rng.choice((f"{name}{mark}{self.word()}", f"{head}{mark}{self.word()}", f"{self.word()}{mark}{tail or head}"))
+
+        return self._new(make)
 
     def value(self) -> str:
         """A cell of a category: `Tulip`, `kelm`, `North Drum`, `QX-17`, `class_3`."""
