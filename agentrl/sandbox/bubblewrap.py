@@ -18,20 +18,30 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, exec_server, images, seccomp
+from agentrl.sandbox import cgroups, exec_server, images, seccomp, server_code
 from agentrl.sandbox.channel import Channel
-from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
 
 USER = 65534
 SHM_BYTES = 16 << 20
 MAX_OPENING = 8
 ENDING_S = 5.0
-SERVER = Path(exec_server.__file__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    rootfs: Path
+    server: Path  # exec server, as source or compiled
+
+
+def _inside(image: _Image) -> str:
+    return f"/agentrl/exec_server{image.server.suffix}"
 
 
 class BubblewrapBackend:
@@ -45,7 +55,8 @@ class BubblewrapBackend:
         self._progress = progress
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._open: dict[str, ChannelSandbox] = {}
-        self._images: dict[str, Path] = {}
+        self._images: dict[str, _Image] = {}
+        self._preparing = asyncio.Lock()
         self._hierarchy = cgroups.find()
         self._filter = seccomp.program() if seccomp.supported() else b""
         self._closed = False
@@ -59,9 +70,13 @@ class BubblewrapBackend:
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Builds and unpacks the image when the cache has none (a minute the first time)."""
-        if spec.image not in self._images:
-            image = images.load_image(self._root / spec.image)
-            self._images[spec.image] = await asyncio.to_thread(images.ensure_rootfs, image, self._progress)
+        async with self._preparing:
+            if spec.image not in self._images:
+                image = images.load_image(self._root / spec.image)
+                rootfs = await asyncio.to_thread(images.ensure_rootfs, image, self._progress)
+                from_source = _Image(rootfs, server_code.SOURCE)
+                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
+                self._images[spec.image] = _Image(rootfs, code)
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
@@ -76,7 +91,7 @@ class BubblewrapBackend:
         await self.prepare(spec)
         try:
             async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec)
+                sandbox = await self._start(spec, self._images[spec.image])
                 try:
                     if snapshot is not None:
                         await sandbox.restore(snapshot)
@@ -96,17 +111,17 @@ class BubblewrapBackend:
         self._closed = True
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
 
-    async def _start(self, spec: SandboxSpec) -> ChannelSandbox:
+    async def _start(self, spec: SandboxSpec, image: _Image) -> ChannelSandbox:
         name = sandbox_name()
         with contextlib.ExitStack() as undo:
             folder = undo.enter_context(sandbox_folder(name))
-            (folder / "run").write_text(self.run_label)
+            mark_folder(folder, self.name, self.run_label)
             group = self._hierarchy.make(name, spec) if self._hierarchy is not None else None
             if group is not None:
                 undo.push(lambda kind, *_: None if kind is None else group.remove())
             ours, theirs = socket.socketpair()
             with theirs:
-                process = self._spawn(spec, folder, theirs.fileno(), group)
+                process = self._spawn(spec, image, folder, theirs.fileno(), group)
             ours.setblocking(False)
 
             async def destroy(ended: bool) -> None:
@@ -131,7 +146,7 @@ class BubblewrapBackend:
                 raise
             return sandbox
 
-    def _spawn(self, spec: SandboxSpec, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
+    def _spawn(self, spec: SandboxSpec, image: _Image, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
@@ -145,7 +160,7 @@ class BubblewrapBackend:
                 os.write(filter_write, self._filter)
                 os.close(filter_write)
                 inherited.append(filter_read)
-            command = ["bwrap", "--args", str(args_read), *self._server(spec, link)]
+            command = ["bwrap", "--args", str(args_read), *self._server(spec, image, link)]
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, env={}, cwd="/", start_new_session=True
             )
@@ -153,7 +168,7 @@ class BubblewrapBackend:
                 if group is not None:
                     group.add(process.pid)
                 filter_arguments = ["--seccomp", str(inherited[2])] if self._filter else []
-                words = [*self._view(spec, group), *filter_arguments]
+                words = [*self._view(spec, image, group), *filter_arguments]
                 arguments.write(b"".join(os.fsencode(word) + b"\0" for word in words))
             except BaseException:
                 process.kill()
@@ -161,16 +176,15 @@ class BubblewrapBackend:
                 raise
             return process
 
-    def _view(self, spec: SandboxSpec, group: cgroups.Group | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: _Image, group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
         disk = str(spec.disk_mb << 20)
-        rootfs = self._images[spec.image]
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
-        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", str(rootfs), "/"]
+        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", str(image.rootfs), "/"]
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(SERVER), "/agentrl/exec_server.py"]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), _inside(image)]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
@@ -180,12 +194,12 @@ class BubblewrapBackend:
             words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
         return words
 
-    def _server(self, spec: SandboxSpec, link: int) -> list[str]:
+    def _server(self, spec: SandboxSpec, image: _Image, link: int) -> list[str]:
         limits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0}
         if self._hierarchy is None:
             limits |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": spec.disk_mb << 20}
         options = json.dumps({"user": USER, "limits": limits})
-        return ["python3", "-I", "/agentrl/exec_server.py", f"fd:{link}", options]
+        return ["python3", "-I", _inside(image), f"fd:{link}", options]
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,9 +31,9 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import engine, exec_server, images
+from agentrl.sandbox import engine, images, server_code
 from agentrl.sandbox.channel import Channel
-from agentrl.sandbox.lease import lease, remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
 
 T = TypeVar("T")
@@ -48,8 +49,13 @@ LOOK_S = 1.0
 LEAVING_S = 10.0
 SWEEP_AT = 64
 STREAM_BYTES = 1 << 20
-SERVER = Path(exec_server.__file__)
 LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    tag: str
+    server: Path  # exec server, as source or compiled
 
 
 class DockerBackend:
@@ -64,15 +70,20 @@ class DockerBackend:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
         self._opening = asyncio.Semaphore(THREADS)
         self._open: dict[str, ChannelSandbox] = {}
-        self._images: dict[str, str] = {}
+        self._images: dict[str, _Image] = {}
+        self._preparing = asyncio.Lock()
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
         self._closed = False
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
-        if spec.image not in self._images:
-            image = images.load_image(self._root / spec.image)
-            self._images[spec.image] = await asyncio.to_thread(ensure_image, image, self._progress)
+        async with self._preparing:
+            if spec.image not in self._images:
+                image = images.load_image(self._root / spec.image)
+                tag = await asyncio.to_thread(ensure_image, image, self._progress)
+                from_source = _Image(tag, server_code.SOURCE)
+                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
+                self._images[spec.image] = _Image(tag, code)
 
     async def open(
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
@@ -83,7 +94,7 @@ class DockerBackend:
         await self.prepare(spec)
         try:
             async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec)
+                sandbox = await self._start(spec, self._images[spec.image])
                 try:
                     if snapshot is not None:
                         await sandbox.restore(snapshot)
@@ -108,10 +119,10 @@ class DockerBackend:
             self._leaving.clear()
         self._threads.shutdown(wait=False)
 
-    async def _start(self, spec: SandboxSpec) -> ChannelSandbox:
+    async def _start(self, spec: SandboxSpec, image: _Image) -> ChannelSandbox:
         name = sandbox_name()
         with sandbox_folder(name) as folder:
-            reader, writer = await self._connect(spec, name, folder)
+            reader, writer = await self._connect(spec, image, name, folder)
 
         async def destroy(ended: bool) -> None:
             self._open.pop(name, None)
@@ -131,16 +142,17 @@ class DockerBackend:
             raise
         return sandbox
 
-    async def _connect(self, spec: SandboxSpec, name: str, folder: Path) -> Connection:
+    async def _connect(self, spec: SandboxSpec, image: _Image, name: str, folder: Path) -> Connection:
         """Creates the container and takes the connection of its exec server: the first one, before any other program runs there."""
         folder.chmod(0o711)  # the user inside must reach the socket; the folders above are this user's alone
-        (folder / "run").write_text(self.run_label)
-        shutil.copyfile(SERVER, folder / "exec_server.py")
-        (folder / "exec_server.py").chmod(0o644)
+        mark_folder(folder, self.name, self.run_label)
+        server = folder / f"exec_server{image.server.suffix}"
+        shutil.copyfile(image.server, server)
+        server.chmod(0o644)
         connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         listener = await asyncio.start_unix_server(_first_only(connected), folder / "link", backlog=1, limit=STREAM_BYTES)
         (folder / "link").chmod(0o666)
-        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(spec, folder))))
+        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(spec, image, folder))))
         try:
             await asyncio.shield(starting)
             return await self._first(connected, name)
@@ -188,7 +200,7 @@ class DockerBackend:
         except (DockerException, requests.RequestException) as error:
             raise SandboxError(f"Docker daemon: {error}") from error
 
-    def _container(self, spec: SandboxSpec, folder: Path) -> dict[str, Any]:
+    def _container(self, spec: SandboxSpec, image: _Image, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
         disk = f"rw,nosuid,nodev,exec,mode=1777,size={spec.disk_mb}m"
         host = {
@@ -215,8 +227,8 @@ class DockerBackend:
         if spec.runtime:
             host["Runtime"] = spec.runtime
         return {
-            "Image": self._images[spec.image],
-            "Entrypoint": ["python3", "-I", "/agentrl/exec_server.py", "connect:/agentrl/link"],
+            "Image": image.tag,
+            "Entrypoint": ["python3", "-I", f"/agentrl/exec_server{image.server.suffix}", "connect:/agentrl/link"],
             "User": USER,
             "Env": ["LANG=C.UTF-8"],
             "WorkingDir": "/",

@@ -71,6 +71,20 @@ def sandbox_folder(name: str) -> Iterator[Path]:
         raise
 
 
+def mark_folder(folder: Path, backend: str, run_label: str) -> None:
+    """Notes in a sandbox's folder what `agentrl sandbox ls` shows."""
+    (folder / "run").write_text(f"{backend}\n{run_label}")
+
+
+def read_mark(folder: Path) -> tuple[str, str]:
+    """(backend, run label) of a sandbox's folder; empty while it is being made or removed."""
+    try:
+        backend, _, run_label = (folder / "run").read_text().partition("\n")
+    except FileNotFoundError:
+        return "", ""
+    return backend, run_label
+
+
 def remove_folder(folder: Path) -> None:
     """Removes a sandbox's runtime folder, and its lease's when that was the last one."""
     shutil.rmtree(folder, ignore_errors=True)

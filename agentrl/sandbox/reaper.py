@@ -9,14 +9,13 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import requests
 from docker.errors import DockerException
 
 from agentrl.errors import SandboxError
 from agentrl.sandbox import cgroups, docker, engine
-from agentrl.sandbox.lease import alive, runtime_folder
+from agentrl.sandbox.lease import alive, read_mark, runtime_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,7 @@ class OpenSandbox:
     """A sandbox on this machine: `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
 
     name: str
-    backend: Literal["docker", "bubblewrap"]
+    backend: str  # "docker" or "bubblewrap"
     run: str
     driver_alive: bool
 
@@ -34,7 +33,8 @@ def list_open() -> list[OpenSandbox]:
     found: dict[str, OpenSandbox] = {}
     for folder in _folders():
         lease = folder.parent.name
-        found[folder.name] = OpenSandbox(name=folder.name, backend=_kind(folder), run=_run(folder), driver_alive=alive(lease))
+        backend, run = read_mark(folder)
+        found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
     for name, labels in _containers().items():
         lease = labels.get(docker.LABEL_LEASE, "")
         found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(docker.LABEL_RUN, ""), driver_alive=alive(lease))
@@ -68,17 +68,6 @@ def lease_of(name: str) -> str:
 
 def _folders() -> list[Path]:
     return [folder for driver in runtime_folder().iterdir() if driver.is_dir() for folder in driver.iterdir() if folder.is_dir()]
-
-
-def _kind(folder: Path) -> Literal["docker", "bubblewrap"]:
-    return "docker" if (folder / "exec_server.py").exists() else "bubblewrap"
-
-
-def _run(folder: Path) -> str:
-    try:
-        return (folder / "run").read_text()
-    except FileNotFoundError:  # being made or removed at this moment
-        return ""
 
 
 def _containers() -> dict[str, dict[str, str]]:
