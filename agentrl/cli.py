@@ -228,7 +228,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app(args=argv, prog_name="agentrl")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("stopped; what was finished is kept, and --resume continues from it", file=sys.stderr)
         sys.exit(130)
     except BaseExceptionGroup as group:
         sys.exit(_explain(_first(group)))

@@ -26,9 +26,9 @@ recipe = Recipe(
     tasks=TasksConfig(family="sandboxes.tables:Tables"),
     rollout=RolloutConfig(group_size=8, groups_per_step=16, concurrency=64),
     evaluation=EvalConfig(heldout=160, heldout_real=96),
-    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5),
+    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=5e-4, zero_stage=2, ranks=1, max_tokens_per_microbatch=2048),
+    learner=LearnerConfig(lr=5e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),
 )
 
 if __name__ == "__main__":

@@ -27,5 +27,5 @@ def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
     from agentrl.cli import load_recipe
 
     (tmp_path / "r.py").write_text("recipe = {}\n")
-    with pytest.raises(RecipeError, match="not agentrl.Recipe"):
+    with pytest.raises(RecipeError, match=r"not agentrl\.Recipe"):
         load_recipe(tmp_path / "r.py", [])

@@ -10,6 +10,8 @@ import pytest
 
 from .conftest import ROOT, agentrl
 
+pytestmark = pytest.mark.e2e
+
 RECIPE = "recipes/quickstart.py"
 BASE = ROOT / "recipes" / "models" / "tables-base"
 
