@@ -1,19 +1,22 @@
-"""Proving a task family in real sandboxes: gold solutions score 1, doing nothing scores 0."""
+"""Proving content and backends for real: a family's gold solutions score 1 and doing nothing 0; a sandbox backend holds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from rich.progress import Progress
 
+from agentrl import codec
+from agentrl.errors import UserError
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
-from agentrl.records import Episode, Split, Task
+from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout.tools import show
-from agentrl.sandbox import open_sandboxes
+from agentrl.sandbox import conformance, open_sandboxes, select_backend
 from agentrl.task import open_family
 
 _PARALLEL = 8
@@ -45,6 +48,18 @@ async def check_family(recipe: Recipe, *, root: Path, count: int) -> dict[str, s
     finally:
         await sandboxes.close()
     return dict(sorted(problems.items()))
+
+
+async def check_backend(name: str, image: str, *, root: Path, only: str = "") -> list[dict[str, Any]]:
+    """Runs the conformance checks on one backend: dictionaries with backend, name, ok, detail and wall_s."""
+    if name not in ("auto", "docker", "bubblewrap"):
+        raise UserError(f"no sandbox backend {name!r}", fix="use docker, bubblewrap, auto or all")
+    backend = select_backend(cast(Literal["auto", "docker", "bubblewrap"], name), run_label="check", root=root)
+    try:
+        results = await conformance.check(backend, SandboxSpec(image=image), only=only)
+    finally:
+        await backend.close()
+    return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
 def render(problems: dict[str, str]) -> str:

@@ -144,6 +144,28 @@ def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_js
         print(f"{item.number:6d}  {item.state:<11} {item.sha256[:12]}  {evals}")
 
 
+@sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")
+def sandbox_check(
+    backend: Annotated[str, typer.Option(help="docker, bubblewrap, auto, or all.")] = "auto",
+    image: Annotated[str, typer.Option(help="Folder that holds an image.toml.")] = "sandboxes/tables",
+    only: Annotated[str, typer.Option(help="Only checks whose name contains this.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Hold a sandbox backend to the protocol: limits, isolation, clean-up, hostile programs."""
+    from agentrl.check import check_backend
+
+    root = project_root(Path.cwd() / image / "image.toml")
+    backends = ["docker", "bubblewrap"] if backend == "all" else [backend]
+    results = [result for name in backends for result in asyncio.run(check_backend(name, image, root=root, only=only))]
+    if as_json:
+        print(json.dumps(results))
+    else:
+        for item in results:
+            verdict = "ok" if item["ok"] else "FAIL"
+            print(f"{item['backend']:11} {verdict:4} {item['wall_s']:6.2f} s  {item['name']}  {item['detail']}")
+    raise typer.Exit(0 if results and all(result["ok"] for result in results) else 1)
+
+
 @sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")
 def sandbox_ls(as_json: JsonFlag = False) -> None:
     """List the sandboxes on this machine, leftovers of dead drivers included."""

@@ -341,8 +341,6 @@ class SamplingParams:
 
     max_tokens: int
     temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
 
 

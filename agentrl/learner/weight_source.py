@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
 from agentrl.learner.engine import PolicyEngine
+from agentrl.serving.trainer_client import PausedServerClient
 
 
 class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker
@@ -46,20 +46,21 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not 
 
 
 def connect(
-    engine: PolicyEngine, *, server_url: str, master_address: str, master_port: int, server_ranks: int
+    engine: PolicyEngine, client: PausedServerClient, *, master_address: str, master_port: int, server_ranks: int
 ) -> NCCLTrainerWeightTransferEngine:
     """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. All ranks call it.
 
-    Afterwards `send_weights()` on the result, again on all ranks, makes one whole update of the server; `shutdown()` closes it.
+    Afterwards set `client.version` and call `send_weights()` on the result, again on all ranks: that makes one whole update of the
+    server, once the controller has paused it. `shutdown()` closes the channel.
 
     Args:
-        server_url: base address of the server's control routes.
+        client: the line to the server's control routes.
         master_address, master_port: where rank 0 listens for the server's workers.
         server_ranks: GPUs of the server (tensor times data parallel).
     """
     info = NCCLTrainerInitInfo(rank=engine.ranks.rank, master_address=master_address, master_port=master_port, world_size=server_ranks + 1)
     channel: NCCLTrainerWeightTransferEngine = NCCLTrainerWeightTransferEngine.trainer_init(
-        info, client=HTTPVLLMWeightSyncClient(server_url), source=DeepSpeedWeightSource(engine)
+        info, client=client, source=DeepSpeedWeightSource(engine)
     )
     return channel
 

@@ -46,7 +46,7 @@ def start(*, timeout_s: float = 60.0) -> DaemonStatus:
         raise SandboxUnavailable("dockerd is not installed", fix="apt-get install docker.io crun  (as root)")
     if os.geteuid() != 0:
         raise SandboxUnavailable(
-            "no Docker daemon answers, and only root can start one", fix="sudo python3 -m agentrl.sandbox.daemon start"
+            "no Docker daemon answers, and only root can start one", fix=f"sudo {sys.executable} -m agentrl.sandbox.daemon start"
         )
     if Path("/run/systemd/system").exists():
         subprocess.run(["systemctl", "start", "docker"], check=False, timeout=timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
 from agentrl.sandbox.pool import WarmPool
 
-START_DOCKER = "sudo apt-get install docker.io crun && sudo python3 -m agentrl.sandbox.daemon start"
+START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m agentrl.sandbox.daemon start"
 INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 
 BackendName = Literal["auto", "docker", "bubblewrap"]

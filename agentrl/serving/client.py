@@ -67,19 +67,20 @@ class TokenClient:
 
 
 def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id: str, cache_salt: str) -> dict[str, Any]:
-    """The JSON body of vLLM's `/inference/v1/generate`. Raises `ValueError` for an empty prompt."""
+    """The JSON body of vLLM's `/inference/v1/generate`. Raises `ValueError` for an empty prompt.
+
+    No per-request seed: vLLM 0.32's CPU engine dies on a seeded request whose prefill is chunked.
+    """
     if not prompt_ids:
         raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "top_p": params.top_p,
+        "top_p": 1.0,  # said outright: a model's generation_config must not change what the logprobs mean
         "stop_token_ids": list(params.stop_token_ids),
         "logprobs": 0,  # the sampled token's own
         "detokenize": False,
     }
-    if params.seed is not None:
-        sampling["seed"] = params.seed
     return {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": cache_salt}
 
 

@@ -71,11 +71,6 @@ async def test_stop_token_ends_the_completion_and_belongs_to_it(served: Served) 
     assert free.finish_reason == "length"
 
 
-async def test_a_seed_repeats_a_completion(served: Served) -> None:
-    first, second = [await served.generate(PROMPT, max_tokens=16, seed=11) for _ in range(2)]
-    assert first.token_ids == second.token_ids
-
-
 async def test_a_prompt_longer_than_the_model_allows_is_an_error(served: Served) -> None:
     with pytest.raises(ServingError, match="400"):
         await served.generate([1] * 1100, max_tokens=1)

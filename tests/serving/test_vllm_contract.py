@@ -115,11 +115,11 @@ async def test_every_control_call_is_understood(engine: RecordingEngine, url: st
 def test_the_generate_body_is_vllms() -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
-    params = SamplingParams(max_tokens=5, temperature=0.7, seed=3, stop_token_ids=(9,))
+    params = SamplingParams(max_tokens=5, temperature=0.7, stop_token_ids=(9,))
     request = GenerateRequest.model_validate(generate_body([1, 2], params, "r1", "salt"))
     sampling = request.sampling_params
     assert (request.request_id, request.token_ids, request.cache_salt) == ("r1", [1, 2], "salt")
-    assert (sampling.max_tokens, sampling.temperature, sampling.seed, sampling.logprobs) == (5, 0.7, 3, 0)
+    assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (5, 0.7, 0)
     assert sampling.stop_token_ids == [9]
     assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
 
