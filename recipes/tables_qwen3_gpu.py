@@ -3,8 +3,8 @@
     agentrl train recipes/tables_qwen3_gpu.py
     agentrl train recipes/tables_qwen3_gpu.py policy.model=Qwen/Qwen3-4B serving.gpu_memory_utilization=0.35
 
-Server and learner share the GPU: `serving.gpu_memory_utilization` is the server's part; the learner needs about 16 bytes a
-parameter (weights, gradients and Adam's moments) and room for activations.
+Episodes may be long: Qwen3 thinks before it acts. Server and learner share the GPU: `serving.gpu_memory_utilization` is the server's part; the learner needs about 16 bytes a
+parameter (weights, gradients and Adam's moments) and room for activations: 0.6B fits in 24 GB, 4B needs a card of 141 GB.
 """
 
 from agentrl.recipe import (
@@ -24,7 +24,7 @@ recipe = Recipe(
     max_staleness=1,
     device="cuda",
     policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096),
-    tasks=TasksConfig(family="sandboxes.tables:Tables"),
+    tasks=TasksConfig(family="sandboxes.tables:Tables", options={"turn_tokens": 1024, "episode_tokens": 4096}),
     rollout=RolloutConfig(group_size=8, groups_per_step=32, concurrency=128),
     evaluation=EvalConfig(heldout=256, heldout_real=96, every=20),
     serving=ServingConfig(max_num_seqs=256, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),

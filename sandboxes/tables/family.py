@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from agentrl.errors import TaskError, UserError
@@ -25,8 +26,10 @@ class Tables:
 
     name = "tables"
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, turn_tokens: int = LIMITS.turn_tokens, episode_tokens: int = LIMITS.episode_tokens) -> None:
+        """`turn_tokens` and `episode_tokens` (recipe: `tasks.options`) give a policy room to think before it acts."""
         self.seed = seed
+        self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
         return REAL_TASKS if split is Split.HELDOUT_REAL else None
@@ -52,7 +55,7 @@ class Tables:
             data={"kind": kind.name, "answer": question.answer, "tolerance": question.tolerance, "names": dict(question.names)},
             split=split,
             files=question.files,
-            limits=LIMITS,
+            limits=self.limits,
         )
 
     def gold(self, task: Task) -> str:
