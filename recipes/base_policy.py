@@ -46,7 +46,7 @@ MOST_TOKENS = 384  # longer demonstrations (far fewer than one in a hundred) are
 
 def demonstrations(seed: int, first: int, count: int) -> Iterator[tuple[Task, list[Act]]]:
     """Demonstrations `first` to `first + count` of the endless training split."""
-    family = Tables(seed=FAMILY_SEED + seed)
+    family = Tables(seed=FAMILY_SEED + seed, wild=True)
     for index in range(first, first + count):
         task = family.task(Split.TRAIN, index)
         yield task, demonstrate(task, Random(f"demonstration:{seed}:{index}"))
@@ -219,7 +219,7 @@ def model_card(facts: dict[str, Any]) -> str:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = MODEL,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3000,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1800,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations in a step.")] = 32,
     examples: Annotated[int, typer.Option(min=100, help="Different demonstrations to write.")] = 60_000,
     lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 3e-3,

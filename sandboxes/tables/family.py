@@ -26,9 +26,20 @@ class Tables:
 
     name = "tables"
 
-    def __init__(self, seed: int = 0, *, turn_tokens: int = LIMITS.turn_tokens, episode_tokens: int = LIMITS.episode_tokens) -> None:
-        """`turn_tokens` and `episode_tokens` (recipe: `tasks.options`) give a policy room to think before it acts."""
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        wild: bool = False,
+        turn_tokens: int = LIMITS.turn_tokens,
+        episode_tokens: int = LIMITS.episode_tokens,
+    ) -> None:
+        """`wild` names are longer and stranger; `turn_tokens` and `episode_tokens` give a policy room to think before it acts.
+
+        In a recipe these are `tasks.options`.
+        """
         self.seed = seed
+        self.wild = wild
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
@@ -64,7 +75,7 @@ class Tables:
 
     def _question(self, rng: Random, kind: Kind, split: Split) -> Question:
         for _ in range(ATTEMPTS):
-            table = real_table(rng, kind.name) if split is Split.HELDOUT_REAL else generated_table(rng, split)
+            table = real_table(rng, kind.name) if split is Split.HELDOUT_REAL else generated_table(rng, split, wild=self.wild)
             question = kind.ask(rng, table)
             if question is not None:
                 return question

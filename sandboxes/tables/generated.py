@@ -10,15 +10,15 @@ from sandboxes.tables.kinds import Row, Table
 from sandboxes.tables.names import Names
 
 
-def generated_table(rng: Random, split: Split) -> Table:
+def generated_table(rng: Random, split: Split, *, wild: bool = False) -> Table:
     """10 to 22 rows with a label, a group, two number columns and a date, all named at random. A pure function of its arguments."""
-    names = Names(rng, split)
+    names = Names(rng, split, wild=wild)
     stem = names.stem()
     other = names.sibling(stem) if rng.random() < 0.4 else names.stem()
     label, group, first, day = (names.column() for _ in range(4))
     second = names.sibling(first) if rng.random() < 0.4 else names.column()
     count = rng.randint(10, 22)
-    labels = names.phrases(count)
+    labels = names.phrases(count) if rng.random() < 0.75 else names.serials(count)
     values = _values(rng, names, group)
     weights = [rng.random() + 0.2 for _ in values]
     ranges = {first: _number_range(rng), second: _number_range(rng)}
@@ -34,9 +34,12 @@ def generated_table(rng: Random, split: Split) -> Table:
 
 
 def _values(rng: Random, names: Names, group: str) -> list[str]:
-    """Three to five different cells for a group column: some tables number them (`class_0`, `class_1`)."""
+    """Three to five different cells for a group column: in some tables bare numbers, in some numbered (`class_0`, `class_1`)."""
     count = rng.randint(3, 5)
-    if rng.random() < 0.2:
+    style = rng.random()
+    if style < 0.15:
+        return [str(number) for number in rng.sample(range(rng.choice((10, 100, 1000))), count)]
+    if style < 0.3:
         head = group if rng.random() < 0.5 else names.value()
         return [f"{head}_{number}" for number in range(count)]
     return [names.value() for _ in range(count)]

@@ -77,17 +77,23 @@ def belongs(word: str) -> Split:
 
 
 class Names:
-    """Random names for one table, made of words that belong to `split`. Never gives the same name twice."""
+    """Random names for one table, made of words that belong to `split`. Never gives the same name twice.
 
-    def __init__(self, rng: Random, split: Split) -> None:
+    Plain names are one or two words, as most tables have them. Wild ones are longer, more often made up and in every style:
+    what the base policy's demonstrations use, so that it learns to copy whatever it reads.
+    """
+
+    def __init__(self, rng: Random, split: Split, *, wild: bool) -> None:
         self.rng = rng
         self.split = split
+        self.wild = wild
         self.given: set[str] = set()
 
     def word(self) -> str:
         """A lower-case word of the split: an English one, a blend of two (`harbet`, `lanight`) or a made-up one."""
+        shares = (0.25, 0.4, 0.35) if self.wild else (0.65, 0.25, 0.1)
         while True:
-            word = self.rng.choices((self._english, self._blend, self._coined), (0.25, 0.4, 0.35))[0]()
+            word = self.rng.choices((self._english, self._blend, self._coined), shares)[0]()
             if belongs(word) is self.split:
                 return word
 
@@ -118,11 +124,17 @@ class Names:
         vocabulary = [self._cased(self.word()) for _ in range(max(4, count // 3))]
         found: dict[str, None] = {}
         while len(found) < count:
-            words = [self.rng.choice(vocabulary) for _ in range(self.rng.choice((1, 2, 2, 3, 3, 4, 5)))]
+            words = [self.rng.choice(vocabulary) for _ in range(self.rng.choice((1, 2, 2, 3, 3, 4, 5) if self.wild else (1, 2, 2, 3)))]
             if len(words) > 2 and self.rng.random() < 0.3:
                 words[1] = self.rng.choice(JOINERS)
             found[self.rng.choice((" ", " ", " ", ", ")).join(words) if self.rng.random() < 0.15 else " ".join(words)] = None
         return list(found)
+
+    def serials(self, count: int) -> list[str]:
+        """`count` distinct codes that differ in their number, such as `p17`, `p204` or `Kelm-9`."""
+        head = self.rng.choice((self._code, self.word))().rstrip("0123456789-_")
+        head = self.rng.choice((head.lower(), head)) + self.rng.choice(("", "", "-", "_"))
+        return [f"{head}{number}" for number in self.rng.sample(range(1, self.rng.choice((100, 1000))), count)]
 
     def _new(self, make: Callable[[], str]) -> str:
         while True:
@@ -151,6 +163,15 @@ class Names:
         return word.upper() if self.rng.random() < 0.05 else word.capitalize() if self.rng.random() < 0.75 else word
 
     def _column(self) -> str:
+        return self._wild_column() if self.wild else self._plain_column()
+
+    def _plain_column(self) -> str:
+        rng = self.rng
+        name = rng.choice("_ ").join(self.word() for _ in range(rng.choice((1, 1, 2))))
+        name = name.title() if rng.random() < 0.25 else name
+        return f"{name} ({rng.choice(UNITS)})" if rng.random() < 0.2 else name
+
+    def _wild_column(self) -> str:
         rng = self.rng
         if rng.random() < 0.08:
             return self._code().lower()
@@ -173,6 +194,13 @@ class Names:
         return f"{name}_{rng.choice(UNITS)}" if style == "snake" and rng.random() < 0.1 else name
 
     def _stem(self) -> str:
+        return self._wild_stem() if self.wild else self._plain_stem()
+
+    def _plain_stem(self) -> str:
+        stem = "_".join(self.word() for _ in range(self.rng.choice((1, 1, 2))))
+        return f"{stem}_{self.rng.randint(1, 99)}" if self.rng.random() < 0.2 else stem
+
+    def _wild_stem(self) -> str:
         rng = self.rng
         words = [self.word() for _ in range(rng.choice((1, 1, 2, 2, 3)))]
         if rng.random() < 0.15:

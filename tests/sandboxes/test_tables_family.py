@@ -95,8 +95,9 @@ def test_splits_share_no_file_and_no_word_in_a_name() -> None:
 
 
 @pytest.mark.parametrize("split", GENERATED)
-def test_generated_words_belong_to_their_split(split: Split) -> None:
-    names = Names(Random(0), split)
+@pytest.mark.parametrize("wild", [False, True])
+def test_generated_words_belong_to_their_split(split: Split, wild: bool) -> None:
+    names = Names(Random(0), split, wild=wild)
     assert all(belongs(names.word()) is split for _ in range(500))
     assert 0.15 < sum(belongs(word) is Split.HELDOUT for word in ENGLISH) / len(ENGLISH) < 0.35
 
