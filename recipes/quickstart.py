@@ -20,7 +20,7 @@ from agentrl.recipe import (
 
 recipe = Recipe(
     name="quickstart",
-    steps=16,
+    steps=20,
     max_staleness=1,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family="sandboxes.tables:Tables"),
@@ -28,7 +28,7 @@ recipe = Recipe(
     evaluation=EvalConfig(heldout=160, heldout_real=96),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=5e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),
+    learner=LearnerConfig(lr=3e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),
 )
 
 if __name__ == "__main__":
