@@ -20,7 +20,7 @@ from agentrl.recipe import (
 
 recipe = Recipe(
     name="quickstart",
-    steps=20,
+    steps=24,
     max_staleness=1,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family="sandboxes.tables:Tables"),
