@@ -1,6 +1,6 @@
 """Evaluation suite of the `tables` family: every real task, and as many generated held-out ones.
 
-    agentrl eval evals/tables.py --model runs/quickstart/model
+agentrl eval evals/tables.py --model runs/quickstart/model
 """
 
 from agentrl.recipe import EvalConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
