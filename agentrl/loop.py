@@ -251,8 +251,8 @@ async def _watch_learner(run: Run) -> None:
 async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
     """Evaluates the served version on both held-out splits and keeps the result in `evaluations.json` and `episodes/`."""
     run.tracker.stage(f"evaluate {phase}")
-    greedy = replace(run.groups.runner, temperature=run.recipe.evaluation.temperature)
-    runner = replace(run.groups, runner=greedy)
+    sampler = replace(run.groups.runner, temperature=run.recipe.evaluation.temperature)
+    runner = replace(run.groups, runner=sampler)
     results: dict[Split, Evaluation] = {}
     for split, count in (
         (Split.HELDOUT, run.recipe.evaluation.heldout),
