@@ -130,7 +130,9 @@ class LearnerConfig(Section):
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; above 1 the later ones are off-policy and the ratio clip matters."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
-    """Padded tokens in one forward/backward pass on one rank."""
+    """Tokens in one forward/backward pass on one rank; there is no padding, and a shared token counts once."""
+    share_prefixes: bool = True
+    """Tokens that samples begin with in common (a group's prompt, the history of turns) are computed once, forward and backward."""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: torch's default."""
     max_bad_updates: int = Field(3, ge=1)

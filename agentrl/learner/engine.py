@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner.logprobs import TokenScorer, check_head
+from agentrl.learner import forest_attention
+from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, GuardedAdamW, learning_rate, parameter_groups
-from agentrl.learner.packing import MicroBatch
+from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
 from agentrl.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_HEAD_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's own default would reserve 2 GB for gradients, even for a small model
 
 
@@ -38,7 +39,7 @@ class PolicyEngine:
         self.recipe = recipe
         self.temperature = recipe.rollout.temperature
         self.scorer = TokenScorer(_load(folder, recipe, ranks.device))
-        check_head(self.scorer, tolerance=_HEAD_TOLERANCE[recipe.policy.dtype])
+        check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() for parameter in parameters)
         self.optimizer = _optimizer(parameters, recipe)
@@ -53,8 +54,8 @@ class PolicyEngine:
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprobs [N] at the sampling temperature, with gradient, and entropies [N]."""
-        logprobs, entropy = self.deepspeed(batch.input_ids, batch.positions, batch.targets, self.temperature)
-        return logprobs, entropy
+        logprobs, entropy = self.deepspeed(batch.input_ids, batch.layout, batch.positions, batch.targets, self.temperature)
+        return logprobs[batch.expand], entropy[batch.expand]
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
         """Logprobs of token t+1 given tokens <= t at temperature 1 for each row, from the current weights."""
@@ -96,17 +97,18 @@ class PolicyEngine:
             yield parameter.detach()
 
     def _row_logprobs(self, row: tuple[int, ...]) -> tuple[float, ...]:
-        device = self.ranks.device
-        ids = torch.tensor([row], device=device)
+        ids, layout = text(row, self.ranks.device)
         with torch.no_grad():
-            logprobs, _ = self.deepspeed(ids, torch.arange(len(row) - 1, device=device), ids[0, 1:], 1.0)
+            logprobs, _ = self.deepspeed(ids, layout, torch.arange(len(row) - 1, device=ids.device), ids[0, 1:], 1.0)
         return tuple(logprobs.tolist())
 
 
 def _load(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation="sdpa").to(device)
+    lm = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=forest_attention.register()
+    ).to(device)
     _disable_dropout(lm)
     if device.type == "cuda":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.errors import UserError
+from agentrl.learner.forest import lay_out
+from agentrl.learner.forest_attention import ForestLayout
 
 LOGITS_AT_ONCE = 2**27  # float32 logits alive at a time: 512 MiB, and a few times that in the backward pass
 
@@ -27,16 +29,19 @@ class TokenScorer(nn.Module):
         self.lm = lm
         self.head = LogprobHead(lm.get_output_embeddings(), logits_at_once)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Float32 logprobs [N] and entropies [N, no gradient] in nats of the softmax of logits / temperature.
+    def forward(
+        self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] and entropies [N, no gradient] in nats of the softmax of logits / temperature; float32, or float64 as the model.
 
         Args:
-            input_ids: [B, T], padded on the right.
-            positions: [N] index into the flattened [B * T] of the token that predicts.
+            input_ids: [1, T] tokens of a forest of sequences.
+            layout: which of them continues which.
+            positions: [N] index into [T] of the token that predicts.
             targets: [N] ids of the predicted tokens.
         """
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        logprobs, entropy = self.head(hidden.flatten(0, 1)[positions], targets, temperature)
+        output = self.lm.base_model(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
+        logprobs, entropy = self.head(output.last_hidden_state[0, positions], targets, temperature)
         return logprobs, entropy
 
 
@@ -60,7 +65,8 @@ class LogprobHead(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies)
 
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, self.weight, self.bias).float()
+        logits = F.linear(hidden, self.weight, self.bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         if temperature != 1.0:
             logits = logits / temperature
         logp = logits.log_softmax(-1)
@@ -69,21 +75,27 @@ class LogprobHead(nn.Module):
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
-def check_head(scorer: TokenScorer, *, tolerance: float) -> None:
-    """Proves once that the scorer and the model's own forward pass agree, whatever the architecture does to its logits.
+def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
+    """Proves once that the scorer agrees with the model's own forward pass over the plain sequences, whatever the architecture does.
 
-    Raises `UserError` for a model whose logits are not simply its output embedding times the last hidden state.
+    Raises `UserError` for a model whose logits are not simply its output embedding times the last hidden state, or whose layers
+    mix tokens in another way than attention (the samples of a batch are laid out without padding, shared prefixes once).
     """
     config = scorer.lm.config
     device = scorer.head.weight.device
-    ids = torch.arange(16, device=device)[None] % config.get_text_config().vocab_size
+    vocabulary = config.get_text_config().vocab_size
+    rows = [tuple(token % vocabulary for token in row) for row in (range(16), (*range(9), *range(30, 40)), range(50, 61))]
+    forest = lay_out(rows)
+    layout, gap = ForestLayout(forest, device), 0.0
     with torch.no_grad():
-        reference = scorer.lm(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        targets = ids[0, 1:]
-        found, _ = scorer(ids, torch.arange(15, device=device), targets, 1.0)
-    gap = (found - reference.gather(-1, targets[:, None]).squeeze(-1)).abs().max().item()
+        for row, path in zip(rows, forest.paths, strict=True):
+            ids, at = torch.tensor([row], device=device), torch.from_numpy(path).to(device)
+            reference = scorer.lm(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
+            targets = ids[0, 1:]
+            found, _ = scorer(torch.from_numpy(forest.token_ids)[None].to(device), layout, at[:-1], targets, 1.0)
+            gap = max(gap, (found - reference.gather(-1, targets[:, None]).squeeze(-1)).abs().max().item())
     if not gap <= tolerance:
         raise UserError(
-            f"model type {config.model_type!r} changes its logits after the output head (logprobs differ by {gap:.3g})",
-            fix="use a model without logit scaling or soft-capping, such as Qwen3 or Llama",
+            f"model type {config.model_type!r} does more than attention and a plain output head (logprobs differ by {gap:.3g})",
+            fix="use a model without recurrent layers, logit scaling or soft-capping, such as Qwen3 or Llama",
         )

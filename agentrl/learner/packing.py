@@ -1,13 +1,17 @@
-"""How the samples of an optimizer step are divided into micro-batches and over ranks. Deterministic: every rank plans alone."""
+"""How the samples of an optimizer step become micro-batches without padding, on every rank. Deterministic: every rank plans alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.learner.forest import Forest, common_prefix, lay_out
+from agentrl.learner.forest_attention import ForestLayout
 from agentrl.records import Batch, Sample
 
 Rows = tuple[Sample, ...]
@@ -26,58 +30,90 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
     return parts
 
 
-def plan(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
-    """The micro-batches of one rank: rows of similar length, at most `max_tokens` padded tokens each.
+def plan(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int, share: bool = True) -> list[Rows]:
+    """The micro-batches of one rank: at most `max_tokens` different tokens each, a token counted once for all that share it.
 
-    Samples are sorted by length and dealt to the ranks in turn, so that ranks get nearly the same lengths; all ranks cut at the
-    same places and therefore run the same number of micro-batches, as the collectives of ZeRO need. The last micro-batch may be
-    empty on some ranks. A single row longer than `max_tokens` gets a micro-batch of its own.
+    Samples in lexicographic order share the most with their neighbours, so runs of that order become micro-batches. All ranks
+    get the same number of them, as the collectives of ZeRO need (a rank's last may be empty), and the runs are cut as evenly as
+    that number allows. A sample longer than `max_tokens` gets a micro-batch of its own.
     """
-    ordered = sorted(samples, key=lambda sample: -len(sample.token_ids))  # stable, so equal on every rank
-    slots = [ordered[start : start + ranks] for start in range(0, len(ordered), ranks)]
-    batches: list[Rows] = []
-    start = 0
-    while start < len(slots):
-        rows = max(1, max_tokens // len(slots[start][0].token_ids))
-        batches.append(tuple(slot[rank] for slot in slots[start : start + rows] if rank < len(slot)))
-        start += rows
-    return batches
+    if not samples:
+        return []
+    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # stable, so equal on every rank
+    lengths = [len(sample.token_ids) for sample in ordered]
+    shared = [0, *(common_prefix(a.token_ids, b.token_ids) if share else 0 for a, b in pairwise(ordered))]
+    count = -(-len(_cut(lengths, shared, max_tokens)) // ranks) * ranks
+    low, high = 1, max_tokens  # the smallest budget that needs no more runs than that
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(lengths, shared, middle)) <= count else (middle + 1, high)
+    runs = [tuple(ordered[start:end]) for start, end in _cut(lengths, shared, high)]
+    runs.sort(key=lambda run: -sum(len(sample.token_ids) for sample in run))
+    return [runs[at] if at < len(runs) else () for at in range(rank, count, ranks)]
+
+
+def _cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """Bounds of consecutive runs that each hold at most `budget` tokens, or one sample."""
+    bounds: list[tuple[int, int]] = []
+    start, size = 0, lengths[0]
+    for at in range(1, len(lengths)):
+        size += lengths[at] - shared[at]
+        if size > budget:
+            bounds.append((start, at))
+            start, size = at, lengths[at]
+    return [*bounds, (start, len(lengths))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows padded on the right, and the trained tokens picked out of them.
+    """Samples laid out as a forest, and the trained tokens picked out of it.
 
-    With causal attention, padding on the right cannot reach a real token, so no attention mask is needed.
+    The model runs over the T tokens of the forest, the output head over U different predictions (samples may share trained tokens
+    too); `expand` then gives each of the N trained tokens of the samples its own.
     """
 
-    input_ids: Tensor  # [B, T]
-    positions: Tensor  # [N] index into the flattened [B * T] of the token before each trained token
-    targets: Tensor  # [N] ids of the trained tokens
+    input_ids: Tensor  # [1, T]
+    layout: ForestLayout
+    positions: Tensor  # [U] index into [T] of the token before each predicted one
+    targets: Tensor  # [U] ids of the predicted tokens
+    expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
 
 
-def micro_batch(rows: Rows, device: torch.device) -> MicroBatch:
-    """Tensors of some rows. No rows give one row of padding without a trained token: work that changes nothing."""
-    width = max((len(row.token_ids) for row in rows), default=2)
-    input_ids = torch.zeros(max(len(rows), 1), width, dtype=torch.long)
-    positions: list[int] = []
-    targets: list[int] = []
+def micro_batch(rows: Rows, device: torch.device, *, share: bool = True) -> MicroBatch:
+    """Tensors of some samples. No samples give two tokens of which none is trained: work that changes nothing."""
+    forest = lay_out([row.token_ids for row in rows] or [(0, 0)], share=share)
     behaviour: list[float] = []
     advantages: list[float] = []
-    for number, row in enumerate(rows):
-        input_ids[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
-        for t, trained in enumerate(row.loss_mask):
-            if trained:
-                positions.append(number * width + t - 1)
-                targets.append(row.token_ids[t])
-                behaviour.append(row.logprobs[t])
-                advantages.append(row.advantages[t])
+    for row in rows:
+        behaviour += (value for value, trained in zip(row.logprobs, row.loss_mask, strict=True) if trained)
+        advantages += (value for value, trained in zip(row.advantages, row.loss_mask, strict=True) if trained)
+    positions, targets, expand = _predictions(rows, forest)
     return MicroBatch(
-        input_ids=input_ids.to(device),
-        positions=torch.tensor(positions, dtype=torch.long, device=device),
-        targets=torch.tensor(targets, dtype=torch.long, device=device),
+        input_ids=torch.from_numpy(forest.token_ids)[None].to(device),
+        layout=ForestLayout(forest, device),
+        positions=positions.to(device),
+        targets=targets.to(device),
+        expand=expand.to(device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
     )
+
+
+def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
+    """One plain sequence: its ids [1, T] and its layout."""
+    forest = lay_out([row])
+    return torch.from_numpy(forest.token_ids)[None].to(device), ForestLayout(forest, device)
+
+
+def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor]:
+    """Places and targets of the different predictions, and which of them each trained token is."""
+    pairs = [np.empty((0, 2), np.int64)]
+    for row, path in zip(rows, forest.paths, strict=False):  # without rows the forest has one path of padding
+        trained = np.flatnonzero(row.loss_mask)
+        pairs.append(np.stack((path[trained - 1], np.asarray(row.token_ids)[trained]), axis=1))
+    different, expand = np.unique(np.concatenate(pairs), axis=0, return_inverse=True)
+    made = (different[:, 0].copy(), different[:, 1].copy(), expand.reshape(-1))
+    positions, targets, index = (torch.from_numpy(array) for array in made)
+    return positions, targets, index

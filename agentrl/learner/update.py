@@ -38,7 +38,8 @@ class Updater:
         start = time.perf_counter()
         parts = minibatches(batch, self._learner.minibatches)
         passes: list[dict[str, float]] = []
-        for part, micro_batches, proximal in self._prepare(parts):
+        prepared = self._prepare(parts)
+        for part, micro_batches, proximal in prepared:
             passes.append(self._optimize(part, micro_batches, proximal))
         wall_s = time.perf_counter() - start
         metrics = _batch_metrics(batch)
@@ -48,6 +49,8 @@ class Updater:
         for name in sorted({name for made in passes for name in made}):
             values = [made[name] for made in passes if name in made]
             metrics[name] = max(values) if name.endswith("_max") else fmean(values)
+        mine = sum(one.input_ids.numel() for _, made, _ in prepared for one in made)
+        metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
         return metrics
@@ -57,8 +60,9 @@ class Updater:
         ranks = self.engine.ranks
         prepared = []
         for part in parts:
-            rows: list[Rows] = plan(part.samples, rank=ranks.rank, ranks=ranks.size, max_tokens=self._learner.max_tokens_per_microbatch)
-            made = [micro_batch(some, ranks.device) for some in rows]
+            share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
+            rows: list[Rows] = plan(part.samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
+            made = [micro_batch(some, ranks.device, share=share) for some in rows]
             proximal: list[Tensor | None] = [self._frozen(one) if len(parts) > 1 else None for one in made]
             prepared.append((part, made, proximal))
         return prepared

@@ -51,7 +51,7 @@ def test_ranks_and_zero_stages_give_the_same_update(results: dict[tuple[int, str
     assert _gap(found["weights"], reference["weights"]) < 2e-4
     for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
         assert ours.keys() == theirs.keys()
-        for key in ours.keys() - {"update_s", "tokens_per_s"}:
+        for key in ours.keys() - {"update_s", "tokens_per_s", "tokens_computed"}:
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
 
 

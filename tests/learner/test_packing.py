@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,13 +9,15 @@ from hypothesis import strategies as st
 from agentrl.learner.packing import micro_batch, minibatches, plan
 from agentrl.records import Batch, Sample
 
+CPU = torch.device("cpu")
 
-def _sample(name: int, length: int, group: int = 0) -> Sample:
+
+def _sample(name: int, length: int, group: int = 0, first: int = 0) -> Sample:
     mask = tuple(t > 0 for t in range(length))
     return Sample(
         episode_id=str(name),
         group_index=group,
-        token_ids=tuple(range(length)),
+        token_ids=tuple(range(first, first + length)),
         loss_mask=mask,
         logprobs=tuple(-float(t) for t in range(length)),
         advantages=tuple(float(on) for on in mask),
@@ -21,34 +25,54 @@ def _sample(name: int, length: int, group: int = 0) -> Sample:
     )
 
 
-@given(st.lists(st.integers(2, 60), max_size=40), st.integers(1, 4), st.integers(60, 200))
-def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batches(lengths: list[int], ranks: int, budget: int) -> None:
-    samples = [_sample(number, length) for number, length in enumerate(lengths)]
-    plans = [plan(samples, rank=rank, ranks=ranks, max_tokens=budget) for rank in range(ranks)]
+@given(st.lists(st.tuples(st.integers(2, 60), st.integers(0, 3)), max_size=40), st.integers(1, 4), st.integers(60, 200), st.booleans())
+def test_every_sample_is_on_one_rank_once_and_ranks_run_equally_many_micro_batches(
+    shapes: list[tuple[int, int]], ranks: int, budget: int, share: bool
+) -> None:
+    samples = [_sample(number, length, first=first) for number, (length, first) in enumerate(shapes)]
+    plans = [plan(samples, rank=rank, ranks=ranks, max_tokens=budget, share=share) for rank in range(ranks)]
     assert len({len(made) for made in plans}) == 1
     dealt = [sample.episode_id for made in plans for rows in made for sample in rows]
     assert sorted(dealt) == sorted(sample.episode_id for sample in samples)
     for rows in (rows for made in plans for rows in made if rows):
-        assert len(rows) * max(len(sample.token_ids) for sample in rows) <= budget
+        assert micro_batch(rows, CPU, share=share).input_ids.shape[1] <= budget
 
 
-def test_a_row_longer_than_the_budget_is_alone() -> None:
-    made = plan([_sample(0, 50), _sample(1, 5)], rank=0, ranks=1, max_tokens=20)
+def test_micro_batches_are_as_even_as_their_number_allows() -> None:
+    made = plan([_sample(n, 10, first=n) for n in range(8)], rank=0, ranks=1, max_tokens=70)
+    assert sorted(len(rows) for rows in made) == [4, 4]
+
+
+def test_a_sample_longer_than_the_budget_is_alone() -> None:
+    made = plan([_sample(0, 50), _sample(1, 5, first=7)], rank=0, ranks=1, max_tokens=20)
     assert [[sample.episode_id for sample in rows] for rows in made] == [["0"], ["1"]]
 
 
 def test_tensors_pick_the_token_before_each_trained_one() -> None:
-    made = micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"))
-    assert made.input_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-    assert made.positions.tolist() == [0, 1, 2, 4]
-    assert made.targets.tolist() == [1, 2, 3, 1]
+    made = micro_batch((_sample(0, 4, first=5), _sample(1, 2)), CPU)
+    assert made.input_ids.tolist() == [[0, 1, 5, 6, 7, 8]]
+    assert made.layout.positions.tolist() == [0, 1, 0, 1, 2, 3]
+    places = made.positions[made.expand].tolist(), made.targets[made.expand].tolist()
+    assert places == ([2, 3, 4, 0], [6, 7, 8, 1])
     assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -1.0]
 
 
-def test_no_rows_are_a_row_of_padding_that_trains_nothing() -> None:
-    made = micro_batch((), torch.device("cpu"))
+def test_shared_tokens_are_there_once_and_every_sample_keeps_its_own_numbers() -> None:
+    """Two samples alike up to their last token, and one that is the same as the first."""
+    first, twin = _sample(0, 4), _sample(2, 4)
+    other = replace(_sample(1, 4), token_ids=(0, 1, 2, 9), logprobs=(0.0, -5.0, -6.0, -7.0))
+    made = micro_batch((first, other, twin), CPU)
+    assert made.input_ids.tolist() == [[0, 1, 2, 3, 9]]
+    assert list(zip(made.positions.tolist(), made.targets.tolist(), strict=True)) == [(0, 1), (1, 2), (2, 3), (2, 9)]
+    assert made.expand.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 2]
+    assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -1.0, -2.0, -3.0]
+
+
+def test_no_samples_are_padding_that_trains_nothing() -> None:
+    assert plan([], rank=0, ranks=2, max_tokens=64) == []
+    made = micro_batch((), CPU)
     assert made.input_ids.shape == (1, 2)
-    assert made.positions.shape == made.targets.shape == (0,)
+    assert made.positions.shape == made.targets.shape == made.expand.shape == (0,)
 
 
 def test_minibatches_share_the_groups_and_have_their_own_denominators() -> None:

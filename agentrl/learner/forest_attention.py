@@ -1,0 +1,172 @@
+"""Attention over a forest of prefixes: every token attends to its ancestors and itself, and to nothing else.
+
+Registered with transformers under a name of its own, so that any model whose attention goes through its attention interface
+trains on forests. Two kernels give the same numbers: on CPU each branch is a row of a batched scaled dot product (its new tokens
+are the queries, its whole path the keys), on CUDA one FlexAttention call skips the blocks in which nobody is anybody's ancestor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from agentrl.learner.forest import Branch, Forest
+
+NAME = "agentrl_forest"
+_WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
+_SLACK = 2**15  # ... plus this many: below it one more kernel call costs more than the padding
+_BLOCK = 128  # FlexAttention's tile
+
+
+class ForestLayout:
+    """Where attention finds what it needs, for one forest on one device; made once, used by every layer."""
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.device = device
+        self.length = len(forest.token_ids)
+        self.positions = torch.from_numpy(forest.positions).to(device)
+        self.ends = torch.from_numpy(forest.ends).to(device)
+        self.batches = [_Batch(branches, device) for branches in _alike(forest.branches)] if device.type == "cpu" else []
+        if self.batches:
+            rows = torch.cat([batch.queries[batch.real] for batch in self.batches])
+            self.order = torch.empty_like(rows)
+            self.order[rows] = torch.arange(len(rows))
+        self._block_masks: dict[int | None, Any] = {}
+
+    def block_mask(self, window: int | None) -> Any:
+        """FlexAttention's mask: token q sees token k if k comes first, q continues k, and k is inside the window."""
+        if window not in self._block_masks:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            ends, positions = self.ends, self.positions
+
+            def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                seen = (k <= q) & (q < ends[k])
+                return seen if window is None else seen & (positions[q] - positions[k] < window)
+
+            length = self.length
+            self._block_masks[window] = create_block_mask(visible, None, None, length, length, self.device, BLOCK_SIZE=_BLOCK)
+        return self._block_masks[window]
+
+
+class _Batch:
+    """Branches of similar shape as the rows of one padded batch."""
+
+    def __init__(self, branches: Sequence[Branch], device: torch.device) -> None:
+        longest, widest = max(branch.new for branch in branches), max(len(branch.path) for branch in branches)
+        queries = np.zeros((len(branches), longest), np.int64)
+        keys = np.zeros((len(branches), widest), np.int64)
+        for row, branch in enumerate(branches):
+            queries[row, : branch.new] = branch.path[branch.shared :]
+            keys[row, : len(branch.path)] = branch.path
+        self.queries = torch.from_numpy(queries).to(device)  # [B, L] padded with token 0
+        self.keys = torch.from_numpy(keys).to(device)  # [B, K] padded with token 0
+        self.shared = torch.tensor([branch.shared for branch in branches], device=device)
+        new = torch.tensor([branch.new for branch in branches], device=device)
+        self.real = torch.arange(longest, device=device) < new[:, None]  # [B, L]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def mask(self, heads: int, window: int | None) -> Tensor:
+        """[B, 1, heads * L, K] True where a query sees a key; a padded query sees what a real one at its place would."""
+        if (heads, window) not in self._masks:
+            at = self.shared[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
+            key = torch.arange(self.keys.shape[1], device=self.keys.device)
+            seen = key <= at[..., None]
+            if window is not None:
+                seen = seen & (at[..., None] - key < window)
+            self._masks[heads, window] = seen.repeat(1, heads, 1)[:, None]
+        return self._masks[heads, window]
+
+
+def _alike(branches: Sequence[Branch]) -> list[list[Branch]]:
+    """Branches in batches that padding does not make much bigger."""
+    groups: list[list[Branch]] = []
+    real = 0
+    for branch in sorted(branches, key=lambda branch: (-branch.new, -len(branch.path))):
+        pairs = branch.new * len(branch.path)
+        if groups:
+            group = groups[-1]
+            padded = (len(group) + 1) * group[0].new * max(len(branch.path), *(len(other.path) for other in group))
+            if padded <= _WASTE * (real + pairs) + _SLACK:
+                group.append(branch)
+                real += pairs
+                continue
+        groups.append([branch])
+        real = pairs
+    return groups
+
+
+def forest_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    forest: ForestLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
+
+    Without a `forest` the tokens are plain causal sequences.
+    """
+    if forest is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output, None
+    if query.device.type == "cpu":
+        return _by_branch(query, key, value, forest, scaling, sliding_window), None
+    return _by_block(query, key, value, forest, scaling, sliding_window), None
+
+
+def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:
+    """Query heads that share a key head become further queries of it, so keys are gathered once and never repeated."""
+    heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
+    group = heads // kv_heads
+    queries, keys, values = (_rows(tensor) for tensor in (query, key, value))
+    outputs = []
+    for batch in forest.batches:
+        rows, length = batch.queries.shape
+        q = F.embedding(batch.queries, queries).view(rows, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)
+        k = F.embedding(batch.keys, keys).view(rows, -1, kv_heads, width).transpose(1, 2)
+        v = F.embedding(batch.keys, values).view(rows, -1, kv_heads, width).transpose(1, 2)
+        seen = batch.mask(group, window)
+        out = F.scaled_dot_product_attention(q.reshape(rows, kv_heads, group * length, width), k, v, attn_mask=seen, scale=scaling)
+        out = out.view(rows, kv_heads, group, length, width).permute(0, 3, 1, 2, 4).reshape(rows, length, heads * width)
+        outputs.append(out[batch.real])
+    return torch.cat(outputs)[forest.order].view(1, -1, heads, width)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[1, H, T, D] to [T, H * D]."""
+    return tensor[0].transpose(0, 1).flatten(1)
+
+
+def _by_block(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    out: Tensor = _flex()(query, key, value, block_mask=forest.block_mask(window), scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def register() -> str:
+    """Makes the attention known to transformers; the name it then goes by."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, forest_attention)
+    return NAME
