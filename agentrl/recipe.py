@@ -116,9 +116,11 @@ class ObjectiveConfig(Section):
 
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
-    """Learning rate of AdamW, constant after the warm-up."""
+    """Learning rate of AdamW, at its highest."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stays, or falls to nearly 0 at the last of `steps`."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay on matrices; vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -177,6 +179,8 @@ class Recipe(Section):
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
         if self.learner.max_tokens_per_microbatch < self.policy.max_model_len:
             raise ValueError("learner.max_tokens_per_microbatch must be at least policy.max_model_len: an episode is never split")
+        if self.learner.warmup_steps >= self.steps:
+            raise ValueError("learner.warmup_steps must be less than steps: the learning rate would never reach learner.lr")
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
         return self

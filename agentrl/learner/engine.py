@@ -72,7 +72,7 @@ class PolicyEngine:
         and optimizer state stay as they were.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe.learner.lr, self.recipe.learner.warmup_steps, number)
+            group["lr"] = learning_rate(self.recipe.learner, self.recipe.steps, number)
         self.deepspeed.step()
         if isinstance(self.optimizer, GuardedAdamW):
             norm = self.optimizer.grad_norm

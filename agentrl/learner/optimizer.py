@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from agentrl.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -45,9 +48,17 @@ def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[
     return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
-def learning_rate(base: float, warmup_steps: int, step: int) -> float:
-    """Rate of step `step` (from 0): rises linearly over `warmup_steps` steps, then stays at `base`."""
-    return base * min(1.0, (step + 1) / (warmup_steps + 1))
+def learning_rate(learner: LearnerConfig, steps: int, step: int) -> float:
+    """Rate of step `step` (from 0) of `steps`: rises linearly over `warmup_steps` steps, then follows `lr_schedule`."""
+    warmup = learner.warmup_steps
+    if step < warmup:
+        return learner.lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, steps - warmup)  # below 1: the last step still learns
+    if learner.lr_schedule == "linear":
+        return learner.lr * (1.0 - done)
+    if learner.lr_schedule == "cosine":
+        return learner.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+    return learner.lr
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

@@ -43,7 +43,7 @@ class Updater:
             passes.append(self._optimize(part, micro_batches, proximal))
         wall_s = time.perf_counter() - start
         metrics = _batch_metrics(batch)
-        metrics["lr"] = learning_rate(self._learner.lr, self._learner.warmup_steps, batch.step)
+        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, batch.step)
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_set_aside"] = sum(1.0 - made.pop("applied") for made in passes)
         for name in sorted({name for made in passes for name in made}):
