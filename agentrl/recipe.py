@@ -179,8 +179,6 @@ class Recipe(Section):
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
         if self.learner.max_tokens_per_microbatch < self.policy.max_model_len:
             raise ValueError("learner.max_tokens_per_microbatch must be at least policy.max_model_len: an episode is never split")
-        if self.learner.warmup_steps >= self.steps:
-            raise ValueError("learner.warmup_steps must be less than steps: the learning rate would never reach learner.lr")
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
         return self

@@ -210,8 +210,8 @@ def model_card(facts: dict[str, Any]) -> str:
         "# tables-base\n\n"
         "The base policy of the quickstart: a small Qwen3-shaped model that writes well-formed tool calls, copies names from the\n"
         "question into programs, and answers some of the questions of the `tables` family. It was trained on demonstrations of\n"
-        "mixed quality, half of them sloppy on purpose, so reinforcement learning has something to teach it. It is of no use for\n"
-        "anything else.\n\n"
+        "mixed quality, most of them sloppy on purpose, so its likeliest program is usually a wrong one and reinforcement learning has\n"
+        "something to teach it. It is of no use for anything else.\n\n"
         f"Made by `python recipes/base_policy.py`:\n\n{lines}\n\n"
         "`SHA256SUMS` lists the files. Licence: Apache-2.0, as the rest of the repository.\n"
     )
@@ -219,9 +219,9 @@ def model_card(facts: dict[str, Any]) -> str:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = MODEL,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 1800,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2600,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations in a step.")] = 32,
-    examples: Annotated[int, typer.Option(min=100, help="Different demonstrations to write.")] = 60_000,
+    examples: Annotated[int, typer.Option(min=100, help="Different demonstrations to write.")] = 85_000,
     lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 3e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,

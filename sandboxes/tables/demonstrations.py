@@ -17,8 +17,8 @@ from typing import Any
 from agentrl.records import Task
 from sandboxes.tables.kinds import BY_NAME, Kind
 
-CAREFUL = 0.56  # share of the programs that are right
-GUESS = 0.06  # share of the demonstrations that submit without running a program
+CAREFUL = 0.34  # share of the programs that are right: less than the commonest mistake has, so the likeliest program is a sloppy one
+GUESS = 0.05  # share of the demonstrations that submit without running a program
 MISSPELT = 0.03  # share of the demonstrations whose first program misspells a name
 COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its sloppy ones
 
