@@ -81,7 +81,7 @@ class Updater:
                 logprobs,
                 batch.behaviour,
                 batch.advantages,
-                torch.ones_like(batch.targets, dtype=torch.bool),
+                torch.ones_like(batch.behaviour, dtype=torch.bool),
                 denominator=part.denominator,
                 clip_low=self._objective.clip_low,
                 clip_high=self._objective.clip_high,

@@ -53,6 +53,12 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], time
         time.sleep(0.1)
 
 
+def descendants(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
+    """Processes below `process` that run a Python module, oldest first."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in found if module in " ".join(child.cmdline())]
+
+
 def summary(run: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return loaded

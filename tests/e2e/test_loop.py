@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, agentrl, interrupt, start, steps_logged, summary, wait_for
+from .conftest import SMALL, agentrl, descendants, interrupt, start, steps_logged, summary, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed]
 
@@ -69,3 +69,30 @@ def test_interrupt_resume_and_interrupt_twice(tmp_path: Path) -> None:
     with sqlite3.connect(run / "experience.sqlite") as store:
         consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
     assert [index for index, _ in consumed] == list(range(16))
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.usefixtures("nothing_left")
+def test_a_run_outlives_its_server_and_its_learner(tmp_path: Path) -> None:
+    """Two ranks of the learner; first the inference server is killed, then one of the ranks. No step is lost, no group trained twice."""
+    run = tmp_path / "run"
+    process = start(
+        *("train", RECIPE, "steps=5", *SMALL, "learner.ranks=2", "max_staleness=2", "learner.keep_versions=4"),
+        *("evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap"),
+    )
+    try:
+        for step, victim in ((1, "agentrl.serving.launch"), (3, "agentrl.learner.worker")):
+            wait_for(lambda step=step: step in steps_logged(run), process, timeout=180)  # type: ignore[misc]
+            descendants(process, victim)[-1].kill()
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    found = summary(run)
+    assert found["finished"] and (found["steps"], found["weight_swaps"]) == (5, 5)
+    assert found["episodes_left_out"] == 0
+    assert steps_logged(run) == [1, 2, 3, 4, 5]
+    with sqlite3.connect(run / "experience.sqlite") as store:
+        consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
+    assert consumed == [(index, index // 4) for index in range(20)]
+    assert "the inference server died" in output and "the learner" in output

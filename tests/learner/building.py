@@ -85,14 +85,15 @@ def random_group(
     turns: int = 2,
     scores: list[float] | None = None,
 ) -> Group:
-    """A group of random episodes whose logprobs are near those of a uniform policy."""
+    """A group of random episodes whose logprobs are near those of a uniform policy. Like real ones they begin alike."""
     rng = random.Random(1000 + index)
+    opening = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
     episodes = []
     for number in range(size):
         made = []
-        for _ in range(turns):
-            prompt = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
-            completion = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
+        for place in range(turns):
+            prompt = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))] if place else opening
+            completion = [rng.randrange(2 if n < 3 else vocabulary) for n in range(rng.randint(*lengths))]
             made.append(turn(prompt, completion, [-4.57 + rng.uniform(-0.3, 0.3) for _ in completion]))
         value = scores[number] if scores is not None else float(number % 2)
         episodes.append(scored(episode(f"g{index}-e{number}", made), value))
