@@ -12,7 +12,7 @@ from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
-from agentrl.serving import FileWeightChannel, TokenClient, VLLMServer
+from agentrl.serving import FileWeightChannel, TokenClient, UnsentError, VLLMServer
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,20 @@ class ServedPolicy:
         self._ready.set()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        try:
-            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            raise ServingError("the inference server did not come back") from None
-        assert self._client is not None, "the gate opens after start()"
-        return await self._client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        while True:
+            try:
+                async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                raise ServingError("the inference server did not come back") from None
+            client = self._client
+            assert client is not None, "the gate opens after start()"
+            try:
+                return await client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            except UnsentError:
+                if client is self._client:
+                    raise
+                # Sent to a server that was stopped meanwhile, and never received: the one after it gets the request.
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Takes a published version into the running server; the old one serves on unless the probe agrees.

@@ -42,6 +42,8 @@ class ControlPlane:
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The decoded JSON of a 200 answer (None when empty). Raises `ServingError`, with `UnsentError` when surely not received."""
+        if self._http.is_closed:
+            raise UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._http.request(method, path, json=json, params=params, headers=headers)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -55,8 +56,11 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], time
 
 def descendants(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
     """Processes below `process` that run a Python module, oldest first."""
-    found = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in found if module in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # gone, or a zombie: programs of sandboxes come and go
+            found += [child] if module in " ".join(child.cmdline()) else []
+    return found
 
 
 def summary(run: Path) -> dict[str, Any]:
