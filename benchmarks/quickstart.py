@@ -40,6 +40,7 @@ class Outcome:
     wall_s: float
     peak_gib: float
     summary: dict[str, Any]
+    rewards: tuple[float, ...]  # mean reward of each step's training episodes
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> Outcome:
@@ -53,7 +54,9 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> Outcome:
         outcome.write_text(json.dumps({"wall_s": wall_s, "peak_gib": peak, "resumed": bool(resume)}))
     measured = json.loads(outcome.read_text())
     summary = json.loads((folder / "summary.json").read_text())
-    return Outcome(seed=seed, wall_s=measured["wall_s"], peak_gib=measured["peak_gib"], summary=summary)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = tuple(line["reward_mean"] for line in lines if "reward_mean" in line)
+    return Outcome(seed=seed, wall_s=measured["wall_s"], peak_gib=measured["peak_gib"], summary=summary, rewards=rewards)
 
 
 def timed(command: list[str]) -> tuple[float, float]:
@@ -96,6 +99,8 @@ def table(outcomes: list[Outcome]) -> str:
         "held-out after",
         "real before",
         "real after",
+        "reward, first 3 steps",
+        "last 3 steps",
         "minutes",
         "peak GiB",
         "stall ms p50",
@@ -109,6 +114,8 @@ def table(outcomes: list[Outcome]) -> str:
             rate(o.summary, "heldout_after"),
             rate(o.summary, "heldout_real_before"),
             rate(o.summary, "heldout_real_after"),
+            f"{statistics.fmean(o.rewards[:3]):.2f}",
+            f"{statistics.fmean(o.rewards[-3:]):.2f}",
             f"{o.wall_s / 60:.1f}",
             f"{o.peak_gib:.1f}",
             f"{o.summary['swap_stall_ms_p50']:.0f}",
@@ -120,6 +127,8 @@ def table(outcomes: list[Outcome]) -> str:
     keys = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
     columns: list[Callable[[Outcome], float]] = [
         *(lambda o, k=k: o.summary[k]["value"] for k in keys),
+        lambda o: statistics.fmean(o.rewards[:3]),
+        lambda o: statistics.fmean(o.rewards[-3:]),
         lambda o: o.wall_s / 60,
         lambda o: o.peak_gib,
     ]
@@ -149,7 +158,8 @@ def main() -> None:
         [
             "# Quickstart results",
             f"Command: `{command}`. Machine: {machine}; sandbox: {backend}. {versions}.",
-            "Each cell is the success rate on held-out tasks with its 95% Wilson interval; one sampled attempt a task.",
+            "Before and after are success rates on held-out tasks with 95% Wilson intervals, one greedy attempt a task. Rewards are the mean "
+            "over training episodes, sampled at temperature 1.",
             table(outcomes),
             TARGETS,
         ]

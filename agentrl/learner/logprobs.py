@@ -13,7 +13,7 @@ from agentrl.errors import UserError
 from agentrl.learner.forest import lay_out
 from agentrl.learner.forest_attention import ForestLayout
 
-LOGITS_AT_ONCE = 2**27  # float32 logits alive at a time: 512 MiB, and a few times that in the backward pass
+LOGITS_AT_ONCE = 2**25  # float32 logits alive at a time: 128 MiB, and a few times that in the backward pass
 
 
 class TokenScorer(nn.Module):

@@ -1,0 +1,395 @@
+"""One learner update on this machine: ours (forests of shared prefixes), TRL's GRPOTrainer and a padded plain loop, side by side.
+
+    python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--out docs/learner-results.md]
+
+The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is
+not. Contenders take turns within each repetition. TRL runs with what is fastest here: no reference model, one batch when it fits,
+its fused output head. Every contender gets its samples sorted and batched the way that pads least. Gradients are compared before
+anything is timed: the figures mean nothing unless all three compute the same update. Last comes the memory of the output head
+at a vocabulary of 151,936, each way in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from agentrl.learner.forest_attention import register
+from agentrl.learner.logprobs import LOGITS_AT_ONCE, LogprobHead, TokenScorer
+from agentrl.learner.packing import micro_batch, plan
+from agentrl.objective.losses import policy_loss
+from agentrl.records import Sample
+from agentrl.testing.tiny_model import make_tokenizer
+
+CPU = torch.device("cpu")
+VOCABULARY = 640
+SIZES = {"small": (128, 4, 4, 2, 384), "base": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, mlp
+BUDGET = 16_384  # tokens of one forward pass, padding included
+HEAD = {"vocabulary": 151_936, "hidden": 1024, "tokens": 4096}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Samples of one update and what to call them."""
+
+    name: str
+    samples: tuple[Sample, ...]
+
+    @property
+    def trained(self) -> int:
+        return sum(sum(sample.loss_mask) for sample in self.samples)
+
+
+def sample(name: str, prompt: Sequence[int], rest: Sequence[tuple[bool, Sequence[int]]], rng: random.Random) -> Sample:
+    """A prompt, then stretches of tokens that the policy sampled (True) or a tool wrote."""
+    ids, mask = list(prompt), [False] * len(prompt)
+    for sampled, tokens in rest:
+        ids += tokens
+        mask += [sampled] * len(tokens)
+    advantage = rng.choice([-1.0, 1.0])
+    return Sample(
+        episode_id=name,
+        group_index=0,
+        token_ids=tuple(ids),
+        loss_mask=tuple(mask),
+        logprobs=tuple(-6.4 if on else 0.0 for on in mask),
+        advantages=tuple(advantage if on else 0.0 for on in mask),
+        versions=tuple(0 if on else -1 for on in mask),
+    )
+
+
+def words(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(10, VOCABULARY) for _ in range(count)]
+
+
+def cases(seed: int) -> list[Case]:
+    rng = random.Random(seed)
+    prompt = words(rng, 512)
+    group = tuple(sample(f"g{n}", prompt, [(True, words(rng, 128))], rng) for n in range(8))
+    agents = []
+    for g in range(16):  # a group of the quickstart's size: short prompt, program, output, answer; nothing else in common
+        short = words(rng, rng.randint(60, 90))
+        for n in range(8):
+            turns = [(True, words(rng, rng.randint(40, 70))), (False, words(rng, 15)), (True, words(rng, rng.randint(15, 25)))]
+            agents.append(sample(f"a{g}-{n}", short, turns, rng))
+    history, tree = words(rng, 1024), []
+    for a in range(8):  # one long history, forked twice
+        fork = [(True, words(rng, 48)), (False, words(rng, 16))]
+        tree += [sample(f"t{a}-{b}", history, [*fork, (True, words(rng, 64))], rng) for b in range(8)]
+    apart = tuple(sample(f"s{n}", words(rng, rng.randint(64, 512)), [(True, words(rng, rng.randint(16, 256)))], rng) for n in range(32))
+    return [
+        Case(name="group of 8, prompt 512, answers 128", samples=group),
+        Case(name="16 groups of 8, two turns", samples=tuple(agents)),
+        Case(name="tree of 64 branches, history 1024", samples=tuple(tree)),
+        Case(name="32 samples, nothing shared", samples=apart),
+    ]
+
+
+def make_model(size: str, attention: str) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, heads, kv_heads, mlp = SIZES[size]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=mlp,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        attn_implementation=attention,
+    )
+    return Qwen3ForCausalLM(config).train()
+
+
+def by_length(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Batches of similar length with at most `BUDGET` padded tokens."""
+    batches: list[list[Sample]] = []
+    for one in sorted(samples, key=lambda one: -len(one.token_ids)):
+        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].token_ids) <= BUDGET:
+            batches[-1].append(one)
+        else:
+            batches.append([one])
+    return batches
+
+
+class Ours:
+    """The learner's own path."""
+
+    name = "agentrl"
+
+    def __init__(self, size: str) -> None:
+        self.model = make_model(size, register())
+        self.scorer = TokenScorer(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+
+    def tokens(self, case: Case) -> int:
+        rows = plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
+        return sum(micro_batch(some, CPU).input_ids.numel() for some in rows)
+
+    def backward(self, case: Case) -> None:
+        for rows in plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET):
+            batch = micro_batch(rows, CPU)
+            logprobs, entropy = self.scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+            surrogate(logprobs[batch.expand], batch.behaviour, batch.advantages, case.trained, entropy[batch.expand]).backward()
+
+
+class Padded:
+    """The plain loop: rows padded on the right, logits of every position."""
+
+    name = "padded loop"
+
+    def __init__(self, size: str) -> None:
+        self.model = make_model(size, "sdpa")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+
+    def tokens(self, case: Case) -> int:
+        return sum(len(rows) * len(rows[0].token_ids) for rows in by_length(case.samples))
+
+    def backward(self, case: Case) -> None:
+        for rows in by_length(case.samples):
+            ids, mask, behaviour, advantages = padded(rows, 0)
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            logprobs = logits.gather(-1, ids[:, 1:, None]).squeeze(-1)
+            keep = mask[:, 1:]
+            surrogate(logprobs[keep], behaviour[:, 1:][keep], advantages[:, 1:][keep], case.trained, None).backward()
+
+
+class Trl:
+    """GRPOTrainer's own loss and backward pass, on batches of the shape that it makes: prompts padded left, completions right."""
+
+    name = "TRL GRPOTrainer"
+
+    def __init__(self, size: str) -> None:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        self.model = make_model(size, "sdpa")
+        self._folder = tempfile.TemporaryDirectory()
+        arguments = GRPOConfig(
+            output_dir=self._folder.name,
+            per_device_train_batch_size=8,
+            num_generations=8,
+            beta=0.0,
+            epsilon=0.2,
+            epsilon_high=0.2,
+            loss_type="bnpo",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            learning_rate=0.0,
+        )
+        self.trainer = GRPOTrainer(
+            model=self.model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": "a"}] * 8),
+            processing_class=make_tokenizer(),
+        )
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
+
+    def tokens(self, case: Case) -> int:
+        return sum(
+            self._inputs(rows)["prompt_ids"].numel() + self._inputs(rows)["completion_ids"].numel() for rows in by_length(case.samples)
+        )
+
+    def backward(self, case: Case) -> None:
+        for rows in by_length(case.samples):
+            inputs = self._inputs(rows)
+            share = (inputs["completion_mask"] * inputs["tool_mask"]).sum() / case.trained  # its loss is a mean over the batch
+            (self.trainer.compute_loss(self.trainer.model, inputs) * share).backward()
+
+    def _inputs(self, rows: Sequence[Sample]) -> dict[str, Tensor]:
+        starts = [row.loss_mask.index(True) for row in rows]
+        ids = [torch.tensor(row.token_ids) for row in rows]
+        left, right = max(starts), max(len(row.token_ids) - start for row, start in zip(rows, starts, strict=True))
+        made = {
+            "prompt_ids": torch.zeros(len(rows), left, dtype=torch.long),
+            "completion_ids": torch.zeros(len(rows), right, dtype=torch.long),
+        }
+        made |= {name.replace("ids", "mask"): torch.zeros_like(tensor) for name, tensor in made.items()}
+        made["tool_mask"] = torch.zeros_like(made["completion_ids"])
+        made["old_per_token_logps"] = torch.zeros(len(rows), right)
+        for n, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            length = len(row.token_ids) - start
+            made["prompt_ids"][n, left - start :] = ids[n][:start]
+            made["prompt_mask"][n, left - start :] = 1
+            made["completion_ids"][n, :length] = ids[n][start:]
+            made["completion_mask"][n, :length] = 1
+            made["tool_mask"][n, :length] = torch.tensor(row.loss_mask[start:]).long()
+            made["old_per_token_logps"][n, :length] = torch.tensor(row.logprobs[start:])
+        made["advantages"] = torch.tensor([row.advantages[start] for row, start in zip(rows, starts, strict=True)])
+        return made
+
+
+def padded(rows: Sequence[Sample], fill: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    width = max(len(row.token_ids) for row in rows)
+    ids = torch.full((len(rows), width), fill)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    behaviour, advantages = torch.zeros(len(rows), width), torch.zeros(len(rows), width)
+    for n, row in enumerate(rows):
+        length = len(row.token_ids)
+        ids[n, :length] = torch.tensor(row.token_ids)
+        mask[n, :length] = torch.tensor(row.loss_mask)
+        behaviour[n, :length] = torch.tensor(row.logprobs)
+        advantages[n, :length] = torch.tensor(row.advantages)
+    return ids, mask, behaviour, advantages
+
+
+def surrogate(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, trained: int, entropy: Tensor | None) -> Tensor:
+    everything = torch.ones_like(behaviour, dtype=torch.bool)
+    return policy_loss(
+        logprobs, behaviour, advantages, everything, denominator=trained, clip_low=0.2, clip_high=0.2, is_cap=1e9, entropy=entropy
+    ).loss
+
+
+def bound(case: Case, size: str) -> float:
+    """How many times fewer floating-point operations our update needs than the padded loop's, from the shapes alone."""
+    hidden, layers, heads, kv_heads, mlp = SIZES[size]
+    width = hidden // heads
+    per_token = layers * (hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * mlp)
+    per_pair = layers * 2 * heads * width
+    rows = plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
+    batches = [micro_batch(some, CPU) for some in rows]
+    pairs = sum(int((batch.layout.positions + 1).sum()) for batch in batches)
+    ours = (
+        sum(b.input_ids.numel() for b in batches) * per_token
+        + pairs * per_pair
+        + sum(b.targets.numel() for b in batches) * hidden * VOCABULARY
+    )
+    theirs = 0
+    for batch in by_length(case.samples):
+        b, t = len(batch), len(batch[0].token_ids)
+        theirs += b * t * (per_token + hidden * VOCABULARY) + b * t * (t + 1) // 2 * per_pair
+    return theirs / ours
+
+
+def once(contender: Any, case: Case) -> float:
+    start = time.perf_counter()
+    contender.backward(case)
+    contender.optimizer.step()
+    seconds = time.perf_counter() - start
+    contender.optimizer.zero_grad()
+    return seconds
+
+
+def gradient(contender: Any, case: Case) -> Tensor:
+    contender.optimizer.zero_grad()
+    contender.backward(case)
+    flat = torch.cat([parameter.grad.flatten() for parameter in contender.model.parameters()])
+    contender.optimizer.zero_grad()
+    return flat
+
+
+def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
+    for case in made:
+        found = [gradient(contender, case) for contender in contenders]
+        for contender, other in zip(contenders[1:], found[1:], strict=True):
+            gap = ((other - found[0]).norm() / found[0].norm()).item()
+            if gap > 1e-4:
+                raise SystemExit(f"{case.name}: the gradient of {contender.name} differs from ours by {gap:.2g}")
+
+
+def table(size: str, repeat: int) -> str:
+    contenders: list[Any] = [Ours(size), Trl(size), Padded(size)]
+    made = cases(0)
+    check_same_update(contenders, made)
+    lines = [
+        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours | FLOP bound | reached |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in made:
+        times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        for contender in contenders:
+            once(contender, case)
+        for _ in range(repeat):
+            for contender in contenders:
+                times[contender.name].append(once(contender, case))
+        for contender in contenders:
+            values = times[contender.name]
+            median = statistics.median(values)
+            ratio = statistics.median(theirs / mine for theirs, mine in zip(values, times[contenders[0].name], strict=True))
+            limit = bound(case, size) if contender.name == "padded loop" else None
+            shown = (f"{limit:.2f}", f"{ratio / limit:.0%}") if limit else ("", "")
+            spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
+            first = case.name if contender is contenders[0] else ""
+            line = [first, contender.name, f"{contender.tokens(case):,}", spread, f"{case.trained / median:,.0f}", f"{ratio:.2f}", *shown]
+            lines.append("| " + " | ".join(line) + " |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+def head_peak(kind: str) -> None:
+    """Prints by how many MiB scoring and its backward pass raise this process's peak memory. Runs alone, in its own process."""
+    torch.manual_seed(0)
+    weight = nn.Linear(HEAD["hidden"], HEAD["vocabulary"], bias=False)
+    weight.weight.grad = torch.zeros_like(weight.weight)
+    hidden = torch.randn(HEAD["tokens"], HEAD["hidden"], requires_grad=True)
+    targets = torch.randint(HEAD["vocabulary"], (HEAD["tokens"],))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if kind == "chunked":
+        logprobs, _ = LogprobHead(weight, LOGITS_AT_ONCE)(hidden, targets, 1.0)
+    else:
+        logprobs = F.linear(hidden, weight.weight).float().log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+    logprobs.sum().backward()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def head_table() -> str:
+    peaks = {}
+    for kind in ("full", "chunked"):
+        command = [sys.executable, __file__, "--head", kind]
+        peaks[kind] = float(subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout)
+    shape = f"{HEAD['tokens']:,} tokens, vocabulary {HEAD['vocabulary']:,}, hidden {HEAD['hidden']:,}, float32"
+    return (
+        f"Peak memory of the output head's forward and backward pass ({shape}), above weights and their gradient: "
+        f"full logits {peaks['full']:,.0f} MiB, chunked {peaks['chunked']:,.0f} MiB, {peaks['full'] / peaks['chunked']:.1f} times less."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--size", choices=list(SIZES), nargs="+", default=list(SIZES))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.head:
+        head_peak(options.head)
+        return
+    parts = [
+        f"## Model `{size}`\n\nHidden, layers, heads, key heads, MLP: {SIZES[size]}.\n\n{table(size, options.repeat)}"
+        for size in options.size
+    ]
+    text = "\n\n".join([*parts, f"## Memory\n\n{head_table()}"])
+    command = f"python benchmarks/learner.py --repeat {options.repeat} --size {' '.join(options.size)} --threads {options.threads}"
+    page = f"# One learner update, side by side\n\nCommand: `{command}`. Float32; {os.cpu_count()} cores.\n\n{text}\n"
+    print(page)
+    if options.out:
+        options.out.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
