@@ -31,6 +31,12 @@ TARGETS = (
     "<= 10 minutes; < 8 GiB; stall <= 250 ms; probe <= 1e-3."
 )
 
+MEANING = (
+    "Read the rise for what it is: the base policy was shown a right program in one demonstration of three, so it samples right "
+    "programs now and then, but its likeliest one is wrong. Training makes the right one the likeliest; it teaches no program "
+    "that the policy never saw."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -158,10 +164,11 @@ def main() -> None:
         [
             "# Quickstart results",
             f"Command: `{command}`. Machine: {machine}; sandbox: {backend}. {versions}.",
-            "Before and after are success rates on held-out tasks with 95% Wilson intervals, one greedy attempt a task. Rewards are the mean "
-            "over training episodes, sampled at temperature 1.",
+            "Before and after are success rates on held-out tasks with 95% Wilson intervals, one greedy attempt a task. Rewards are "
+            "the mean over training episodes, sampled at temperature 1.",
             table(outcomes),
             TARGETS,
+            MEANING,
         ]
     )
     print(text)
