@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 VOCABULARY = 640
 SIZES = {"small": (128, 4, 4, 2, 384), "base": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, mlp
 BUDGET = 16_384  # tokens of one forward pass, padding included
-HEAD = {"vocabulary": 151_936, "hidden": 1024, "tokens": 4096}
+HEAD = {"vocabulary": 151_936, "hidden": 1024, "tokens": 8192}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +343,6 @@ def head_peak(kind: str) -> None:
     """Prints by how many MiB scoring and its backward pass raise this process's peak memory. Runs alone, in its own process."""
     torch.manual_seed(0)
     weight = nn.Linear(HEAD["hidden"], HEAD["vocabulary"], bias=False)
-    weight.weight.grad = torch.zeros_like(weight.weight)
     hidden = torch.randn(HEAD["tokens"], HEAD["hidden"], requires_grad=True)
     targets = torch.randint(HEAD["vocabulary"], (HEAD["tokens"],))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -362,7 +361,7 @@ def head_table() -> str:
         peaks[kind] = float(subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ).stdout)
     shape = f"{HEAD['tokens']:,} tokens, vocabulary {HEAD['vocabulary']:,}, hidden {HEAD['hidden']:,}, float32"
     return (
-        f"Peak memory of the output head's forward and backward pass ({shape}), above weights and their gradient: "
+        f"Peak memory of the output head's forward and backward pass ({shape}), above weights and inputs: "
         f"full logits {peaks['full']:,.0f} MiB, chunked {peaks['chunked']:,.0f} MiB, {peaks['full'] / peaks['chunked']:.1f} times less."
     )
 

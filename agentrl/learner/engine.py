@@ -53,7 +53,7 @@ class PolicyEngine:
         return self.scorer.lm
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] at the sampling temperature, with gradient, and entropies [N]."""
+        """Logprobs [N] and entropies [N] at the sampling temperature, both with gradient."""
         logprobs, entropy = self.deepspeed(batch.input_ids, batch.layout, batch.positions, batch.targets, self.temperature)
         return logprobs[batch.expand], entropy[batch.expand]
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from agentrl.errors import UserError
 from agentrl.learner.forest import lay_out
@@ -19,8 +18,8 @@ LOGITS_AT_ONCE = 2**25  # float32 logits alive at a time: 128 MiB, and a few tim
 class TokenScorer(nn.Module):
     """A causal language model that answers logprobs of chosen tokens instead of logits of all.
 
-    Only the positions that are asked for go through the output head, in chunks; with more than one chunk the logits are computed
-    again in the backward pass. This module, not the model, is what DeepSpeed wraps: the head's weight is a parameter of the
+    Only the positions that are asked for go through the output head, in chunks; with more than one chunk the logits are never kept
+    but computed again in the backward pass. This module, not the model, is what DeepSpeed wraps: the head's weight is a parameter of the
     module that uses it, so ZeRO-3 gathers it there once, however many chunks each rank needs.
     """
 
@@ -32,7 +31,7 @@ class TokenScorer(nn.Module):
     def forward(
         self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] and entropies [N, no gradient] in nats of the softmax of logits / temperature; float32, or float64 as the model.
+        """Logprobs [N] and entropies [N] in nats of the softmax of logits / temperature; float32, or float64 as the model.
 
         Args:
             input_ids: [1, T] tokens of a forest of sequences.
@@ -55,24 +54,67 @@ class LogprobHead(nn.Module):
         self.rows = max(1, logits_at_once // linear.weight.shape[0])
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        if len(hidden) <= self.rows:
-            return self._score(hidden, targets, temperature)
-        logprobs, entropies = [], []
-        for part, wanted in zip(torch.split(hidden, self.rows), torch.split(targets, self.rows), strict=True):
-            scored = checkpoint(self._score, part, wanted, temperature, use_reentrant=False)
-            logprobs.append(scored[0])
-            entropies.append(scored[1])
-        return torch.cat(logprobs), torch.cat(entropies)
+        """Logprobs [N] of `targets` and entropies [N], both with gradient."""
+        if len(hidden) > self.rows:
+            logprobs, entropy = _Chunked.apply(hidden, self.weight, self.bias, targets, temperature, self.rows)
+            return logprobs, entropy
+        logp = _log_softmax(hidden, self.weight, self.bias, temperature)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, self.weight, self.bias)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        logp = logits.log_softmax(-1)
-        with torch.no_grad():
-            entropy = -(logp.exp() * logp).sum(-1)
-        return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
+
+class _Chunked(torch.autograd.Function):
+    """Some rows at a time, forward and backward: no more than a few times `rows` x vocabulary floats are ever alive.
+
+    With z the logits over temperature, p = softmax(z) and H its entropy,
+
+        d logprob / d z_j = [j = target] - p_j        d H / d z_j = -p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = [], []
+        for part, wanted in zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True):
+            logp = _log_softmax(part, weight, bias, temperature)
+            logprobs.append(logp.gather(-1, wanted[:, None]).squeeze(-1))
+            entropies.append(-(logp.exp().mul_(logp)).sum(-1))
+        entropy = torch.cat(entropies)
+        ctx.save_for_backward(hidden, targets, entropy)
+        ctx.weight, ctx.bias = weight, bias  # as they are then: ZeRO-3 frees a parameter's memory and gathers it again
+        ctx.temperature, ctx.rows = temperature, rows
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, targets, entropy = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros(weight.shape, dtype=gradients[0].dtype, device=weight.device)
+        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=gradients[0].dtype, device=bias.device)
+        for start in range(0, len(hidden), ctx.rows):
+            at = slice(start, start + ctx.rows)
+            logp = _log_softmax(hidden[at], weight, bias, ctx.temperature)
+            to_logprob, to_entropy = (gradient[at, None] for gradient in gradients)
+            slope = logp.exp()
+            logp.add_(entropy[at, None]).mul_(to_entropy).add_(to_logprob)
+            slope.mul_(logp).neg_().scatter_add_(1, targets[at, None], to_logprob).div_(ctx.temperature)
+            if to_bias is not None:
+                to_bias.add_(slope.sum(0))
+            if weight.dtype == slope.dtype:
+                to_weight.addmm_(slope.T, hidden[at])
+            else:  # products in the model's bfloat16, as everywhere else in it; only their sum over chunks in float32
+                slope = slope.to(weight.dtype)
+                to_weight.add_(slope.T @ hidden[at])
+            to_hidden[at] = slope @ weight
+        return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(bias.dtype), None, None, None
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """[N, V] in float32, or float64 for a float64 model."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
 
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:

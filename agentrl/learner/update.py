@@ -87,7 +87,7 @@ class Updater:
                 clip_high=self._objective.clip_high,
                 is_cap=self._objective.is_cap,
                 proximal=centre,
-                entropy=entropy,
+                entropy=entropy.detach(),
             )
             self.engine.backward(result.loss)
             sums[:-1] += result.sums
