@@ -1,0 +1,160 @@
+"""Learner updates on one GPU: tokens per second and model FLOPs utilization (MFU), packed and as forests of shared prefixes.
+
+    python benchmarks/gpu/learner_mfu.py [--size 0.6b 1.7b 4b] [--length 8192 32768] [--repeat 5]
+
+Random weights in the shape of the published Qwen3 models, bfloat16, layers recomputed in the backward pass, no optimizer step
+(it is timed on its own). Two batches of `--tokens` tokens: `packed` holds samples of `--length` tokens that share nothing; `forest`
+holds groups of 8 that share half of it. MFU counts the operations that the mathematics needs: 6 per weight and token and 12 per
+query-key pair, head width and layer (causal pairs only), recomputation not included, over the card's peak for dense bfloat16.
+The first pass compiles FlexAttention and is not timed. `--device cpu --size tiny` runs the same code where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from agentrl.learner.forest_attention import register
+from agentrl.learner.logprobs import TokenScorer, check_scorer
+from agentrl.learner.packing import MicroBatch, micro_batch
+from agentrl.objective.losses import policy_loss
+from agentrl.records import Sample
+
+SIZES = {  # hidden, layers, heads, key heads, head width, mlp, vocabulary: as in the published Qwen3 configurations
+    "0.6b": (1024, 28, 16, 8, 128, 3072, 151_936),
+    "1.7b": (2048, 28, 16, 8, 128, 6144, 151_936),
+    "4b": (2560, 36, 32, 8, 128, 9728, 151_936),
+    "tiny": (64, 2, 4, 2, 16, 128, 512),
+}
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16 operations per second, from the data sheets
+
+
+def make_model(size: str, device: str) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, heads, kv_heads, width, mlp, vocabulary = SIZES[size]
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width,
+        intermediate_size=mlp,
+        tie_word_embeddings=True,
+        max_position_embeddings=65_536,
+        attn_implementation=register(),
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def samples(kind: str, tokens: int, length: int, vocabulary: int) -> list[Sample]:
+    rng = random.Random(0)
+    made: list[Sample] = []
+    prompt: list[int] = []
+    for number in range(max(1, tokens // length)):
+        if number % 8 == 0 or kind == "packed":
+            prompt = [rng.randrange(vocabulary) for _ in range(length // 2)]
+        ids = (*prompt, *(rng.randrange(vocabulary) for _ in range(length - len(prompt))))
+        mask = tuple(at >= len(prompt) for at in range(length))
+        advantage = rng.choice([-1.0, 1.0])
+        made.append(
+            Sample(
+                episode_id=str(number),
+                group_index=number // 8,
+                token_ids=ids,
+                loss_mask=mask,
+                logprobs=tuple(-11.0 if on else 0.0 for on in mask),
+                advantages=tuple(advantage if on else 0.0 for on in mask),
+                versions=tuple(0 if on else -1 for on in mask),
+            )
+        )
+    return made
+
+
+def operations(size: str, batch: MicroBatch) -> float:
+    """Floating-point operations that forward and backward pass of a batch need."""
+    hidden, layers, heads, kv_heads, width, mlp, vocabulary = SIZES[size]
+    weights = layers * (hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * mlp)
+    pairs = int((batch.layout.positions + 1).sum())
+    return 6.0 * (batch.input_ids.numel() * weights + batch.targets.numel() * hidden * vocabulary) + 12.0 * pairs * layers * heads * width
+
+
+def update(scorer: TokenScorer, batch: MicroBatch) -> None:
+    logprobs, entropy = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+    found = logprobs[batch.expand]
+    result = policy_loss(
+        found,
+        batch.behaviour,
+        batch.advantages,
+        torch.ones_like(found, dtype=torch.bool),
+        denominator=len(found),
+        clip_low=0.2,
+        clip_high=0.28,
+        is_cap=2.0,
+        entropy=entropy.detach()[batch.expand],
+    )
+    result.loss.backward()
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(size: str, kind: str, length: int, options: argparse.Namespace, peak: float | None) -> str:
+    model = make_model(size, options.device)
+    scorer = TokenScorer(model)
+    check_scorer(scorer, tolerance=0.15 if options.device == "cuda" else 1e-3)
+    batch = micro_batch(tuple(samples(kind, options.tokens, length, SIZES[size][-1])), torch.device(options.device))
+    update(scorer, batch)
+    seconds = []
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(options.repeat):
+        model.zero_grad()
+        wait(options.device)
+        start = time.perf_counter()
+        update(scorer, batch)
+        wait(options.device)
+        seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else float("nan")
+    mfu = f"{operations(size, batch) / median / peak:.1%}" if peak else "unknown peak"
+    rate = len(batch.expand) / median
+    spread = f"{median:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+    return f"| {size} | {kind} | {length:,} | {batch.input_ids.numel():,} | {spread} | {rate:,.0f} | {mfu} | {memory:.1f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["0.6b", "1.7b", "4b"])
+    parser.add_argument("--length", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens of a batch before prefixes are shared")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU here; --device cpu --size tiny tries the code without one")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    peak = next((value for key, value in PEAK.items() if key in name), None)
+    print(f"{name}, torch {torch.__version__}\n")
+    print("| model | batch | sample length | tokens computed | seconds, median (range) | trained tokens/s | MFU | peak GiB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for size in options.size:
+        for length in options.length:
+            for kind in ("packed", "forest"):
+                print(measure(size, kind, length, options, peak), flush=True)
+
+
+if __name__ == "__main__":
+    main()
