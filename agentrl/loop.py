@@ -20,6 +20,7 @@ from agentrl import measure
 from agentrl.errors import LearnerError
 from agentrl.evaluate import Evaluation, evaluate
 from agentrl.experience import SqliteStore
+from agentrl.gpus import place
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
 from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
@@ -89,6 +90,7 @@ async def train(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool = Fal
 async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, console: bool) -> AsyncIterator[Run]:
     """Checks everything that can be checked, then opens the parts; closes them in reverse order, whatever happens."""
     family = open_family(recipe.tasks, seed=recipe.seed)
+    gpus = place(recipe)
     model = find_model(recipe.policy.model, root)
     chat = load_chat(str(model))
     scorer = TaskScorer()
@@ -107,9 +109,9 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = ServedPolicy(recipe, run_dir, registry)
+        served = ServedPolicy(recipe, run_dir, registry, gpus=gpus.server)
         stack.push_async_callback(served.close)
-        learner = LearnerProcess(run_dir, recipe)
+        learner = LearnerProcess(run_dir, recipe, gpus=gpus.learner)
         stack.push_async_callback(learner.kill)
         yield Run(
             recipe=recipe,
@@ -158,7 +160,7 @@ async def _pipeline(run: Run) -> None:
     if newest.state is VersionState.CANDIDATE:
         run.registry.set_state(newest.number, VersionState.SERVING)
     async with asyncio.TaskGroup() as parts:
-        watcher = parts.create_task(run.served.watch())
+        watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
         if newest.number == 0:
             await _evaluate(run, "before", step=0)
         await _learn(run)

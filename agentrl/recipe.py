@@ -92,7 +92,7 @@ class ServingConfig(Section):
     threads: int = Field(0, ge=0)
     """CPU threads of the engine; 0: all cores (CPU only)."""
     weight_transfer: Literal["file", "nccl"] = "file"
-    """file: safetensors mapped by the server, single machine. nccl: GPU to GPU."""
+    """file: safetensors mapped by the server, single machine. nccl: from the learner's GPUs to another one, the server's."""
     startup_timeout_s: float = Field(600.0, gt=0)
     """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
     request_timeout_s: float = Field(120.0, gt=0)
@@ -173,8 +173,8 @@ class Recipe(Section):
             raise ValueError("rollout.group_size must be at least 2 when objective.normalize_std is true")
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
-        if self.serving.weight_transfer == "nccl":
-            raise ValueError("serving.weight_transfer=nccl is not connected to the training loop yet; use weight_transfer=file")
+        if self.serving.weight_transfer == "nccl" and self.device == "cpu":
+            raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.keep_versions <= self.max_staleness:
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
         if self.learner.max_tokens_per_microbatch < self.policy.max_model_len:

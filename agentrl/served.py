@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from agentrl import codec
 from agentrl.errors import ServingError, SwapError
+from agentrl.learner.process import ANNOUNCEMENT
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
-from agentrl.serving import FileWeightChannel, TokenClient, UnsentError, VLLMServer
+from agentrl.serving import FileWeightChannel, NcclWeightChannel, TokenClient, UnsentError, VLLMServer
 
 log = logging.getLogger(__name__)
 
@@ -26,24 +29,30 @@ class ServedPolicy:
     `version` is the number of the version that answers now. At most `_RESTARTS` restarts in a run; then `ServingError`.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry) -> None:
+    def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry, *, gpus: str | None = None) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None leaves it what the driver has."""
         self.version = -1
         self.restarts = 0
-        self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
+        self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
+        self._announcement = run_dir / ANNOUNCEMENT
+        self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
         self._client: TokenClient | None = None
-        self._channel: FileWeightChannel | None = None
+        self._channel: FileWeightChannel | NcclWeightChannel | None = None
         self._ready = asyncio.Event()
         self._changed = asyncio.Condition()
         self._busy = asyncio.Lock()  # a swap and a restart never overlap
 
     async def start(self, version: PolicyVersion) -> None:
         """Starts a server with the weights of `version` and opens the gate."""
-        server = VLLMServer(recipe=self._recipe, model=self._run_dir / version.folder, version=version.number, run_dir=self._run_dir)
+        model = self._run_dir / version.folder
+        server = VLLMServer(recipe=self._recipe, model=model, version=version.number, run_dir=self._run_dir, gpus=self._gpus)
         self._server = server
         await server.start()
         self._client = TokenClient.for_server(server)
-        self._channel = FileWeightChannel(server, registry_folder=self._run_dir / "versions")
+        kind = NcclWeightChannel if self._nccl else FileWeightChannel
+        self._channel = kind(server, registry_folder=self._run_dir / "versions")
+        self._announce(server.url)
         await self._set_version(version.number)
         self._ready.set()
 
@@ -97,8 +106,11 @@ class ServedPolicy:
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= number)
 
-    async def watch(self) -> None:
-        """Restarts the server when it dies, from the newest version that served; returns only by cancellation or `ServingError`."""
+    async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Restarts the server when it dies, from the newest version that served; returns only by cancellation or `ServingError`.
+
+        `on_loss` is called when NCCL tied the dead server to the learner, which may be stuck in a transfer to it.
+        """
         while True:
             await asyncio.sleep(0.5)
             if self._server is None or await self._server.alive():
@@ -110,6 +122,8 @@ class ServedPolicy:
                     raise ServingError(f"the inference server died {self.restarts} times; see logs/server.log")
                 log.warning("the inference server died; restart %d of at most %d", self.restarts, _RESTARTS)
                 await self._stop()
+                if self._nccl:
+                    await on_loss()
                 version = self._registry.latest(VersionState.SERVING, VersionState.PROMOTED)
                 if version is None:
                     raise ServingError("no policy version to serve")
@@ -119,7 +133,14 @@ class ServedPolicy:
         self._ready.clear()
         await self._stop()
 
+    def _announce(self, url: str) -> None:
+        """Tells the learner where the server is, and that it is a new one."""
+        beside = self._announcement.with_name(f".{self._announcement.name}.part")
+        beside.write_text(json.dumps({"url": url, "start": time.time_ns()}))
+        beside.replace(self._announcement)
+
     async def _stop(self) -> None:
+        self._announcement.unlink(missing_ok=True)
         for part in (self._channel, self._client):
             if part is not None:
                 await part.close()

@@ -22,7 +22,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"recipe", "plugins"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner"}),
-    frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "project", "doctor"}),
+    frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "project", "doctor", "gpus"}),
     frozenset({"cli", "__main__"}),
 )
 SIBLINGS = 3  # the level whose rooms do not know each other

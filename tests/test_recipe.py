@@ -38,9 +38,9 @@ def test_wrong_overrides_name_the_key_and_what_is_allowed(override: str, named: 
         assert text in str(error.value)
 
 
-def test_a_transfer_that_is_not_connected_is_refused_not_ignored() -> None:
-    with pytest.raises(RecipeError, match="nccl is not connected"):
-        apply_overrides(BASE, ["serving.weight_transfer=nccl"])
+def test_a_transfer_between_gpus_is_refused_without_them() -> None:
+    with pytest.raises(RecipeError, match="nccl copies from GPU to GPU"):
+        apply_overrides(BASE, ["serving.weight_transfer=nccl", "device=cpu"])
 
 
 def test_a_saved_recipe_is_read_back_the_same(tmp_path: Path) -> None:

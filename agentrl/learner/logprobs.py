@@ -56,7 +56,7 @@ class LogprobHead(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs [N] of `targets` and entropies [N], both with gradient."""
         if len(hidden) > self.rows:
-            logprobs, entropy = _Chunked.apply(hidden, self.weight, self.bias, targets, temperature, self.rows)
+            logprobs, entropy = _Chunked.apply(hidden, self.weight, self.bias, targets, temperature, self.rows)  # type: ignore[no-untyped-call]
             return logprobs, entropy
         logp = _log_softmax(hidden, self.weight, self.bias, temperature)
         return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from agentrl.errors import LearnerError
 from agentrl.recipe import Recipe
 
+ANNOUNCEMENT = "server.json"  # in the run folder while a server runs: where it is; the learner reads it to send weights over NCCL
 _TAIL_BYTES = 6000  # torchrun's own farewell takes up to half of it
 
 
@@ -22,9 +23,11 @@ class LearnerProcess:
     be called from a thread that lives as long as the learner should (the kernel watches the thread).
     """
 
-    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+    def __init__(self, run_dir: Path, recipe: Recipe, *, gpus: str | None = None) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None leaves them what the driver has."""
         self.run_dir = run_dir
         self.recipe = recipe
+        self.gpus = gpus
         self.log_path = run_dir / "logs" / "learner.log"
         self._process: asyncio.subprocess.Process | None = None
 
@@ -109,6 +112,7 @@ class LearnerProcess:
         threads = learner.threads or max(1, (os.cpu_count() or 1) // learner.ranks)
         return {
             **os.environ,
+            **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             "OMP_NUM_THREADS": str(threads),
             # Server and learner share the cores: threads that spin while they wait were measured to make a step 2 to 9 times longer.
             "OMP_WAIT_POLICY": "PASSIVE",

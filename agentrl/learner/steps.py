@@ -22,6 +22,7 @@ from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
+from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import probe_rows, publish, version_folder
@@ -49,6 +50,7 @@ class Worker:
         self.registry = FolderRegistry(run_dir / "versions")
         self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
         self.updater = Updater(self.engine)
+        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
         self.consumed: dict[int, tuple[int, ...]] = {}
         self.next_step = 0
 
@@ -114,6 +116,8 @@ class Worker:
             rows=meta.probe_rows,
             keep=self.recipe.learner.keep_versions,
         )
+        if self.broadcaster is not None:
+            self.broadcaster.send(meta.step)
 
     def _resume(self) -> None:
         """Loads the newest intact checkpoint and makes the store and the registry agree with it."""
@@ -132,6 +136,8 @@ class Worker:
         if self.ranks.decide(int(missing)) and found is not None:
             log.info("publishing version %d again", self.next_step)
             self._publish(found.meta)
+        elif self.broadcaster is not None and found is not None:
+            self.broadcaster.catch_up(self.next_step)
 
     def _published(self, number: int) -> bool:
         version = self.registry.get(number)

@@ -35,13 +35,17 @@ class VLLMServer:
     its engine when the driver dies, however it dies. `start` must be called from a thread that lives as long as the server.
     """
 
-    def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path) -> None:
-        """`model`: Hugging Face folder of policy version number `version`; `run_dir`: the run folder, holding logs/ and versions/."""
+    def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None) -> None:
+        """`model`: Hugging Face folder of policy version number `version`; `run_dir`: the run folder, holding logs/ and versions/.
+
+        `gpus`: CUDA_VISIBLE_DEVICES of the server; None leaves it what the driver has.
+        """
         self.recipe = recipe
         self.model = model.resolve()
         self.run_dir = run_dir.resolve()
         self.log_path = self.run_dir / "logs" / "server.log"
         self.weights = WeightsInService(version)
+        self._gpus = gpus
         self._process: asyncio.subprocess.Process | None = None
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
@@ -159,7 +163,7 @@ class VLLMServer:
             "PYTHONUNBUFFERED": "1",
         }
         if device != "cpu":
-            return common
+            return common if self._gpus is None else common | {"CUDA_VISIBLE_DEVICES": self._gpus}
         return common | {
             # The worker lives in the engine's process: no second spawn, no shared-memory queue, no polling of it.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

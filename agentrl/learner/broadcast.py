@@ -1,0 +1,120 @@
+"""Published weights on their way to the server over NCCL: connecting to it, and again to the one after it.
+
+The driver announces the server it runs in `server.json` (`agentrl.served`); the file is gone while there is none. A broken
+channel cannot be mended in place, since a member that is lost leaves the others inside a collective: the learner ends with an
+error, is started again from its checkpoint, and brings the server up to date before it goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from agentrl.errors import LearnerError
+from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.process import ANNOUNCEMENT
+from agentrl.recipe import Recipe
+
+log = logging.getLogger("agentrl.learner")
+_POLL_S = 0.1
+_ASK_S = 30.0
+
+
+class Channel(Protocol):
+    """What `agentrl.learner.weight_source.connect` gives."""
+
+    def send_weights(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A running server: where it is, and which of the servers that this run has started."""
+
+    url: str
+    start: int
+
+
+Connect = Callable[[PolicyEngine, Server, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
+
+
+class Broadcaster:
+    """Sends versions from all ranks; every method is a collective. Rank 0 alone talks to the server."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
+        self._announcement = run_dir / ANNOUNCEMENT
+        self._serving = recipe.serving
+        self._engine = engine
+        self._connect = connect or _connect
+        self._start = -1
+        self._client: Any = None
+        self._channel: Channel | None = None
+
+    def send(self, number: int) -> None:
+        """Sends the engine's weights as version `number`; returns when the server has taken them.
+
+        Raises `LearnerError` when there is no server within `serving.startup_timeout_s`, or the transfer fails.
+        """
+        try:
+            channel = self._connected()
+            if self._client is not None:
+                self._client.version = number
+            channel.send_weights()
+        except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
+            raise LearnerError(f"version {number} could not be sent to the server: {type(error).__name__}: {error}") from error
+
+    def catch_up(self, number: int) -> None:
+        """After a restart: sends version `number` unless the server carries it already."""
+        behind = False
+        if self._engine.ranks.first:
+            server = self._server()
+            try:
+                answer = httpx.get(f"{server.url}/weight_info", timeout=_ASK_S, trust_env=False).raise_for_status().json()
+            except (httpx.HTTPError, ValueError) as error:
+                raise LearnerError(f"the server at {server.url} does not say which weights it carries: {error}") from error
+            behind = answer.get("weight_version") != str(number)
+        if self._engine.ranks.decide(int(behind)):
+            log.info("bringing the server to version %d", number)
+            self.send(number)
+
+    def _connected(self) -> Channel:
+        ranks = self._engine.ranks
+        server = self._server() if ranks.first else Server(url="", start=0)
+        start = ranks.decide(server.start)
+        if self._channel is None or start != self._start:
+            self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
+            self._start = start
+        return self._channel
+
+    def _server(self) -> Server:
+        deadline = time.monotonic() + self._serving.startup_timeout_s
+        while True:
+            try:
+                found = json.loads(self._announcement.read_text())
+                return Server(url=str(found["url"]), start=int(found["start"]))
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s") from None
+                time.sleep(_POLL_S)
+
+
+def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[Any, Channel]:
+    from agentrl.learner.weight_source import connect
+    from agentrl.serving.trainer_client import PausedServerClient
+
+    client = PausedServerClient(server.url, timeout_s=timeout_s)
+    channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)
+    return client, channel
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

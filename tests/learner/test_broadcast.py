@@ -1,0 +1,115 @@
+"""How versions reach the server over NCCL: everything but NCCL itself, against a real HTTP server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import LearnerError
+from agentrl.learner.broadcast import Broadcaster, Server
+from agentrl.learner.process import ANNOUNCEMENT
+from tests.learner.building import recipe
+
+
+class OneRank:
+    first = True
+
+    def decide(self, value: int) -> int:
+        return value
+
+
+class Engine:
+    ranks = OneRank()
+
+
+class Weights:
+    """The server's control route and the channel to it; remembers who connected and what was sent."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.carried = "0"
+        self.connected: list[int] = []
+        self.sent: list[int] = []
+        self.broken = False
+
+    def send_weights(self) -> None:
+        if self.broken:
+            raise RuntimeError("NCCL error: remote process exited")
+        self.sent.append(self.version)
+        self.carried = str(self.version)
+
+    def connect(self, engine: Any, server: Server, timeout_s: float) -> tuple[Any, Any]:
+        self.connected.append(server.start)
+        return self, self
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return Weights()
+
+
+@pytest.fixture
+def url(weights: Weights) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"weight_version": weights.carried}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def make(tmp_path: Path, weights: Weights) -> Broadcaster:
+    made = recipe(serving={"startup_timeout_s": 0.3})
+    return Broadcaster(tmp_path, made, Engine(), connect=weights.connect)  # type: ignore[arg-type]
+
+
+def announce(tmp_path: Path, url: str, start: int) -> None:
+    (tmp_path / ANNOUNCEMENT).write_text(json.dumps({"url": url, "start": start}))
+
+
+def test_one_connection_serves_many_versions_and_a_new_server_gets_a_new_one(tmp_path: Path, weights: Weights, url: str) -> None:
+    made = make(tmp_path, weights)
+    announce(tmp_path, url, 11)
+    made.send(1)
+    made.send(2)
+    announce(tmp_path, url, 12)
+    made.send(3)
+    assert (weights.sent, weights.connected) == ([1, 2, 3], [11, 12])
+
+
+def test_catching_up_sends_only_what_the_server_lacks(tmp_path: Path, weights: Weights, url: str) -> None:
+    announce(tmp_path, url, 1)
+    weights.carried = "5"
+    made = make(tmp_path, weights)
+    made.catch_up(5)
+    assert weights.connected == []
+    made.catch_up(6)
+    assert weights.sent == [6]
+
+
+def test_without_a_server_or_with_a_broken_channel_the_learner_says_so(tmp_path: Path, weights: Weights, url: str) -> None:
+    made = make(tmp_path, weights)
+    with pytest.raises(LearnerError, match="no inference server was announced"):
+        made.send(1)
+    announce(tmp_path, url, 1)
+    weights.broken = True
+    with pytest.raises(LearnerError, match="version 1 could not be sent to the server: RuntimeError: NCCL error"):
+        made.send(1)
