@@ -34,10 +34,11 @@ class PolicyEngine:
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         import deepspeed
 
+        self.folder = folder
         self.ranks = ranks
         self.recipe = recipe
         self.temperature = recipe.rollout.temperature
-        self.scorer = TokenScorer(_load(folder, recipe, ranks.device))
+        self.scorer = TokenScorer(load_model(folder, recipe, ranks.device), entropy_gradient=recipe.objective.entropy_coef > 0)
         check_head(self.scorer, tolerance=_HEAD_TOLERANCE[recipe.policy.dtype])
         parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() for parameter in parameters)
@@ -52,9 +53,8 @@ class PolicyEngine:
         return self.scorer.lm
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] at the sampling temperature, with gradient, and entropies [N]."""
-        logprobs, entropy = self.deepspeed(batch.input_ids, batch.positions, batch.targets, self.temperature)
-        return logprobs, entropy
+        """Logprobs [N] at the sampling temperature, with gradient, and entropies [N], with one if the objective has an entropy bonus."""
+        return score(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
         """Logprobs of token t+1 given tokens <= t at temperature 1 for each row, from the current weights."""
@@ -103,7 +103,14 @@ class PolicyEngine:
         return tuple(logprobs.tolist())
 
 
-def _load(folder: Path, recipe: Recipe, device: torch.device) -> Any:
+def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
+    logprobs, entropy = module(batch.input_ids, batch.positions, batch.targets, temperature)
+    return logprobs, entropy
+
+
+def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
+    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, on CUDA with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation="sdpa").to(device)

@@ -22,13 +22,13 @@ class TokenScorer(nn.Module):
     module that uses it, so ZeRO-3 gathers it there once, however many chunks each rank needs.
     """
 
-    def __init__(self, lm: Any, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+    def __init__(self, lm: Any, *, logits_at_once: int = LOGITS_AT_ONCE, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        self.head = LogprobHead(lm.get_output_embeddings(), logits_at_once)
+        self.head = LogprobHead(lm.get_output_embeddings(), logits_at_once, entropy_gradient)
 
     def forward(self, input_ids: Tensor, positions: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Float32 logprobs [N] and entropies [N, no gradient] in nats of the softmax of logits / temperature.
+        """Float32 logprobs [N] and entropies [N, with a gradient if `entropy_gradient`] in nats of the softmax of logits / temperature.
 
         Args:
             input_ids: [B, T], padded on the right.
@@ -43,8 +43,9 @@ class TokenScorer(nn.Module):
 class LogprobHead(nn.Module):
     """The output head followed by log-softmax, chunked. Shares its parameters with the model it was taken from."""
 
-    def __init__(self, linear: nn.Linear, logits_at_once: int) -> None:
+    def __init__(self, linear: nn.Linear, logits_at_once: int, entropy_gradient: bool = False) -> None:
         super().__init__()
+        self.entropy_gradient = entropy_gradient
         self.weight = linear.weight
         self.bias = linear.bias
         self.rows = max(1, logits_at_once // linear.weight.shape[0])
@@ -64,7 +65,7 @@ class LogprobHead(nn.Module):
         if temperature != 1.0:
             logits = logits / temperature
         logp = logits.log_softmax(-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logp.exp() * logp).sum(-1)
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 

@@ -56,16 +56,21 @@ class MicroBatch:
     targets: Tensor  # [N] ids of the trained tokens
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
+    sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
 
 
-def micro_batch(rows: Rows, device: torch.device) -> MicroBatch:
-    """Tensors of some rows. No rows give one row of padding without a trained token: work that changes nothing."""
+def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None) -> MicroBatch:
+    """Tensors of some rows. No rows give one row of padding without a trained token: work that changes nothing.
+
+    `numbers` are the rows' places among the samples of the optimizer step; None counts them from 0.
+    """
     width = max((len(row.token_ids) for row in rows), default=2)
     input_ids = torch.zeros(max(len(rows), 1), width, dtype=torch.long)
     positions: list[int] = []
     targets: list[int] = []
     behaviour: list[float] = []
     advantages: list[float] = []
+    sequence: list[int] = []
     for number, row in enumerate(rows):
         input_ids[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         for t, trained in enumerate(row.loss_mask):
@@ -74,10 +79,12 @@ def micro_batch(rows: Rows, device: torch.device) -> MicroBatch:
                 targets.append(row.token_ids[t])
                 behaviour.append(row.logprobs[t])
                 advantages.append(row.advantages[t])
+                sequence.append(number if numbers is None else numbers[number])
     return MicroBatch(
         input_ids=input_ids.to(device),
         positions=torch.tensor(positions, dtype=torch.long, device=device),
         targets=torch.tensor(targets, dtype=torch.long, device=device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        sequence=torch.tensor(sequence, dtype=torch.long, device=device),
     )
