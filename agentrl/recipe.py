@@ -102,16 +102,84 @@ class ServingConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    advantage: Literal["grpo"] = "grpo"
-    """grpo: (score - group mean) / (group std + eps)."""
-    normalize_std: bool = True
-    """Divide by the group's standard deviation."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Distance below 1 at which the importance ratio is clipped."""
+    """Which algorithm: docs/objectives.md says which settings make which."""
+
+    advantage: Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline"] = "grpo"
+    """Baseline of an episode's score. grpo: its group's mean. rloo: the mean of the rest of its group. reinforce++: the batch's mean.
+    reinforce++-baseline: its group's mean, scaled over the batch."""
+    normalize_std: bool | None = None
+    """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++). None: as the estimator's paper does, which
+    is yes, but for rloo."""
+    turn_coef: float = Field(0.0, ge=0)
+    """Weight of turn-level advantages, added where verifiers reward single turns (`Score.turn_rewards`)."""
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    """clip: PPO's, ratio by token. gspo: ratio by sequence. cispo: clipped weight, full gradient."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """Distance below 1 at which the importance ratio is clipped; 1: never from below."""
     clip_high: float = Field(0.2, gt=0)
     """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Ratio above which a token with a negative advantage stops contributing (loss=clip)."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """token_mean: every trained token counts the same. sequence_mean: every sequence does. constant: each token, whatever the batch's
+    tokens: sum / (sequences * constant_length)."""
+    constant_length: int | None = Field(None, ge=1)
+    """Tokens that aggregation=constant divides by for each sequence. None: policy.max_model_len."""
+    proximal: Literal["auto", "behaviour", "recompute"] = "auto"
+    """What the ratio is taken against. behaviour: the logprobs of sampling. recompute: those of the weights at the start of the step
+    (decoupled). auto: recompute when learner.minibatches is above 1."""
+    correction: Literal["truncate", "mask", "none"] = "truncate"
+    """Importance weights from the behaviour policy to the proximal one. truncate: capped. mask: 0 outside [is_floor, is_cap]. none: 1."""
+    is_level: Literal["token", "sequence"] = "token"
+    """Whether these weights are ratios of tokens or of whole sequences."""
     is_cap: float = Field(2.0, gt=0)
     """Truncated importance sampling: cap on behaviour-policy correction weights."""
+    is_floor: float = Field(0.0, ge=0)
+    """Smallest weight that correction=mask keeps."""
+    staleness_decay: float = Field(1.0, gt=0, le=1)
+    """A token's advantage is multiplied by this for each version it lags behind the learner."""
+    kl: Literal["none", "k1", "k2", "k3", "k1_reward"] = "none"
+    """Estimator of the divergence from version 0: in the loss (k1, k2, k3), or summed over the episode and taken off its score
+    (k1_reward)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of that divergence."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus in the loss."""
+
+    @property
+    def divides_by_std(self) -> bool:
+        return self.advantage != "rloo" if self.normalize_std is None else self.normalize_std
+
+    @property
+    def caps_ratio(self) -> bool:
+        """Whether the ratio that carries the gradient is truncated at `is_cap`, besides the correction weights."""
+        return self.loss != "cispo" and self.correction != "none"
+
+    def recomputes(self, minibatches: int) -> bool:
+        """Whether the proximal policy's logprobs are computed at the start of a step."""
+        return self.proximal == "recompute" or (self.proximal == "auto" and minibatches > 1)
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> ObjectiveConfig:
+        if self.dual_clip is not None and self.loss != "clip":
+            raise ValueError(f"dual_clip does nothing with loss={self.loss}; leave it at None or set loss=clip")
+        if self.caps_ratio and self.dual_clip is not None and self.dual_clip >= self.is_cap:
+            raise ValueError(
+                "dual_clip does nothing at or above is_cap, where the ratio is truncated first; raise is_cap or set correction=none"
+            )
+        if self.caps_ratio and 1.0 + self.clip_high > self.is_cap:
+            raise ValueError("clip_high does nothing when 1 + clip_high exceeds is_cap, where the ratio is truncated first; raise is_cap")
+        if self.constant_length is not None and self.aggregation != "constant":
+            raise ValueError(f"constant_length does nothing with aggregation={self.aggregation}; set aggregation=constant")
+        if self.correction == "none" and (self.is_level == "sequence" or self.is_cap != 2.0):
+            raise ValueError("is_level and is_cap do nothing with correction=none; leave them at their defaults")
+        if self.is_floor and self.correction != "mask":
+            raise ValueError(f"is_floor does nothing with correction={self.correction}; set correction=mask")
+        if self.is_floor >= self.is_cap:
+            raise ValueError("is_floor must be below is_cap: no weight lies between them")
+        if (self.kl == "none") != (self.kl_coef == 0):
+            raise ValueError("kl and kl_coef go together: kl says how the divergence is estimated, kl_coef (above 0) how much it weighs")
+        return self
 
 
 class LearnerConfig(Section):
@@ -169,8 +237,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> Recipe:
-        if self.objective.normalize_std and self.rollout.group_size < 2:
-            raise ValueError("rollout.group_size must be at least 2 when objective.normalize_std is true")
+        if self.objective.advantage != "reinforce++" and self.rollout.group_size < 2:
+            raise ValueError(
+                "rollout.group_size must be at least 2: an attempt alone is its own baseline, whatever objective.normalize_std is;"
+                " only objective.advantage=reinforce++ needs no group"
+            )
+        if self.rollout.group_size * self.rollout.groups_per_step < 2:
+            raise ValueError("rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline")
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
@@ -181,6 +254,20 @@ class Recipe(Section):
             raise ValueError("learner.max_tokens_per_microbatch must be at least policy.max_model_len: an episode is never split")
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_acts(self) -> Recipe:
+        decoupled = self.objective.recomputes(self.learner.minibatches)
+        if not decoupled and (self.objective.correction == "mask" or self.objective.is_level == "sequence"):
+            raise ValueError(
+                "objective.correction=mask and objective.is_level=sequence weigh a proximal policy, and there is none: its logprobs are"
+                " the behaviour policy's; set objective.proximal=recompute"
+            )
+        if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
+            raise ValueError("objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute")
+        if self.objective.staleness_decay < 1 and self.max_staleness == 0:
+            raise ValueError("objective.staleness_decay does nothing with max_staleness=0: no token is ever stale")
         return self
 
 

@@ -242,6 +242,7 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     evidence: str = ""
     reason: str = ""
+    turn_rewards: tuple[tuple[float, ...], ...] = ()  # [trajectory][turn] credit for single turns, beside `value`; empty: none is given
 
     def __post_init__(self) -> None:
         if self.value is None and not self.reason:
@@ -256,6 +257,12 @@ class ScoredEpisode:
 
     episode: Episode
     score: Score
+
+    def __post_init__(self) -> None:
+        turns = tuple(len(trajectory.turns) for trajectory in self.episode.trajectories)
+        rewards = tuple(len(some) for some in self.score.turn_rewards)
+        if rewards and rewards != turns:
+            raise ValueError(f"episode {self.episode.id}: turn rewards for {rewards} turns, but its trajectories have {turns}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

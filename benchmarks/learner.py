@@ -32,13 +32,15 @@ from torch.nn import functional as F
 from agentrl.learner.forest_attention import register
 from agentrl.learner.logprobs import LOGITS_AT_ONCE, LogprobHead, TokenScorer
 from agentrl.learner.packing import micro_batch, plan
-from agentrl.objective.losses import policy_loss
+from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Sample
 from agentrl.testing.tiny_model import make_tokenizer
 
 CPU = torch.device("cpu")
 VOCABULARY = 640
 SIZES = {"small": (128, 4, 4, 2, 384), "base": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, mlp
+OBJECTIVE = ObjectiveConfig(clip_low=0.2, clip_high=0.2, correction="none")  # TRL truncates nothing here
 BUDGET = 16_384  # tokens of one forward pass, padding included
 HEAD = {"vocabulary": 151_936, "hidden": 1024, "tokens": 8192}
 
@@ -149,7 +151,8 @@ class Ours:
         for rows in plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET):
             batch = micro_batch(rows, CPU)
             logprobs, entropy = self.scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
-            surrogate(logprobs[batch.expand], batch.behaviour, batch.advantages, case.trained, entropy[batch.expand]).backward()
+            tokens = (batch.behaviour, batch.advantages, batch.sequence)
+            surrogate(logprobs[batch.expand], tokens, case.trained, entropy[batch.expand]).backward()
 
 
 class Padded:
@@ -170,7 +173,8 @@ class Padded:
             logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
             logprobs = logits.gather(-1, ids[:, 1:, None]).squeeze(-1)
             keep = mask[:, 1:]
-            surrogate(logprobs[keep], behaviour[:, 1:][keep], advantages[:, 1:][keep], case.trained, None).backward()
+            sequence = torch.arange(len(rows))[:, None].expand_as(keep)
+            surrogate(logprobs[keep], (behaviour[:, 1:][keep], advantages[:, 1:][keep], sequence[keep]), case.trained, None).backward()
 
 
 class Trl:
@@ -256,11 +260,11 @@ def padded(rows: Sequence[Sample], fill: int) -> tuple[Tensor, Tensor, Tensor, T
     return ids, mask, behaviour, advantages
 
 
-def surrogate(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, trained: int, entropy: Tensor | None) -> Tensor:
-    everything = torch.ones_like(behaviour, dtype=torch.bool)
-    return policy_loss(
-        logprobs, behaviour, advantages, everything, denominator=trained, clip_low=0.2, clip_high=0.2, is_cap=1e9, entropy=entropy
-    ).loss
+def surrogate(logprobs: Tensor, batch: tuple[Tensor, Tensor, Tensor], trained: int, entropy: Tensor | None) -> Tensor:
+    """The quickstart's loss; `batch` holds behaviour logprobs, advantages and sequence numbers [N]."""
+    behaviour, advantages, sequence = batch
+    tokens = TrainedTokens(logprobs=logprobs, behaviour=behaviour, advantages=advantages, sequence=sequence, entropy=entropy)
+    return policy_loss(tokens, OBJECTIVE, denominator=trained).loss
 
 
 def bound(case: Case, size: str) -> float:

@@ -35,10 +35,11 @@ class PolicyEngine:
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         import deepspeed
 
+        self.folder = folder
         self.ranks = ranks
         self.recipe = recipe
         self.temperature = recipe.rollout.temperature
-        self.scorer = TokenScorer(_load(folder, recipe, ranks.device))
+        self.scorer = TokenScorer(load_model(folder, recipe, ranks.device))
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() for parameter in parameters)
@@ -54,8 +55,7 @@ class PolicyEngine:
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprobs [N] and entropies [N] at the sampling temperature, both with gradient."""
-        logprobs, entropy = self.deepspeed(batch.input_ids, batch.layout, batch.positions, batch.targets, self.temperature)
-        return logprobs[batch.expand], entropy[batch.expand]
+        return score(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
         """Logprobs of token t+1 given tokens <= t at temperature 1 for each row, from the current weights."""
@@ -103,12 +103,18 @@ class PolicyEngine:
         return tuple(logprobs.tolist())
 
 
-def _load(folder: Path, recipe: Recipe, device: torch.device) -> Any:
+def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
+    logprobs, entropy = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature)
+    return logprobs[batch.expand], entropy[batch.expand]
+
+
+def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
+    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, on CUDA with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=forest_attention.register()
-    ).to(device)
+    attention = forest_attention.register()
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=attention).to(device)
     _disable_dropout(lm)
     if device.type == "cuda":
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

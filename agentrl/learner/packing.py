@@ -79,16 +79,22 @@ class MicroBatch:
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
+    sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
 
 
-def micro_batch(rows: Rows, device: torch.device, *, share: bool = True) -> MicroBatch:
-    """Tensors of some samples. No samples give two tokens of which none is trained: work that changes nothing."""
+def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, share: bool = True) -> MicroBatch:
+    """Tensors of some samples. No samples give two tokens of which none is trained: work that changes nothing.
+
+    `numbers` are the samples' places among those of the optimizer step; None counts them from 0.
+    """
     forest = lay_out([row.token_ids for row in rows] or [(0, 0)], share=share)
     behaviour: list[float] = []
     advantages: list[float] = []
-    for row in rows:
+    sequence: list[int] = []
+    for place, row in enumerate(rows):
         behaviour += (value for value, trained in zip(row.logprobs, row.loss_mask, strict=True) if trained)
         advantages += (value for value, trained in zip(row.advantages, row.loss_mask, strict=True) if trained)
+        sequence += [place if numbers is None else numbers[place]] * sum(row.loss_mask)
     positions, targets, expand = _predictions(rows, forest)
     return MicroBatch(
         input_ids=torch.from_numpy(forest.token_ids)[None].to(device),
@@ -98,6 +104,7 @@ def micro_batch(rows: Rows, device: torch.device, *, share: bool = True) -> Micr
         expand=expand.to(device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        sequence=torch.tensor(sequence, dtype=torch.long, device=device),
     )
 
 

@@ -13,6 +13,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import transformers
@@ -28,7 +29,7 @@ from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import probe_rows, publish, version_folder
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.update import Updater
-from agentrl.objective import assemble
+from agentrl.objective import assemble, counted_samples
 from agentrl.recipe import Recipe
 from agentrl.records import Group
 from agentrl.version import FolderRegistry
@@ -72,8 +73,11 @@ class Worker:
     def _step(self, groups: tuple[Group, ...]) -> None:
         start = time.perf_counter()
         step = self.next_step
-        made = assemble(step, groups, self.recipe)
+        penalties = self.updater.penalties(counted_samples(groups)) if self.recipe.objective.kl == "k1_reward" else {}
+        made = assemble(step, groups, self.recipe, penalties=penalties)
         metrics = self.updater.update(made.batch)
+        if penalties:
+            metrics["kl_penalty_mean"] = fmean(penalties.values())
         metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
         self.consumed[step] = made.batch.group_indices

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 import torch
@@ -13,8 +16,21 @@ from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, micro_batch, minibatches, plan
-from agentrl.objective.losses import MAX_NAMES, SUM_NAMES, policy_loss, summarize
+from agentrl.learner.reference import ReferencePolicy
+from agentrl.objective.aggregate import denominator
+from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.kl import sequence_penalty
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, summarize
 from agentrl.records import Batch, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A micro-batch and the logprobs [N] of its tokens under the other policies of the objective."""
+
+    batch: MicroBatch
+    proximal: Tensor | None
+    reference: Tensor | None
 
 
 class Updater:
@@ -28,6 +44,9 @@ class Updater:
         self.bad_in_a_row = bad_in_a_row
         self._objective = engine.recipe.objective
         self._learner = engine.recipe.learner
+        self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
+        uses_reference = self._objective.kl != "none"
+        self._reference = ReferencePolicy(engine.folder, engine.recipe, engine.ranks) if uses_reference else None
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same answer.
@@ -39,8 +58,8 @@ class Updater:
         parts = minibatches(batch, self._learner.minibatches)
         passes: list[dict[str, float]] = []
         prepared = self._prepare(parts)
-        for part, micro_batches, proximal in prepared:
-            passes.append(self._optimize(part, micro_batches, proximal))
+        for part, made in prepared:
+            passes.append(self._optimize(part, made))
         wall_s = time.perf_counter() - start
         metrics = _batch_metrics(batch)
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, batch.step)
@@ -49,46 +68,79 @@ class Updater:
         for name in sorted({name for made in passes for name in made}):
             values = [made[name] for made in passes if name in made]
             metrics[name] = max(values) if name.endswith("_max") else fmean(values)
-        mine = sum(one.input_ids.numel() for _, made, _ in prepared for one in made)
+        mine = sum(one.batch.input_ids.numel() for _, made in prepared for one in made)
         metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
         return metrics
 
-    def _prepare(self, parts: list[Batch]) -> list[tuple[Batch, list[MicroBatch], list[Tensor | None]]]:
-        """Micro-batches and, when the batch makes several optimizer steps, the logprobs of the weights it starts from."""
+    def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """What `objective.kl=k1_reward` takes off the score of each episode, by id; empty with any other objective. A collective."""
+        if self._objective.kl != "k1_reward":
+            return {}
+        assert self._reference is not None, "a KL term loads the reference"
         ranks = self.engine.ranks
-        prepared = []
-        for part in parts:
-            share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
-            rows: list[Rows] = plan(part.samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
-            made = [micro_batch(some, ranks.device, share=share) for some in rows]
-            proximal: list[Tensor | None] = [self._frozen(one) if len(parts) > 1 else None for one in made]
-            prepared.append((part, made, proximal))
-        return prepared
+        total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
+        for batch in self._micro_batches(samples):
+            total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
+        found: dict[str, float] = defaultdict(float)
+        for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
+            found[sample.episode_id] += self._objective.kl_coef * value
+        return dict(found)
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """This rank's micro-batches; their tokens carry the place of their sample in `samples`."""
+        ranks = self.engine.ranks
+        places = {id(sample): place for place, sample in enumerate(samples)}
+        share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
+        rows: list[Rows] = plan(samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
+        return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share) for some in rows]
+
+    def _prepare(self, parts: list[Batch]) -> list[tuple[Batch, list[Prepared]]]:
+        """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""
+        recomputes = self._recomputes(len(parts))
+        in_loss = self._reference if self._objective.kl != "k1_reward" else None
+        return [
+            (
+                part,
+                [
+                    Prepared(
+                        batch=batch,
+                        proximal=self._frozen(batch) if recomputes else None,
+                        reference=None if in_loss is None else in_loss.logprobs(batch),
+                    )
+                    for batch in self._micro_batches(part.samples)
+                ],
+            )
+            for part in parts
+        ]
+
+    def _recomputes(self, parts: int) -> bool:
+        """A batch that turns out to make a single optimizer step needs no proximal policy, unless the correction weighs one."""
+        needed = self._objective.correction == "mask" or self._objective.is_level == "sequence"
+        return self._objective.recomputes(self._learner.minibatches if needed else parts)
 
     @torch.no_grad()
     def _frozen(self, batch: MicroBatch) -> Tensor:
         return self.engine.logprobs(batch)[0]
 
-    def _optimize(self, part: Batch, micro_batches: list[MicroBatch], proximal: list[Tensor | None]) -> dict[str, float]:
+    def _optimize(self, part: Batch, micro_batches: list[Prepared]) -> dict[str, float]:
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 1, dtype=torch.float64, device=ranks.device)
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
-        for batch, centre in zip(micro_batches, proximal, strict=True):
-            logprobs, entropy = self.engine.logprobs(batch)
-            result = policy_loss(
-                logprobs,
-                batch.behaviour,
-                batch.advantages,
-                torch.ones_like(batch.behaviour, dtype=torch.bool),
-                denominator=part.denominator,
-                clip_low=self._objective.clip_low,
-                clip_high=self._objective.clip_high,
-                is_cap=self._objective.is_cap,
-                proximal=centre,
-                entropy=entropy.detach(),
+        total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
+        for one in micro_batches:
+            logprobs, entropy = self.engine.logprobs(one.batch)
+            tokens = TrainedTokens(
+                logprobs=logprobs,
+                behaviour=one.batch.behaviour,
+                advantages=one.batch.advantages,
+                sequence=one.batch.sequence,
+                proximal=one.proximal,
+                reference=one.reference,
+                entropy=entropy,
             )
+            result = policy_loss(tokens, self._objective, denominator=total_weight)
             self.engine.backward(result.loss)
             sums[:-1] += result.sums
             sums[-1] += result.loss.detach()
@@ -96,7 +148,8 @@ class Updater:
         applied, norm = self.engine.step(part.step)
         self._count(applied, part.step)
         total = ranks.sum(sums)
-        metrics = {**summarize(total[:-1], ranks.max(maxima)), "loss": total[-1].item(), "grad_norm": norm}
+        with_reference = self._objective.kl in ("k1", "k2", "k3")
+        metrics = {**summarize(total[:-1], ranks.max(maxima), with_reference=with_reference), "loss": total[-1].item(), "grad_norm": norm}
         return {name: value for name, value in metrics.items() if math.isfinite(value)} | {"applied": float(applied)}
 
     def _count(self, applied: bool, step: int) -> None:

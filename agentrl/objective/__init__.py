@@ -1,9 +1,10 @@
 """Advantages and losses as pure functions. The only room that knows an algorithm's name.
 
-`agentrl.objective.losses` needs torch and is imported by itself; this face needs nothing heavy.
+The modules that hold tensors (`combined`, `losses`, `corrections`, `kl`, `aggregate`, `gae`, `metrics`) need torch and are imported
+by themselves; this face needs nothing heavy.
 """
 
-from agentrl.objective.advantages import GroupAdvantages, group_advantages
-from agentrl.objective.samples import Assembled, assemble, build_batch
+from agentrl.objective.advantages import GroupAdvantages, batch_advantages, group_advantages
+from agentrl.objective.samples import Assembled, assemble, build_batch, counted_samples
 
-__all__ = ["Assembled", "GroupAdvantages", "assemble", "build_batch", "group_advantages"]
+__all__ = ["Assembled", "GroupAdvantages", "assemble", "batch_advantages", "build_batch", "counted_samples", "group_advantages"]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from agentrl.objective.advantages import group_advantages
-from agentrl.recipe import Recipe
+from agentrl.errors import RecipeError
+from agentrl.objective.advantages import GroupAdvantages, batch_advantages
+from agentrl.objective.staleness import staleness_weight
+from agentrl.objective.turns import turn_advantages
+from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
 
 
@@ -28,18 +31,26 @@ def build_batch(step: int, groups: Sequence[Group], recipe: Recipe) -> Batch:
     return assemble(step, groups, recipe).batch
 
 
-def assemble(step: int, groups: Sequence[Group], recipe: Recipe) -> Assembled:
+def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
     """One sample per trajectory of every episode that counts, and the reason for each group that gave none.
 
     A group with a score or logprob that is not a finite number, or with a trajectory that starts without a prompt, is set aside
-    whole: half a group would shift its baseline. `Batch.group_indices` holds all the groups, those set aside included, because
-    the step consumes them.
+    whole, before any mean is taken: half a group would shift its baseline. `Batch.group_indices` holds all the groups, those set
+    aside included, because the step consumes them.
+
+    Args:
+        penalties: taken off the score of the episode with that id; see `counted_samples`.
+
+    Raises:
+        RecipeError: `objective.turn_coef` asks for turn rewards that an episode's score does not have.
     """
+    dropped = {group.index: reason for group in groups if (reason := _unfit(group))}
+    fit = [group for group in groups if group.index not in dropped]
     samples: list[Sample] = []
-    dropped: dict[int, str] = {}
-    for group in groups:
-        found, reason = _group_samples(group, recipe)
-        samples.extend(found)
+    advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
+    for group, found in zip(fit, advantages, strict=True):
+        made, reason = _group_samples(group, found, recipe.objective, step)
+        samples.extend(made)
         if reason:
             dropped[group.index] = reason
     batch = Batch(
@@ -51,21 +62,58 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe) -> Assembled:
     return Assembled(batch=batch, dropped=dropped)
 
 
-def _group_samples(group: Group, recipe: Recipe) -> tuple[list[Sample], str]:
-    advantages = group_advantages(group, normalize_std=recipe.objective.normalize_std, min_group_size=recipe.rollout.min_group_size)
-    if not advantages.useful:
-        return [], advantages.dropped
-    samples: list[Sample] = []
-    for scored, advantage in zip(group.episodes, advantages.values, strict=True):
-        if advantage is None:
+def counted_samples(groups: Sequence[Group]) -> tuple[Sample, ...]:
+    """The token sequences of every episode that counts, with advantages of zero: what a penalty on scores is computed from."""
+    return tuple(
+        _sample(scored.episode.id, group.index, trajectory, [0.0] * len(trajectory.turns))
+        for group in groups
+        if not _unfit(group)
+        for scored in group.scored
+        for trajectory in scored.episode.trajectories
+        if any(turn.completion_ids for turn in trajectory.turns)
+    )
+
+
+def _unfit(group: Group) -> str:
+    """Why none of the group's tokens can be trained, whatever its scores are; empty when they can."""
+    for scored in group.scored:
+        if not all(math.isfinite(reward) for line in scored.score.turn_rewards for reward in line):
+            return "non_finite_score"
+        if reason := _fault(scored.episode):
+            return f"{reason} in episode {scored.episode.id}"
+    return "" if not group.scored or any(scored.episode.completion_tokens for scored in group.scored) else "no_sampled_token"
+
+
+def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveConfig, step: int) -> tuple[list[Sample], str]:
+    """Samples of a group, or the reason why it has none. Turn rewards can make a group useful whose scores are all equal."""
+    turns = _turn_parts(group, objective) if not found.dropped or found.dropped == "all_equal" else {}
+    if not found.useful and not any(value for lines in turns.values() for line in lines for value in line):
+        return [], found.dropped
+    samples = []
+    for scored, value in zip(group.episodes, found.values, strict=True):
+        if scored.episode.left_out or scored.score.value is None:
             continue
-        reason = _fault(scored.episode)
-        if reason:
-            return [], f"{reason} in episode {scored.episode.id}"
-        for trajectory in scored.episode.trajectories:
+        for number, trajectory in enumerate(scored.episode.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
-                samples.append(_sample(scored.episode.id, group.index, trajectory, advantage))
+                credit = turns[scored.episode.id][number] if turns else [0.0] * len(trajectory.turns)
+                advantages = [(value or 0.0) + objective.turn_coef * part for part in credit]
+                sample = _sample(scored.episode.id, group.index, trajectory, advantages)
+                samples.append(_aged(sample, step, objective.staleness_decay))
     return samples, "" if samples else "no_sampled_token"
+
+
+def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
+    """Episode id -> turn-level advantages [trajectory][turn]; empty when the recipe asks for none."""
+    if not objective.turn_coef:
+        return {}
+    for scored in group.scored:
+        if not scored.score.turn_rewards:
+            raise RecipeError(
+                f"objective.turn_coef={objective.turn_coef:g}, but the score of episode {scored.episode.id} has no turn rewards",
+                fix="return Score(turn_rewards=...) from the verifier (docs/verifiers.md), or set objective.turn_coef=0",
+            )
+    parts = turn_advantages([scored.score.turn_rewards for scored in group.scored], normalize_std=objective.divides_by_std)
+    return {scored.episode.id: part for scored, part in zip(group.scored, parts, strict=True)}
 
 
 def _fault(episode: Episode) -> str:
@@ -77,16 +125,19 @@ def _fault(episode: Episode) -> str:
     return ""
 
 
-def _sample(episode_id: str, group_index: int, trajectory: Trajectory, advantage: float) -> Sample:
+def _sample(episode_id: str, group_index: int, trajectory: Trajectory, credit: Sequence[float]) -> Sample:
+    """The turns end to end; `credit` is the advantage of each turn's sampled tokens."""
     token_ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    for turn in trajectory.turns:
+    advantages: list[float] = []
+    for turn, advantage in zip(trajectory.turns, credit, strict=True):
         given, sampled = len(turn.prompt_ids), len(turn.completion_ids)
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
         mask += [False] * given + [True] * sampled
         logprobs += [0.0] * given + list(turn.logprobs)
+        advantages += [0.0] * given + [advantage] * sampled
         versions += [-1] * given
         for span in turn.versions:
             versions += [span.version] * (span.end - span.start)
@@ -96,6 +147,14 @@ def _sample(episode_id: str, group_index: int, trajectory: Trajectory, advantage
         token_ids=tuple(token_ids),
         loss_mask=tuple(mask),
         logprobs=tuple(logprobs),
-        advantages=tuple(advantage if trained else 0.0 for trained in mask),
+        advantages=tuple(advantages),
         versions=tuple(versions),
     )
+
+
+def _aged(sample: Sample, step: int, decay: float) -> Sample:
+    """Advantages of stale tokens scaled down. Every surrogate is proportional to its advantage, so this weighs the token's loss."""
+    if decay == 1.0:
+        return sample
+    weights = [staleness_weight(step - version, decay) if version >= 0 else 0.0 for version in sample.versions]
+    return replace(sample, advantages=tuple(value * weight for value, weight in zip(sample.advantages, weights, strict=True)))

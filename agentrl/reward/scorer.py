@@ -43,7 +43,7 @@ class TaskScorer:
             parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
         total = sum(score.value for score in scores.values() if score.value is not None)
         evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
-        return Score(value=total / len(scores), parts=parts, evidence=evidence)
+        return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         try:
@@ -56,4 +56,13 @@ class TaskScorer:
             return Score(value=None, reason=f"verifier raised {type(error).__name__}: {error}"[:2000])
         if not isinstance(score, Score):
             return Score(value=None, reason=f"verifier gave {type(score).__name__}, not a Score")
+        turns = [len(trajectory.turns) for trajectory in episode.trajectories]
+        if score.turn_rewards and [len(rewards) for rewards in score.turn_rewards] != turns:
+            return Score(value=None, reason=f"verifier's turn rewards do not fit the episode's turns {turns}")
         return score
+
+
+def _mean_turns(scores: Sequence[Score]) -> tuple[tuple[float, ...], ...]:
+    """The mean over verifiers, as for values; a verifier that rewards no turn counts as zeros. Empty when none does."""
+    given = [score.turn_rewards for score in scores if score.turn_rewards]
+    return tuple(tuple(sum(turn) / len(scores) for turn in zip(*lines, strict=True)) for lines in zip(*given, strict=True))

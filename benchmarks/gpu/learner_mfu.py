@@ -22,7 +22,8 @@ import torch
 from agentrl.learner.forest_attention import register
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.packing import MicroBatch, micro_batch
-from agentrl.objective.losses import policy_loss
+from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Sample
 
 SIZES = {  # hidden, layers, heads, key heads, head width, mlp, vocabulary: as in the published Qwen3 configurations
@@ -91,18 +92,14 @@ def operations(size: str, batch: MicroBatch) -> float:
 
 def update(scorer: TokenScorer, batch: MicroBatch) -> None:
     logprobs, entropy = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
-    found = logprobs[batch.expand]
-    result = policy_loss(
-        found,
-        batch.behaviour,
-        batch.advantages,
-        torch.ones_like(found, dtype=torch.bool),
-        denominator=len(found),
-        clip_low=0.2,
-        clip_high=0.28,
-        is_cap=2.0,
-        entropy=entropy.detach()[batch.expand],
+    tokens = TrainedTokens(
+        logprobs=logprobs[batch.expand],
+        behaviour=batch.behaviour,
+        advantages=batch.advantages,
+        sequence=batch.sequence,
+        entropy=entropy[batch.expand],
     )
+    result = policy_loss(tokens, ObjectiveConfig(clip_high=0.28), denominator=len(batch.expand))
     result.loss.backward()
 
 

@@ -1,0 +1,32 @@
+"""The reference policy: a frozen copy of the weights the run began with, which a KL term keeps the policy near to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from agentrl.learner.engine import load_model, score
+from agentrl.learner.logprobs import TokenScorer
+from agentrl.learner.packing import MicroBatch
+from agentrl.learner.ranks import Ranks
+from agentrl.recipe import Recipe
+
+
+class ReferencePolicy:
+    """Version 0, whole on every rank, without optimizer or gradient. Costs the memory of the weights; no collective.
+
+    Args:
+        folder: Hugging Face folder of version 0.
+        recipe: `policy.dtype` and `rollout.temperature` are used.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
+        self._temperature = recipe.rollout.temperature
+        self._scorer = TokenScorer(load_model(folder, recipe, ranks.device)).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Logprobs [N] of the batch's trained tokens at the sampling temperature."""
+        return score(self._scorer, batch, self._temperature)[0]

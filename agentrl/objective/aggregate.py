@@ -1,0 +1,68 @@
+"""From per-token losses to one number, with one denominator for the whole optimizer step.
+
+    loss = sum_t c_t l_t / D
+
+The weights c_t need only the token's own sequence and D is known before the first micro-batch, so micro-batches and ranks add up to
+exactly what one big batch gives. A sequence is never split over micro-batches.
+
+| aggregation | c_t | D | |
+| --- | --- | --- | --- |
+| token_mean | 1 | trained tokens | every token counts the same: DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8 |
+| sequence_mean | 1 / tokens of the sequence | sequences | every sequence counts the same: GRPO, arXiv:2402.03300, eq. 3 |
+| constant | 1 | sequences * length | no length bias in either direction: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.records import Sample
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Which tokens of a micro-batch belong together."""
+
+    index: Tensor  # [N] int64 in [0, S): the token's sequence
+    tokens: Tensor  # [S] int64: trained tokens of each sequence
+
+    @classmethod
+    def of(cls, sequence: Tensor) -> Segments:
+        """From any numbering [N] of sequences."""
+        _, index, tokens = torch.unique(sequence, return_inverse=True, return_counts=True)
+        return cls(index=index, tokens=tokens)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over each token's sequence, float64 [N]; constant."""
+        added = torch.zeros(len(self.tokens), dtype=torch.float64, device=values.device)
+        return added.index_add_(0, self.index, values.detach().double())[self.index]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over each token's sequence, float64 [N]; constant."""
+        return self.sum(values) / self.tokens[self.index]
+
+
+def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dtype) -> Tensor:
+    """c_t, [N]."""
+    if aggregation == "sequence_mean":
+        return segments.tokens[segments.index].to(dtype).reciprocal()
+    return torch.ones_like(segments.index, dtype=dtype)
+
+
+def denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
+    """D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
+
+    0.0 for a batch without a trained token, which is no step to make.
+    """
+    counts = [sum(sample.loss_mask) for sample in samples]
+    sequences = sum(count > 0 for count in counts)
+    if aggregation == "token_mean":
+        return float(sum(counts))
+    return float(sequences if aggregation == "sequence_mean" else sequences * length)

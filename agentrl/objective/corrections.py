@@ -1,0 +1,46 @@
+"""Off-policy correction: constant weights for tokens that another policy (older, or the server's arithmetic) sampled.
+
+The decoupled objective (Hilton et al. 2022, arXiv:2110.00641; for language models Fu et al. 2025, arXiv:2505.24298) clips around a
+proximal policy pi_prox, the weights at the start of the step, and multiplies each token's surrogate by a weight that stands for
+pi_prox / mu, with mu the behaviour policy. This module makes that weight.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from agentrl.objective.aggregate import Segments
+
+Correction = Literal["truncate", "mask", "none"]
+Level = Literal["token", "sequence"]
+
+
+def importance_weights(
+    log_ratio: Tensor, segments: Segments, *, correction: Correction, level: Level, cap: float, floor: float
+) -> tuple[Tensor, Tensor]:
+    """Weights [N] without gradient, and where the ratio was cut.
+
+    With rho_t = pi_prox / mu of the token (`level` token) or the product of them over its sequence (`level` sequence):
+
+        truncate:  w = min(rho, cap)                     biased a little, variance bounded
+        mask:      w = rho if floor <= rho <= cap else 0     what is too far off teaches nothing
+        none:      w = 1                                 no correction
+
+    Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
+    Between server and learner, at both levels: Yao et al. 2025, fengyao.notion.site/off-policy-rl; Liu et al. 2025,
+    yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda.
+
+    Args:
+        log_ratio: [N] log pi_prox - log mu.
+    """
+    if correction == "none":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    whole = log_ratio.detach() if level == "token" else segments.sum(log_ratio).to(log_ratio.dtype)
+    ratio = whole.exp()
+    if correction == "truncate":
+        return ratio.clamp(max=cap), ratio > cap
+    outside = (ratio > cap) | (ratio < floor)
+    return ratio.masked_fill(outside, 0.0), outside

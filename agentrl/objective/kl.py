@@ -1,0 +1,47 @@
+"""The divergence from a reference policy, estimated from sampled tokens. d = log pi - log pi_ref, in nats.
+
+Estimators: Schulman 2020 (joschu.net/blog/kl-approx.html). All arguments are [N], sampled tokens only.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d: unbiased, of either sign. As a loss its expected gradient on tokens of pi itself is zero; use it in the reward."""
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """d^2 / 2: biased, never negative; the expected gradient on tokens of pi itself is that of KL(pi || pi_ref)."""
+    return 0.5 * (logprobs - reference).square()
+
+
+def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased and never negative; the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4)."""
+    gap = reference - logprobs
+    return gap.exp() - 1.0 - gap
+
+
+def kl_term(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Per-token estimates [N] by the estimator of that name; the gradient goes through `logprobs` only."""
+    return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs, reference.detach())
+
+
+def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """k1 summed over each sequence, float64 [count]: what `objective.kl=k1_reward` takes off the score, times its coefficient.
+
+        s'_i = s_i - coef * sum_t (log mu(y_t) - log pi_ref(y_t))
+
+    with mu the policy that sampled. Ouyang et al. 2022, arXiv:2203.02155; RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 4.
+
+    Args:
+        sequence: [N] number of each token's sequence, in [0, count).
+    """
+    gap = k1(behaviour.double(), reference.double())
+    return gap.new_zeros(count).index_add_(0, sequence, gap)
