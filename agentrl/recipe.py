@@ -104,12 +104,12 @@ class ServingConfig(Section):
 class ObjectiveConfig(Section):
     """Which algorithm: docs/objectives.md says which settings make which."""
 
-    advantage: Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline"] = "grpo"
+    advantage: Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
     """Baseline of an episode's score. grpo: its group's mean. rloo: the mean of the rest of its group. reinforce++: the batch's mean.
-    reinforce++-baseline: its group's mean, scaled over the batch."""
+    reinforce++-baseline: its group's mean, scaled over the batch. gae: a critic's values, token by token (PPO; needs `critic`)."""
     normalize_std: bool | None = None
-    """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++). None: as the estimator's paper does, which
-    is yes, but for rloo."""
+    """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++, gae). None: as the estimator's paper does,
+    which is yes, but for rloo."""
     turn_coef: float = Field(0.0, ge=0)
     """Weight of turn-level advantages, added where verifiers reward single turns (`Score.turn_rewards`)."""
     loss: Literal["clip", "gspo", "cispo"] = "clip"
@@ -182,6 +182,21 @@ class ObjectiveConfig(Section):
         return self
 
 
+class CriticConfig(Section):
+    """The value model of `objective.advantage=gae`: its own weights, started from the policy's, in the learner's processes."""
+
+    lr: float = Field(1e-3, gt=0)
+    """Learning rate of its AdamW, at its highest; everything else about its optimizer is the learner's."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one sampled token to the next; tool output takes no time."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which only the critic learns."""
+
+
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
     """Learning rate of AdamW, at its highest."""
@@ -233,14 +248,16 @@ class Recipe(Section):
     sandbox: SandboxConfig = SandboxConfig()
     serving: ServingConfig = ServingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    critic: CriticConfig | None = None
+    """With objective.advantage=gae only."""
     learner: LearnerConfig = LearnerConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> Recipe:
-        if self.objective.advantage != "reinforce++" and self.rollout.group_size < 2:
+        if self.objective.advantage not in ("reinforce++", "gae") and self.rollout.group_size < 2:
             raise ValueError(
                 "rollout.group_size must be at least 2: an attempt alone is its own baseline, whatever objective.normalize_std is;"
-                " only objective.advantage=reinforce++ needs no group"
+                " only objective.advantage=reinforce++ and gae need no group"
             )
         if self.rollout.group_size * self.rollout.groups_per_step < 2:
             raise ValueError("rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline")
@@ -266,6 +283,10 @@ class Recipe(Section):
             )
         if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
             raise ValueError("objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute")
+        if (self.objective.advantage == "gae") != (self.critic is not None):
+            raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(...), or choose another advantage")
+        if self.critic is not None and self.objective.staleness_decay < 1:
+            raise ValueError("objective.staleness_decay does nothing with objective.advantage=gae: a critic makes its advantages later")
         if self.objective.staleness_decay < 1 and self.max_staleness == 0:
             raise ValueError("objective.staleness_decay does nothing with max_staleness=0: no token is ever stale")
         return self

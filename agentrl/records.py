@@ -289,7 +289,7 @@ class Sample:
     token_ids: tuple[int, ...]  # [T]
     loss_mask: tuple[bool, ...]  # [T] True where the policy sampled the token
     logprobs: tuple[float, ...]  # [T] behaviour logprobs, 0.0 where masked
-    advantages: tuple[float, ...]  # [T] 0.0 where masked
+    advantages: tuple[float, ...]  # [T] 0.0 where masked; with a critic: rewards, of which the learner makes advantages
     versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
 
     def __post_init__(self) -> None:

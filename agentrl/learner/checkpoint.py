@@ -1,6 +1,7 @@
 """Checkpoints of the learner: `checkpoints/000012/` is everything needed to make update 13 as if nothing had happened.
 
     state/         DeepSpeed's files, one set per rank: weights, float32 masters, optimizer moments
+    critic/        the same of the critic, where there is one
     rng_00.pt      random state of rank 0, and so on
     meta.json      `CheckpointMeta`
     manifest.json  sha256 of every other file; written last
@@ -22,12 +23,13 @@ import torch
 
 from agentrl import codec
 from agentrl.errors import LearnerError
+from agentrl.learner.critic import Critic
 from agentrl.learner.durable import commit_folder, part_folder
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.ranks import Ranks
 from agentrl.version import folder_manifest
 
-_MANIFEST, _META, _STATE = "manifest.json", "meta.json", "state"
+_MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "critic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Checkpoint:
     meta: CheckpointMeta
 
 
-def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int) -> Path:
+def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None) -> Path:
     """Writes `root/000012` durably, then removes all but the newest `keep`. All ranks call it. Returns the folder.
 
     Raises `LearnerError` when the disk refuses; the checkpoints that were there stay.
@@ -64,6 +66,8 @@ def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int) -
             part_folder(final)
         ranks.barrier()
         engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False)
+        if critic is not None:
+            critic.deepspeed.save_checkpoint(str(part), tag=_CRITIC, save_latest=False)
         torch.save(_random_state(ranks), part / _rng_name(ranks.rank))
         ranks.barrier()
         if ranks.first:
@@ -92,7 +96,7 @@ def newest(root: Path) -> Checkpoint | None:
     return None
 
 
-def restore(checkpoint: Checkpoint, engine: PolicyEngine) -> None:
+def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
     """Loads weights, optimizer and random state. All ranks call it.
 
     Raises `LearnerError` when the checkpoint was written by another number of ranks or another ZeRO stage: its shards do not fit.
@@ -104,10 +108,16 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine) -> None:
             f"checkpoint {checkpoint.folder} was written with learner.ranks={meta.ranks} and learner.zero_stage={meta.zero_stage},"
             f" the recipe says {here[0]} and {here[1]}; resume with the former"
         )
-    loaded, _ = engine.deepspeed.load_checkpoint(str(checkpoint.folder), tag=_STATE)
-    if loaded is None:
-        raise LearnerError(f"DeepSpeed found nothing to load in {checkpoint.folder}")
+    _load(engine.deepspeed, checkpoint.folder, _STATE)
+    if critic is not None:
+        _load(critic.deepspeed, checkpoint.folder, _CRITIC)
     _set_random_state(torch.load(checkpoint.folder / _rng_name(ranks.rank), weights_only=False), ranks)
+
+
+def _load(engine: Any, folder: Path, tag: str) -> None:
+    loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
+    if loaded is None:
+        raise LearnerError(f"DeepSpeed found nothing to load in {folder / tag}")
 
 
 def _folders(root: Path) -> list[Path]:

@@ -43,9 +43,9 @@ class PolicyEngine:
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() for parameter in parameters)
-        self.optimizer = _optimizer(parameters, recipe)
+        self.optimizer = make_optimizer(parameters, recipe)
         self.deepspeed, *_ = deepspeed.initialize(
-            model=self.scorer, optimizer=self.optimizer, config=_config(recipe, ranks, size), dist_init_required=False
+            model=self.scorer, optimizer=self.optimizer, config=deepspeed_config(recipe, ranks, size), dist_init_required=False
         )
 
     @property
@@ -71,14 +71,7 @@ class PolicyEngine:
         Returns whether it was applied, and its global norm before clipping. A gradient that is not finite is not applied: weights
         and optimizer state stay as they were.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe.learner, self.recipe.steps, number)
-        self.deepspeed.step()
-        if isinstance(self.optimizer, GuardedAdamW):
-            norm = self.optimizer.grad_norm
-        else:
-            norm = math.nan if self.deepspeed.optimizer.overflow else float(self.deepspeed.get_global_grad_norm())
-        return math.isfinite(norm), norm
+        return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self.recipe.learner, self.recipe.steps, number))
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Name, local tensor and full shape of every parameter, in the model's own order; tied ones once, under their first name."""
@@ -109,6 +102,18 @@ def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, T
     return logprobs[batch.expand], entropy[batch.expand]
 
 
+def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float) -> tuple[bool, float]:
+    """One optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    engine.step()
+    if isinstance(optimizer, GuardedAdamW):
+        norm = optimizer.grad_norm
+    else:
+        norm = math.nan if engine.optimizer.overflow else float(engine.get_global_grad_norm())
+    return math.isfinite(norm), norm
+
+
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, on CUDA with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
@@ -131,7 +136,8 @@ def _disable_dropout(lm: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def _optimizer(parameters: list[Tensor], recipe: Recipe) -> torch.optim.AdamW:
+def make_optimizer(parameters: list[Tensor], recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW that never applies a gradient which is not finite; from ZeRO stage 1 on DeepSpeed sees to that."""
     learner = recipe.learner
     groups = parameter_groups(parameters, learner.weight_decay)
     if _zero_stage(recipe) == 0:
@@ -145,9 +151,10 @@ def _zero_stage(recipe: Recipe) -> int:
     return max(stage, 1) if recipe.policy.dtype == "bfloat16" else stage
 
 
-def _config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
+    """DeepSpeed's settings for a model of `size` parameters."""
     stage = _zero_stage(recipe)
-    bucket = min(size, _BUCKET_ELEMENTS)
+    bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed wants it even
     return {
         # The number of micro-batches varies from step to step: backward() accumulates, step() is the boundary, nothing is counted.
         "managed_gradient_accumulation": False,

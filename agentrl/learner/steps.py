@@ -25,6 +25,7 @@ from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
+from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import probe_rows, publish, version_folder
 from agentrl.learner.ranks import Ranks
@@ -50,7 +51,8 @@ class Worker:
         self.store = SqliteStore(run_dir / "experience.sqlite")
         self.registry = FolderRegistry(run_dir / "versions")
         self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
-        self.updater = Updater(self.engine)
+        self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if recipe.critic else None
+        self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
         self.consumed: dict[int, tuple[int, ...]] = {}
         self.next_step = 0
@@ -95,7 +97,9 @@ class Worker:
             ),
         )
         saving = time.perf_counter()
-        name = checkpoints.save(self.run_dir / "checkpoints", self.engine, meta, keep=self.recipe.learner.keep_checkpoints).name
+        name = checkpoints.save(
+            self.run_dir / "checkpoints", self.engine, meta, keep=self.recipe.learner.keep_checkpoints, critic=self.critic
+        ).name
         publishing = time.perf_counter()
         if self.ranks.first:
             self.store.commit(step, made.batch.group_indices, name)
@@ -127,7 +131,7 @@ class Worker:
         """Loads the newest intact checkpoint and makes the store and the registry agree with it."""
         found = checkpoints.newest(self.run_dir / "checkpoints")
         if found is not None:
-            checkpoints.restore(found, self.engine)
+            checkpoints.restore(found, self.engine, critic=self.critic)
             self.next_step = found.meta.step
             self.consumed = dict(found.meta.consumed)
             self.updater.bad_in_a_row = found.meta.bad_in_a_row

@@ -6,13 +6,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
+from agentrl.learner.critic import Critic, advantage_scale, critic_metrics
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, micro_batch, minibatches, plan
@@ -26,11 +27,16 @@ from agentrl.records import Batch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A micro-batch and the logprobs [N] of its tokens under the other policies of the objective."""
+    """A micro-batch with the logprobs [N] of its tokens under the other policies of the objective, and what a critic makes of them."""
 
     batch: MicroBatch
     proximal: Tensor | None
     reference: Tensor | None
+    returns: Tensor | None = None  # [N]
+    values: Tensor | None = None  # [N] before the step
+
+
+Plan = list[tuple[Batch, list[Prepared]]]  # the micro-batches of each optimizer step
 
 
 class Updater:
@@ -39,8 +45,9 @@ class Updater:
     `bad_in_a_row` belongs to the checkpoint: a run that keeps dying and resuming must still stop after `learner.max_bad_updates`.
     """
 
-    def __init__(self, engine: PolicyEngine, *, bad_in_a_row: int = 0) -> None:
+    def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None, bad_in_a_row: int = 0) -> None:
         self.engine = engine
+        self.critic = critic
         self.bad_in_a_row = bad_in_a_row
         self._objective = engine.recipe.objective
         self._learner = engine.recipe.learner
@@ -56,12 +63,16 @@ class Updater:
         """
         start = time.perf_counter()
         parts = minibatches(batch, self._learner.minibatches)
-        passes: list[dict[str, float]] = []
         prepared = self._prepare(parts)
-        for part, made in prepared:
-            passes.append(self._optimize(part, made))
-        wall_s = time.perf_counter() - start
         metrics = _batch_metrics(batch)
+        if self.critic is not None:
+            prepared, found = self._judged(prepared, self.critic)
+            metrics |= found | self._learn_values(prepared, self.critic)
+        passes: list[dict[str, float]] = []
+        if self.critic is None or batch.step >= self.critic.config.warmup_steps:
+            for part, made in prepared:
+                passes.append(self._optimize(part, made))
+        wall_s = time.perf_counter() - start
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, batch.step)
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_set_aside"] = sum(1.0 - made.pop("applied") for made in passes)
@@ -96,7 +107,7 @@ class Updater:
         rows: list[Rows] = plan(samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
         return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share) for some in rows]
 
-    def _prepare(self, parts: list[Batch]) -> list[tuple[Batch, list[Prepared]]]:
+    def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""
         recomputes = self._recomputes(len(parts))
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
@@ -119,6 +130,35 @@ class Updater:
         """A batch that turns out to make a single optimizer step needs no proximal policy, unless the correction weighs one."""
         needed = self._objective.correction == "mask" or self._objective.is_level == "sequence"
         return self._objective.recomputes(self._learner.minibatches if needed else parts)
+
+    def _judged(self, prepared: Plan, critic: Critic) -> tuple[Plan, dict[str, float]]:
+        """The same micro-batches with the critic's advantages in place of rewards, and how good the critic was."""
+        ranks = self.engine.ranks
+        judged = [(part, [_with_values(one, *critic.judge(one.batch)) for one in made]) for part, made in prepared]
+        everything = [one for _, made in judged for one in made]
+        metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
+        shift, scale = advantage_scale([one.batch.advantages for one in everything], ranks)
+        metrics["advantage_std"] = scale
+        if self._objective.divides_by_std:
+            judged = [(part, [_scaled(one, shift, scale) for one in made]) for part, made in judged]
+        return judged, metrics
+
+    def _learn_values(self, prepared: Plan, critic: Critic) -> dict[str, float]:
+        """One optimizer step of the critic for each part."""
+        ranks = self.engine.ranks
+        losses, norms = [], []
+        for part, made in prepared:
+            total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+            for one in made:
+                assert one.returns is not None and one.values is not None, "judged before it is learned"
+                total += critic.learn(one.batch, one.returns, one.values, denominator=float(part.denominator))
+            applied, norm = critic.step(part.step)
+            self._count(applied, part.step)
+            losses.append(ranks.sum(total).item())
+            norms.append(norm)
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        metrics = {"value_loss": fmean(losses)} if losses else {}
+        return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
 
     @torch.no_grad()
     def _frozen(self, batch: MicroBatch) -> Tensor:
@@ -159,6 +199,14 @@ class Updater:
                 f"step {step}: the gradient was not finite {self.bad_in_a_row} times in a row; the weights are those of the last"
                 " good update. Lower learner.lr, or look for damaged weights or experience"
             )
+
+
+def _with_values(one: Prepared, advantages: Tensor, returns: Tensor, values: Tensor) -> Prepared:
+    return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns, values=values)
+
+
+def _scaled(one: Prepared, shift: float, scale: float) -> Prepared:
+    return replace(one, batch=replace(one.batch, advantages=(one.batch.advantages - shift) / scale))
 
 
 def _batch_metrics(batch: Batch) -> dict[str, float]:

@@ -96,7 +96,7 @@ def batch_advantages(
     estimates = _estimate(usable, objective)
     made = []
     for group, some, reason, estimate in zip(groups, scores, reasons, estimates, strict=True):
-        empty = reason or ("" if any(estimate.values()) else "all_equal")
+        empty = reason or ("" if objective.advantage == "gae" or any(estimate.values()) else "all_equal")
         values = tuple(None if empty or place not in some else estimate[place] for place in range(len(group.episodes)))
         made.append(GroupAdvantages(values=values, dropped=empty))
     return made
@@ -127,6 +127,8 @@ def _estimate(groups: Sequence[Mapping[int, float]], objective: ObjectiveConfig)
             return [_keyed(some, grpo(_listed(some), normalize_std=by_std)) if some else {} for some in groups]
         case "rloo":
             return [_keyed(some, rloo(_listed(some), normalize_std=by_std)) if some else {} for some in groups]
+        case "gae":  # the scores themselves: a critic supplies the baseline, token by token
+            return [dict(some) for some in groups]
         case "reinforce++":
             return _over_batch(groups, by_std)
         case "reinforce++-baseline":

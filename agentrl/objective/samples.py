@@ -96,10 +96,20 @@ def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveCon
         for number, trajectory in enumerate(scored.episode.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
                 credit = turns[scored.episode.id][number] if turns else [0.0] * len(trajectory.turns)
-                advantages = [(value or 0.0) + objective.turn_coef * part for part in credit]
-                sample = _sample(scored.episode.id, group.index, trajectory, advantages)
-                samples.append(_aged(sample, step, objective.staleness_decay))
+                samples.append(_credited(scored.episode.id, group.index, trajectory, value or 0.0, credit, objective, step))
     return samples, "" if samples else "no_sampled_token"
+
+
+def _credited(
+    episode_id: str, group_index: int, trajectory: Trajectory, value: float, credit: Sequence[float], objective: ObjectiveConfig, step: int
+) -> Sample:
+    """The sample of a trajectory with advantages, or with the rewards that a critic makes advantages of."""
+    parts = [objective.turn_coef * part for part in credit]
+    if objective.advantage != "gae":
+        return _aged(_sample(episode_id, group_index, trajectory, [value + part for part in parts]), step, objective.staleness_decay)
+    last = max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)
+    parts[last] += value
+    return _sample(episode_id, group_index, trajectory, parts, at_end=True)
 
 
 def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
@@ -112,6 +122,8 @@ def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list
                 f"objective.turn_coef={objective.turn_coef:g}, but the score of episode {scored.episode.id} has no turn rewards",
                 fix="return Score(turn_rewards=...) from the verifier (docs/verifiers.md), or set objective.turn_coef=0",
             )
+    if objective.advantage == "gae":
+        return {scored.episode.id: [list(line) for line in scored.score.turn_rewards] for scored in group.scored}
     parts = turn_advantages([scored.score.turn_rewards for scored in group.scored], normalize_std=objective.divides_by_std)
     return {scored.episode.id: part for scored, part in zip(group.scored, parts, strict=True)}
 
@@ -125,8 +137,8 @@ def _fault(episode: Episode) -> str:
     return ""
 
 
-def _sample(episode_id: str, group_index: int, trajectory: Trajectory, credit: Sequence[float]) -> Sample:
-    """The turns end to end; `credit` is the advantage of each turn's sampled tokens."""
+def _sample(episode_id: str, group_index: int, trajectory: Trajectory, credit: Sequence[float], *, at_end: bool = False) -> Sample:
+    """The turns end to end; `credit` is the advantage of each turn's sampled tokens, or with `at_end` of the last of them alone."""
     token_ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
@@ -137,7 +149,8 @@ def _sample(episode_id: str, group_index: int, trajectory: Trajectory, credit: S
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
         mask += [False] * given + [True] * sampled
         logprobs += [0.0] * given + list(turn.logprobs)
-        advantages += [0.0] * given + [advantage] * sampled
+        spread = [0.0] * (sampled - 1) + [advantage] * min(sampled, 1) if at_end else [advantage] * sampled
+        advantages += [0.0] * given + spread
         versions += [-1] * given
         for span in turn.versions:
             versions += [span.version] * (span.end - span.start)

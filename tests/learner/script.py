@@ -14,12 +14,13 @@ import torch
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
+from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.update import Updater
 from agentrl.objective import build_batch
-from agentrl.recipe import Recipe, load
+from agentrl.recipe import CriticConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
 
 
@@ -68,6 +69,44 @@ class Scenario:
         assert torch.equal(torch.rand(3), noise), "the random state came back"
         Updater(again).update(self.batches[1])
         return {"weights": gather(engine), "again": gather(again)}
+
+    def ppo(self, stage: int) -> dict[str, Any]:
+        """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        changes = {"objective": ObjectiveConfig(advantage="gae"), "critic": CriticConfig(lr=1e-2, warmup_steps=1, gamma=0.97, lam=0.9)}
+        made = made.model_copy(update=changes)
+        store = SqliteStore(self.run_dir / "experience.sqlite")
+        batches = [build_batch(step, tuple(store.groups(range(step * 3, step * 3 + 3))), made) for step in range(2)]
+        store.close()
+        first, critic, updater = self._actor_and_critic(made)
+        before = gather(first)
+        metrics = [updater.update(batches[0])]
+        warmed = gather(first)
+        meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
+        root = self.run_dir / f"checkpoints-ppo-{stage}-{self.ranks.size}"
+        save(root, first, meta, keep=1, critic=critic)
+        metrics.append(updater.update(batches[1]))
+        again, critic_again, updater_again = self._actor_and_critic(made)
+        found = newest(root)
+        assert found is not None
+        restore(found, again, critic=critic_again)
+        updater_again.update(batches[1])
+        samples = batches[1].samples
+        values = torch.cat([critic.judge(one)[2] for one in updater._micro_batches(samples)]) if self.ranks.size == 1 else None
+        return {
+            "before": before,
+            "warmed": warmed,
+            "weights": gather(first),
+            "again": gather(again),
+            "metrics": metrics,
+            "values": values,
+        }
+
+    def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic, Updater]:
+        engine = self.engine(made)
+        torch.manual_seed(0)
+        critic = Critic(self.run_dir / "versions" / "000000", made, self.ranks)
+        return engine, critic, Updater(engine, critic=critic)
 
     def poisoned(self, stage: int) -> dict[str, Any]:
         """A gradient with a NaN in it, then a good update; compared with the good update alone."""

@@ -14,8 +14,21 @@ from tests.learner.building import random_group, recipe, write_run
 
 pytestmark = pytest.mark.deepspeed
 SCENARIOS = {
-    1: ["stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "poisoned-0", "poisoned-2", "poisoned-3"],
-    2: ["stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-2", "resume-3", "poisoned-0", "poisoned-2", "source-3"],
+    1: ["stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "poisoned-0", "poisoned-2", "poisoned-3", "ppo-0"],
+    2: [
+        "stage-0",
+        "stage-1",
+        "stage-2",
+        "stage-3",
+        "stage-2-3",
+        "resume-2",
+        "resume-3",
+        "poisoned-0",
+        "poisoned-2",
+        "source-3",
+        "ppo-2",
+        "ppo-3",
+    ],
 }
 
 
@@ -77,6 +90,22 @@ def test_a_gradient_with_a_nan_leaves_no_trace(results: dict[tuple[int, str], di
     assert found["metrics"]["optimizer_steps"] == 0
     assert _gap(found["then"], found["clean"]) == 0.0
     assert _gap(found["then"], found["before"]) > 0.0
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "ppo-0"), (2, "ppo-2"), (2, "ppo-3")])
+def test_ppo_trains_critic_and_policy_alike_on_ranks_and_stages(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str
+) -> None:
+    found, reference = results[ranks, name], results[1, "ppo-0"]
+    assert _gap(found["before"], found["warmed"]) == 0.0, "the critic warms up alone"
+    assert _gap(found["weights"], found["warmed"]) > 1e-3
+    assert _gap(found["weights"], found["again"]) == 0.0, "a resumed update is the same bit for bit, the critic's part included"
+    assert _gap(found["weights"], reference["weights"]) < 5e-4
+    first, second = found["metrics"]
+    assert first["optimizer_steps"] == 0 and second["optimizer_steps"] == 1
+    assert first["value_mean"] == 0.0 and first["return_mean"] == pytest.approx(reference["metrics"][0]["return_mean"])
+    for key in ("value_loss", "explained_variance", "advantage_std", "value_mean"):
+        assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
 
 
 def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:

@@ -1,0 +1,119 @@
+"""The critic of PPO: what the rest of an episode is worth, seen from each sampled token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.learner.engine import apply_gradient, deepspeed_config, load_model, make_optimizer
+from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.optimizer import learning_rate
+from agentrl.learner.packing import MicroBatch
+from agentrl.learner.ranks import Ranks
+from agentrl.objective.gae import gae
+from agentrl.objective.values import rows_of, value_loss
+from agentrl.recipe import CriticConfig, Recipe
+
+EPS = 1e-8
+
+
+class ValueScorer(nn.Module):
+    """The trunk of a causal language model with one output per token. It starts at 0 everywhere: the head's weights are zeros."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.trunk = lm.base_model
+        self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor) -> Tensor:
+        """Float32 values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`."""
+        output = self.trunk(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
+        values: Tensor = self.head(output.last_hidden_state[0, positions]).squeeze(-1)
+        return values if values.dtype == torch.float64 else values.float()
+
+
+class Critic:
+    """A value model of its own, inside a DeepSpeed engine of its own. Every method is a collective.
+
+    Args:
+        folder: Hugging Face folder whose trunk the critic starts from: version 0 of the run.
+        recipe: `critic`, `policy` and `learner` are used.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
+        import deepspeed
+
+        assert recipe.critic is not None, "a recipe without a critic has no use for one"
+        self.ranks = ranks
+        self.config: CriticConfig = recipe.critic
+        self._steps = recipe.steps
+        self._learner = recipe.learner.model_copy(update={"lr": self.config.lr})
+        self.scorer = ValueScorer(load_model(folder, recipe, ranks.device))
+        own = recipe.model_copy(update={"learner": self._learner})
+        parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(parameters, own)
+        size = sum(parameter.numel() for parameter in parameters)
+        self.deepspeed, *_ = deepspeed.initialize(
+            model=self.scorer, optimizer=self.optimizer, config=deepspeed_config(own, ranks, size), dist_init_required=False
+        )
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Values [N] of the states before the batch's trained tokens, with gradient."""
+        values: Tensor = self.deepspeed(batch.input_ids, batch.layout, batch.positions)
+        return values[batch.expand]
+
+    @torch.no_grad()
+    def judge(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Advantages, returns and values [N] of the batch's trained tokens, whose rewards are in `batch.advantages`; constant."""
+        values = self.values(batch)
+        rewards, mask = rows_of(batch.advantages.to(values.dtype), batch.sequence)
+        rows, _ = rows_of(values, batch.sequence)
+        advantages, returns = gae(rewards, rows, mask, gamma=self.config.gamma, lam=self.config.lam)
+        return advantages[mask], returns[mask], values
+
+    def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
+        """Adds the gradient of the value loss of a micro-batch; returns this rank's share of the loss, float64 []."""
+        loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
+        self.deepspeed.backward(loss * self.ranks.size)
+        return loss.detach().double()
+
+    def step(self, number: int) -> tuple[bool, float]:
+        """Applies the accumulated gradient; as `PolicyEngine.step`."""
+        return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self._learner, self._steps, number))
+
+
+def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
+    """Mean and standard deviation of advantages over all tokens on all ranks: what whitening takes off and divides by. A collective."""
+    count, mean, spread = _moments(advantages, ranks)
+    return (mean, math.sqrt(spread) + EPS) if count > 1 and spread > 0 else (0.0, 1.0)
+
+
+def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: Ranks) -> dict[str, float]:
+    """Means of returns and values, and the explained variance 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one."""
+    known = [(returns, values) for returns, values in pairs if returns is not None and values is not None]
+    count, mean, spread = _moments([returns for returns, _ in known], ranks)
+    _, worth, _ = _moments([values for _, values in known], ranks)
+    _, _, left = _moments([returns - values for returns, values in known], ranks)
+    if not count:
+        return {}
+    return {"return_mean": mean, "value_mean": worth, "explained_variance": 1.0 - left / spread if spread > 0 else 0.0}
+
+
+def _moments(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[float, float, float]:
+    """Number, mean and variance (n in the denominator) of all elements on all ranks."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for tensor in tensors:
+        values = tensor.detach().double().cpu()
+        sums += torch.stack((torch.tensor(values.numel(), dtype=torch.float64), values.sum(), values.square().sum()))
+    count, total, squares = ranks.sum(sums).tolist()
+    if not count:
+        return 0.0, 0.0, 0.0
+    mean = total / count
+    return count, mean, max(squares / count - mean * mean, 0.0)

@@ -1,0 +1,36 @@
+"""The loss of a value function, and tokens of a batch as rows of episodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> Tensor:
+    """Half the squared error of each token's value, clipped around the value before the step. All [N].
+
+        v_clip = old + clamp(v - old, -clip, clip)
+        loss = 0.5 max((v - R)^2, (v_clip - R)^2)
+
+    so that a value gains nothing from moving further than `clip` away from what it was. `clip=None`: the plain 0.5 (v - R)^2.
+    Source: the implementation of PPO by its authors, described in Huang et al. 2022, "The 37 implementation details of proximal
+    policy optimization", detail 9; Schulman et al. 2017, arXiv:1707.06347.
+    """
+    error = (values - returns).square()
+    if clip is None:
+        return 0.5 * error
+    kept = (old + (values - old).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(error, kept)
+
+
+def rows_of(tokens: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [N] as rows [S, L], one a sequence, padded with 0 on the right; and the mask of what is real.
+
+    Tokens of a sequence must lie together and in order; `rows[mask]` gives them back as they were.
+    """
+    _, counts = torch.unique_consecutive(sequence, return_counts=True)
+    longest = int(counts.max()) if len(counts) else 0
+    mask = torch.arange(longest, device=tokens.device) < counts[:, None]
+    rows = torch.zeros(len(counts), longest, dtype=tokens.dtype, device=tokens.device)
+    rows[mask] = tokens
+    return rows, mask

@@ -1,0 +1,160 @@
+"""The trainings themselves: TRL's trainers, given token ids instead of text."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.supervised.select import Preference
+
+_NOT_COPIED = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.pt",
+    "config.json",
+    "version.json",
+    "update.json",
+    "probe.json",
+    ".*",
+)
+
+
+def sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
+    """Imitates `rows` (`select.demonstrations`) starting from `model`, writes a model folder, returns the last loss (nats per token)."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    _need(rows, "an episode that scores high enough", "lower --min-score, or take a run that has been trained further")
+    with tempfile.TemporaryDirectory() as work:
+        arguments = SFTConfig(**_common(work, epochs, lr, batch, seed), dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+        trainer = SFTTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+            args=arguments,
+            train_dataset=Dataset.from_list(list(rows)),
+            processing_class=_tokenizer(model),
+        )
+        return _train(trainer, model, out)
+
+
+def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epochs: float, lr: float, batch: int, seed: int) -> float:
+    """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on `pairs`, with `model` as start and reference.
+
+    Writes a model folder and returns the last loss.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import DPOConfig, DPOTrainer
+
+    _need(pairs, "a task with attempts of different scores", "lower --margin, or take an earlier part of the run")
+    tokenizer = _tokenizer(model)
+    with tempfile.TemporaryDirectory() as work:
+        trainer = DPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+            ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
+            args=DPOConfig(**_common(work, epochs, lr, batch, seed), beta=beta, max_length=None),
+            train_dataset=Dataset.from_list([_dpo_row(pair) for pair in pairs]),
+            processing_class=tokenizer,
+            data_collator=_masked_collator(tokenizer.pad_token_id),
+        )
+        return _train(trainer, model, out)
+
+
+def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
+    """A model that gives whole episodes one number, higher for the better of a pair (Bradley-Terry), starting from `model`'s trunk.
+
+    Writes a folder for `AutoModelForSequenceClassification` and returns the last loss.
+    """
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    _need(pairs, "a task with attempts of different scores", "lower --margin, or take an earlier part of the run")
+    rows = [{"chosen_ids": [*pair.prompt_ids, *pair.chosen_ids], "rejected_ids": [*pair.prompt_ids, *pair.rejected_ids]} for pair in pairs]
+    with tempfile.TemporaryDirectory() as work:
+        trainer = RewardTrainer(
+            model=AutoModelForSequenceClassification.from_pretrained(model, dtype="auto", num_labels=1),
+            args=RewardConfig(**_common(work, epochs, lr, batch, seed), max_length=None),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=_tokenizer(model),
+        )
+        return _train(trainer, model, out)
+
+
+def _need(found: Sequence[Any], what: str, fix: str) -> None:
+    if not found:
+        raise UserError(f"the run holds not {what}", fix=fix)
+
+
+def _common(work: str, epochs: float, lr: float, batch: int, seed: int) -> dict[str, Any]:
+    return {
+        "output_dir": work,
+        "num_train_epochs": epochs,
+        "per_device_train_batch_size": batch,
+        "learning_rate": lr,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.05,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "report_to": [],
+        "seed": seed,
+        "data_seed": seed,
+    }
+
+
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"the tokenizer of {model} has no padding token", fix="set pad_token in its tokenizer_config.json")
+    return tokenizer
+
+
+def _train(trainer: Any, model: Path, out: Path) -> float:
+    trainer.train()
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    beside = out.with_name(f".{out.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    trainer.model.config.use_cache = True
+    trainer.model.save_pretrained(beside)
+    if out.exists():
+        shutil.rmtree(out)
+    beside.rename(out)
+    tail = losses[-max(1, len(losses) // 10) :]
+    return sum(tail) / len(tail)
+
+
+def _dpo_row(pair: Preference) -> dict[str, Any]:
+    return {
+        "prompt_ids": list(pair.prompt_ids),
+        "chosen_ids": list(pair.chosen_ids),
+        "rejected_ids": list(pair.rejected_ids),
+        "chosen_mask": [int(written) for written in pair.chosen_mask],
+        "rejected_mask": [int(written) for written in pair.rejected_mask],
+    }
+
+
+def _masked_collator(pad_token_id: int) -> Any:
+    """TRL's collator, with tool output taken out of what counts as the completion."""
+    import torch
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    class Masked(DataCollatorForPreference):  # type: ignore[misc]  # trl's types are not followed
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            output: dict[str, Any] = super().torch_call(examples)
+            written = [[0] * len(row["prompt_ids"]) + row[f"{side}_mask"] for side in ("chosen", "rejected") for row in examples]
+            for row, mask in zip(output["completion_mask"], written, strict=True):
+                row[: len(mask)] *= torch.tensor(mask)
+            return output
+
+    return Masked(pad_token_id=pad_token_id)
