@@ -28,6 +28,10 @@ def test_overrides_are_laid_over_and_typed() -> None:
         ("name=a/b", ["name"]),
         ("rollout.group_size=1", ["rollout.group_size", "normalize_std"]),
         ("rollout.min_group_size=9", ["min_group_size"]),
+        ("objective.dual_clip=3", ["objective", "is_cap"]),
+        ("objective.kl=k3", ["objective", "kl_coef"]),
+        ("objective.correction=mask", ["objective.proximal=recompute"]),
+        ("objective.loss=ppo", ["objective.loss", "'gspo'", "'cispo'"]),
         ("learner", ["KEY=VALUE"]),
     ],
 )

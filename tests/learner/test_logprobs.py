@@ -33,6 +33,25 @@ def test_the_same_as_the_models_own_logits(tied: bool, logits_at_once: int) -> N
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
+@pytest.mark.parametrize("logits_at_once", [VOCABULARY * 3, 2**27])
+def test_entropy_carries_a_gradient_when_it_is_asked_for(logits_at_once: int) -> None:
+    torch.manual_seed(0)
+    lm = Qwen3ForCausalLM(tiny_config()).double()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    positions = torch.tensor([0, 3, 5, 10, 14, 20])
+    logits = lm(input_ids=ids).logits.flatten(0, 1)[positions].float() / 0.7
+    torch.distributions.Categorical(logits=logits).entropy().sum().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+    lm.zero_grad()
+    targets = ids.flatten()[positions + 1]
+    _, entropy = TokenScorer(lm, logits_at_once=logits_at_once, entropy_gradient=True)(ids, positions, targets, 0.7)
+    entropy.sum().backward()
+    for name, parameter in lm.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+    _, entropy = TokenScorer(lm)(ids, positions, targets, 0.7)
+    assert not entropy.requires_grad
+
+
 def test_padding_on_the_right_changes_nothing() -> None:
     torch.manual_seed(0)
     scorer = TokenScorer(Qwen3ForCausalLM(tiny_config(attn_implementation="sdpa")))

@@ -43,6 +43,8 @@ def test_tensors_pick_the_token_before_each_trained_one() -> None:
     assert made.positions.tolist() == [0, 1, 2, 4]
     assert made.targets.tolist() == [1, 2, 3, 1]
     assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -1.0]
+    assert made.sequence.tolist() == [0, 0, 0, 1]
+    assert micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"), [7, 5]).sequence.tolist() == [7, 7, 7, 5]
 
 
 def test_no_rows_are_a_row_of_padding_that_trains_nothing() -> None:
