@@ -47,7 +47,7 @@ def test_entropy_carries_a_gradient_when_it_is_asked_for(logits_at_once: int) ->
     _, entropy = TokenScorer(lm, logits_at_once=logits_at_once, entropy_gradient=True)(ids, positions, targets, 0.7)
     entropy.sum().backward()
     for name, parameter in lm.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)  # logits are float32
     _, entropy = TokenScorer(lm)(ids, positions, targets, 0.7)
     assert not entropy.requires_grad
 

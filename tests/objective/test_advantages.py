@@ -149,7 +149,7 @@ def test_the_same_as_trl(advantage: str, normalize_std: bool) -> None:
     episodes = iter(range(20))
     made = [_group(*(_episode(next(episodes), float(score)) for score in row)) for row in groups]
     ours = batch_advantages(made, _settings(advantage=advantage, normalize_std=normalize_std), min_group_size=2)
-    assert [value for one in ours for value in one.values] == pytest.approx(theirs.tolist(), abs=1e-12)
+    assert [value for one in ours for value in one.values] == pytest.approx(theirs.tolist(), abs=1e-6)  # TRL's std is float32
 
 
 def _trl_advantages(advantage: str, rewards: torch.Tensor, scale: str) -> torch.Tensor:

@@ -26,7 +26,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Dr. GRPO": ({"aggregation": "constant", "constant_length": LENGTH}, {"loss_type": "dr_grpo"}),
     "dual clip": ({"dual_clip": 1.4}, {"loss_type": "bnpo", "delta": 1.4}),
     "GSPO": (
-        {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.06},
+        {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.06, "is_level": "sequence"},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
     ),
     "CISPO": ({"loss": "cispo", "clip_low": 1.0, "clip_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
@@ -114,7 +114,8 @@ def test_losses(name: str) -> None:
     ours, theirs = PAIRS[name]
     objective = ObjectiveConfig.model_validate({"clip_low": 0.2, "clip_high": 0.3, **ours})
     x = _inputs(4)
-    weight = (x["proximal"] - x["behaviour"]).exp().clamp(max=2.0)
+    lag = (x["proximal"] - x["behaviour"]).masked_fill(~x["mask"], 0.0)
+    weight = (lag if objective.is_level == "token" else lag.sum(-1, keepdim=True)).exp().clamp(max=2.0)
     wanted = _trl(x, weight, theirs)
     sizes = {"token_mean": int(x["mask"].sum()), "sequence_mean": 6, "constant": 6 * LENGTH}
     found = policy_loss(_tokens(x), objective, denominator=sizes[objective.aggregation]).loss
