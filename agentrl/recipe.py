@@ -7,6 +7,7 @@ module-level `recipe = Recipe(...)`; `apply_overrides` lays dotted command-line 
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,7 +250,7 @@ class Recipe(Section):
     serving: ServingConfig = ServingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = None
-    """With objective.advantage=gae only."""
+    """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
 
     @model_validator(mode="after")
@@ -284,7 +285,7 @@ class Recipe(Section):
         if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
             raise ValueError("objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute")
         if (self.objective.advantage == "gae") != (self.critic is not None):
-            raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(...), or choose another advantage")
+            raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage")
         if self.critic is not None and self.objective.staleness_decay < 1:
             raise ValueError("objective.staleness_decay does nothing with objective.advantage=gae: a critic makes its advantages later")
         if self.objective.staleness_decay < 1 and self.max_staleness == 0:
@@ -341,20 +342,32 @@ def _parse(text: str) -> Any:
 
 def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, leaf = dotted.split(".")
-    node = data
+    node, model = data, section_of(Recipe)
+    assert model is not None
     for depth, part in enumerate(parents):
-        child = node.get(part)
-        if not isinstance(child, dict):
-            known = ", ".join(sorted(node))
+        field = model.model_fields.get(part)
+        inner = None if field is None else section_of(field.annotation)
+        if inner is None:
+            known = ", ".join(sorted(model.model_fields))
             raise RecipeError(f"{'.'.join(parents[: depth + 1])}: unknown section; known here: {known}")
-        node = child
-    if leaf not in node:
-        raise RecipeError(f"{dotted}: unknown key; known here: {', '.join(sorted(node))}")
+        if node.get(part) is None:
+            node[part] = {}  # an override turns an optional section on
+        node, model = node[part], inner
+    if leaf not in model.model_fields:
+        raise RecipeError(f"{dotted}: unknown key; known here: {', '.join(sorted(model.model_fields))}")
     node[leaf] = value
 
 
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type holds, if it holds one, always or optionally."""
+    for one in (annotation, *typing.get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, Section):
+            return one
+    return None
+
+
 def _keys(location: tuple[Any, ...]) -> list[str]:
-    model: Any = Recipe
+    model: type[Section] = Recipe
     for part in location:
-        model = model.model_fields[part].annotation
+        model = section_of(model.model_fields[part].annotation) or model
     return sorted(model.model_fields)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentrl.recipe import Recipe, Section
+from agentrl.recipe import Recipe, Section, section_of
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -29,9 +29,10 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
     """Dotted name and field of every key, those of a section after the keys beside it."""
     nested = []
     for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            nested.append((name, field.annotation))
-        else:
+        inner = section_of(field.annotation)
+        if inner is not None:
+            nested.append((name, inner))
+        if inner is None or field.default is None:  # an optional section is a key too
             yield f"{prefix}{name}", field
     for name, inner in nested:
         yield from keys(inner, f"{prefix}{name}.")
@@ -55,10 +56,6 @@ def page_with_table(text: str) -> str:
     if not begin or not end:
         raise SystemExit(f"{PAGE.name} lacks the marks of the table")
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _type(field: FieldInfo) -> str:

@@ -21,7 +21,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"protocols", "codec"}),
     frozenset({"recipe", "plugins"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
-    frozenset({"learner"}),
+    frozenset({"learner", "supervised"}),
     frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "project", "doctor", "gpus"}),
     frozenset({"cli", "__main__"}),
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import RecipeError
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides, load
+from agentrl.recipe import CriticConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
 
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
@@ -28,6 +28,10 @@ def test_overrides_are_laid_over_and_typed() -> None:
         ("name=a/b", ["name"]),
         ("rollout.group_size=1", ["rollout.group_size", "normalize_std"]),
         ("rollout.min_group_size=9", ["min_group_size"]),
+        ("objective.dual_clip=3", ["objective", "is_cap"]),
+        ("objective.kl=k3", ["objective", "kl_coef"]),
+        ("objective.correction=mask", ["objective.proximal=recompute"]),
+        ("objective.loss=ppo", ["objective.loss", "'gspo'", "'cispo'"]),
         ("learner", ["KEY=VALUE"]),
     ],
 )
@@ -36,6 +40,15 @@ def test_wrong_overrides_name_the_key_and_what_is_allowed(override: str, named: 
         apply_overrides(BASE, [override])
     for text in named:
         assert text in str(error.value)
+
+
+def test_an_override_turns_an_optional_section_on() -> None:
+    made = apply_overrides(BASE, ["objective.advantage=gae", "critic.lr=0.5"])
+    assert made.critic == CriticConfig(lr=0.5)
+    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: gamma, lam, lr"):
+        apply_overrides(BASE, ["critic.rate=1"])
+    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: gamma, lam, lr"):
+        apply_overrides(BASE, ["objective.advantage=gae", 'critic={"rate": 1}'])
 
 
 def test_a_transfer_between_gpus_is_refused_without_them() -> None:

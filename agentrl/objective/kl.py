@@ -23,7 +23,10 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased and never negative; the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4)."""
+    """exp(-d) - 1 + d: unbiased and never negative, the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
+
+    Its expected gradient on tokens of pi itself is that of the other divergence, KL(pi_ref || pi).
+    """
     gap = reference - logprobs
     return gap.exp() - 1.0 - gap
 

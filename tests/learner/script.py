@@ -19,9 +19,19 @@ from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.update import Updater
-from agentrl.objective import build_batch
+from agentrl.objective import assemble, build_batch, counted_samples
 from agentrl.recipe import CriticConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1, "kl": "k3", "kl_coef": 0.1},
+    "cispo": {
+        **{"loss": "cispo", "aggregation": "constant", "entropy_coef": 0.05},
+        **{"proximal": "recompute", "correction": "mask", "is_level": "sequence"},
+    },
+    "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05, "staleness_decay": 0.5},
+    "rloo": {"advantage": "rloo", "dual_clip": 1.5, "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
+}
 
 
 class Scenario:
@@ -31,10 +41,8 @@ class Scenario:
         self.recipe = load(run_dir / "recipe.json")
         store = SqliteStore(run_dir / "experience.sqlite")
         size = self.recipe.rollout.groups_per_step
-        self.batches: list[Batch] = []
-        for step in range(2):
-            groups = store.groups(range(step * size, (step + 1) * size))
-            self.batches.append(build_batch(step, tuple(groups), self.recipe))
+        self.groups = [tuple(store.groups(range(step * size, (step + 1) * size))) for step in range(2)]
+        self.batches: list[Batch] = [build_batch(step, groups, self.recipe) for step, groups in enumerate(self.groups)]
         store.close()
 
     def with_learner(self, **changes: Any) -> Recipe:
@@ -49,6 +57,21 @@ class Scenario:
         updater = Updater(engine)
         metrics = [updater.update(batch) for batch in self.batches]
         return {"weights": gather(engine), "metrics": metrics}
+
+    def objective(self, stage: int, tokens: int) -> dict[str, Any]:
+        """Two updates with each of OBJECTIVES, in micro-batches of `tokens`; weights and metrics after them."""
+        found = {}
+        for name, changes in OBJECTIVES.items():
+            made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens)
+            made = made.model_copy(update={"objective": ObjectiveConfig.model_validate(changes)})
+            engine = self.engine(made)
+            updater = Updater(engine)
+            metrics = []
+            for step, groups in enumerate(self.groups):
+                penalties = updater.penalties(counted_samples(groups))
+                metrics.append(updater.update(assemble(step, groups, made, penalties=penalties).batch))
+            found[name] = {"weights": gather(engine), "metrics": metrics, "penalties": penalties}
+        return found
 
     def resume(self, stage: int) -> dict[str, Any]:
         """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
@@ -151,7 +174,7 @@ def main() -> None:
     for name in names:
         kind, _, argument = name.partition("-")
         stage, _, minibatches = argument.partition("-")
-        changes = {"minibatches": int(minibatches)} if minibatches else {}
+        changes = {"tokens" if kind == "objective" else "minibatches": int(minibatches)} if minibatches else {}
         result = getattr(scenario, kind)(int(stage), **changes)
         if ranks.first:
             torch.save(result, Path(out) / f"{name}.pt")

@@ -14,20 +14,13 @@ from tests.learner.building import random_group, recipe, write_run
 
 pytestmark = pytest.mark.deepspeed
 SCENARIOS = {
-    1: ["stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "poisoned-0", "poisoned-2", "poisoned-3", "ppo-0"],
+    1: [
+        *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
+        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0"),
+    ],
     2: [
-        "stage-0",
-        "stage-1",
-        "stage-2",
-        "stage-3",
-        "stage-2-3",
-        "resume-2",
-        "resume-3",
-        "poisoned-0",
-        "poisoned-2",
-        "source-3",
-        "ppo-2",
-        "ppo-3",
+        *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-2", "resume-3"),
+        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3"),
     ],
 }
 
@@ -115,3 +108,36 @@ def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, st
     assert _gap(sent, found["weights"]) == 0.0
     assert _gap(found["sent"], found["again"]) == 0.0
     assert sorted(found["grouped"]) == sorted(found["sent"])
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce++", "rloo"])
+@pytest.mark.parametrize(("ranks", "scenario"), [(1, "objective-2-16384"), (2, "objective-3-256")])
+def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, scenario: str, name: str
+) -> None:
+    reference, found = results[1, "objective-0-256"][name], results[ranks, scenario][name]
+    assert _gap(found["weights"], reference["weights"]) < 2e-4
+    assert found["penalties"] == pytest.approx(reference["penalties"], rel=1e-4, abs=1e-5)
+    for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"update_s", "tokens_per_s"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+
+
+def test_the_reference_is_version_0_and_stays_there(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    """Before the first update policy and reference are the same weights; after it they are not. Asked for by no KL term, none is there."""
+    for name in ("gspo", "rloo"):
+        first, second = results[1, "objective-0-256"][name]["metrics"]
+        assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+        assert second["kl_reference"] > 1e-4
+    assert "kl_reference" not in results[1, "stage-2"]["metrics"][0]
+    assert results[1, "objective-0-256"]["cispo"]["penalties"] == {}
+    penalties = results[1, "objective-0-256"]["reinforce++"]["penalties"]
+    assert len(penalties) == 15
+    assert any(penalties.values())
+
+
+def test_different_objectives_are_different_updates(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    made = [results[1, "objective-0-256"][name]["weights"] for name in ("gspo", "cispo", "reinforce++", "rloo")]
+    made.append(results[1, "stage-0"]["weights"])
+    assert all(_gap(one, other) > 1e-4 for at, one in enumerate(made) for other in made[:at])

@@ -55,6 +55,8 @@ def test_tensors_pick_the_token_before_each_trained_one() -> None:
     places = made.positions[made.expand].tolist(), made.targets[made.expand].tolist()
     assert places == ([2, 3, 4, 0], [6, 7, 8, 1])
     assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -1.0]
+    assert made.sequence.tolist() == [0, 0, 0, 1]
+    assert micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"), [7, 5]).sequence.tolist() == [7, 7, 7, 5]
 
 
 def test_shared_tokens_are_there_once_and_every_sample_keeps_its_own_numbers() -> None:

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import inspect
+import textwrap
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
-from agentrl.objective import group_advantages
+from agentrl.objective import batch_advantages, group_advantages
+from agentrl.objective.advantages import rloo
+from agentrl.objective.turns import turn_advantages
+from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 
@@ -56,3 +64,119 @@ def test_groups_that_teach_nothing_are_dropped_with_a_reason(episodes: list[Scor
     assert not found.useful
     assert found.dropped.startswith(reason)
     assert set(found.values) <= {None}
+
+
+def _settings(**changes: object) -> ObjectiveConfig:
+    return ObjectiveConfig.model_validate(changes)
+
+
+def test_rloo_against_the_leave_one_out_sum() -> None:
+    scores = [0.0, 1.0, 0.25, 0.5]
+    expected = [score - np.mean(scores[:i] + scores[i + 1 :]) for i, score in enumerate(scores)]
+    assert rloo(scores, normalize_std=False) == pytest.approx(expected, abs=1e-15)
+    assert rloo(scores, normalize_std=True) == pytest.approx(np.array(expected) / (np.std(scores, ddof=1) + 1e-4), abs=1e-14)
+    found = batch_advantages([_group(*(_episode(n, s) for n, s in enumerate(scores)))], _settings(advantage="rloo"), min_group_size=2)
+    assert found[0].values == pytest.approx(expected, abs=1e-15), "without a std unless asked for"
+
+
+def test_reinforce_plus_plus_has_one_baseline_for_the_batch() -> None:
+    """A group whose scores are all equal, even a group of one, still says how its task compares with the others."""
+    groups = [_group(_episode(0, 1.0), _episode(1, 1.0)), _group(_episode(2, 0.0)), _group(_episode(3, 0.25), _episode(4, None))]
+    found = batch_advantages(groups, _settings(advantage="reinforce++"), min_group_size=1)
+    flat = [value for one in found for value in one.values if value is not None]
+    scores = np.array([1.0, 1.0, 0.0, 0.25])
+    assert flat == pytest.approx((scores - scores.mean()) / (scores.std(ddof=1) + 1e-4), abs=1e-14)
+    assert found[2].values[1] is None
+
+
+def test_reinforce_plus_plus_baseline_centres_by_group_and_scales_by_batch() -> None:
+    groups = [
+        _group(_episode(0, 1.0), _episode(1, 0.0)),
+        _group(_episode(2, 0.1), _episode(3, 0.3)),
+        _group(_episode(4, 0.7), _episode(5, 0.7)),
+    ]
+    found = batch_advantages(groups, _settings(advantage="reinforce++-baseline"), min_group_size=2)
+    centred = np.array([0.5, -0.5, -0.1, 0.1, 0.0, 0.0])
+    expected = centred / (centred.std(ddof=1) + 1e-4)
+    assert [*found[0].values, *found[1].values] == pytest.approx(expected[:4], abs=1e-14)
+    assert found[2].dropped == "all_equal"
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_a_batch_that_prefers_nothing_is_dropped_whole(advantage: str, normalize_std: bool) -> None:
+    """All scores equal to 0.1, of which no sum is exact; a group of one; no group at all."""
+    groups = [_group(*(_episode(n, 0.1) for n in range(3))), _group(_episode(3, 0.1))]
+    settings = _settings(advantage=advantage, normalize_std=normalize_std)
+    assert [one.dropped for one in batch_advantages(groups, settings, min_group_size=1)] == ["all_equal"] * 2
+    assert batch_advantages([], settings, min_group_size=1) == []
+
+
+def test_a_group_that_does_not_count_moves_no_baseline() -> None:
+    counted = [_group(_episode(0, 1.0), _episode(1, 0.0)), _group(_episode(2, 0.5), _episode(3, 0.2))]
+    broken = _group(_episode(4, float("inf")), _episode(5, 9.0))
+    settings = _settings(advantage="reinforce++")
+    assert batch_advantages([*counted, broken], settings, min_group_size=2)[:2] == batch_advantages(counted, settings, min_group_size=2)
+
+
+def test_penalties_are_taken_off_the_scores() -> None:
+    group = _group(_episode(0, 1.0), _episode(1, 1.0))
+    found = batch_advantages([group], _settings(normalize_std=False), min_group_size=2, penalties={"0": 0.5})
+    assert found[0].values == pytest.approx((-0.25, 0.25))
+
+
+def test_turns_are_credited_with_what_is_still_to_come() -> None:
+    rewards = [[[1.0, 0.0], [0.5]], [[0.0, 0.0, 1.0]]]
+    flat = np.array([1.0, 0.0, 0.5, 0.0, 0.0, 1.0])
+    z = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-4)
+    found = turn_advantages(rewards, normalize_std=True)
+    assert found[0][0] == pytest.approx([z[0] + z[1], z[1]])
+    assert found[0][1] == pytest.approx([z[2]])
+    assert found[1][0] == pytest.approx([z[3] + z[4] + z[5], z[4] + z[5], z[5]])
+    assert turn_advantages([[[0.1, 0.1]], [[0.1]]], normalize_std=True) == [[[0.0, 0.0]], [[0.0]]]
+    assert turn_advantages([], normalize_std=True) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("advantage", "normalize_std"), [("grpo", True), ("grpo", False), ("rloo", False)])
+def test_the_same_as_trl(advantage: str, normalize_std: bool) -> None:
+    """TRL's own scoring code, from its source: the lines between the rewards and the advantages, run as they stand.
+
+    RLOO with a std has no counterpart: TRL scales those advantages by the batch.
+    """
+    groups = np.random.default_rng(0).random((5, 4))
+    theirs = _trl_advantages(advantage, torch.tensor(groups), "group" if normalize_std else "none")
+    episodes = iter(range(20))
+    made = [_group(*(_episode(next(episodes), float(score)) for score in row)) for row in groups]
+    ours = batch_advantages(made, _settings(advantage=advantage, normalize_std=normalize_std), min_group_size=2)
+    assert [value for one in ours for value in one.values] == pytest.approx(theirs.tolist(), abs=1e-6)  # TRL's std is float32
+
+
+def _trl_advantages(advantage: str, rewards: torch.Tensor, scale: str) -> torch.Tensor:
+    from trl.trainer import grpo_trainer, rloo_trainer
+
+    module, method, first = {
+        "grpo": (grpo_trainer, grpo_trainer.GRPOTrainer._generate_and_score_completions, 'if self.multi_objective_aggregation == "sum'),
+        "rloo": (rloo_trainer, rloo_trainer.RLOOTrainer._generate_and_score_completions, "# Apply weights to each reward function"),
+    }[advantage]
+    source = textwrap.dedent(inspect.getsource(method))
+    last = "elif self.multi_objective_aggregation" if advantage == "grpo" else "# Unscorable completions"
+    body = source[source.rindex("\n", 0, source.index(first)) + 1 : source.index(last)].rstrip() + "\n"
+    owner = SimpleNamespace(
+        multi_objective_aggregation="sum_then_normalize",
+        reward_weights=torch.ones(1, dtype=torch.float64),
+        scale_rewards=scale,
+        reward_clip_range=None,
+        beta=0.0,
+        normalize_advantages=False,
+    )
+    names = {
+        "self": owner,
+        "rewards_per_func": rewards.reshape(-1, 1),
+        "unscorable_mask": torch.zeros(rewards.numel(), dtype=torch.bool),
+        "num_generations": rewards.shape[1],
+        "device": "cpu",
+    }
+    exec(textwrap.dedent(body), vars(module) | names, found := {})
+    advantages: torch.Tensor = found["advantages"]
+    return advantages

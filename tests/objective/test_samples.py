@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.objective import assemble, build_batch
+from agentrl.errors import RecipeError
+from agentrl.objective import assemble, build_batch, counted_samples
 from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
@@ -117,3 +120,64 @@ def test_a_bad_logprob_in_an_episode_that_is_left_out_does_not_matter() -> None:
 def test_a_one_token_completion_is_a_sample() -> None:
     group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [3])]))
     assert [sample.loss_mask for sample in build_batch(0, [group], RECIPE).samples] == [(False, True)] * 2
+
+
+def _with(**objective: object) -> Recipe:
+    return build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": objective})
+
+
+def _rewarded(scored: ScoredEpisode, *rewards: tuple[float, ...]) -> ScoredEpisode:
+    return replace(scored, score=replace(scored.score, turn_rewards=rewards))
+
+
+def test_turn_rewards_are_added_to_the_turns_they_belong_to() -> None:
+    """Equal scores teach nothing by themselves; the rewards of the turns do."""
+    good = _rewarded(_scored("good", 1.0, [_turn([1], [2]), _turn([3], [4])]), (1.0, 0.0))
+    bad = _rewarded(_scored("bad", 1.0, [_turn([1], [5, 6])]), (0.5,))
+    recipe = _with(turn_coef=2.0, normalize_std=False)
+    first, second = build_batch(0, [_group(0, good, bad)], recipe).samples
+    assert first.advantages == pytest.approx((0.0, 0.0, 0.0, -1.0))  # to come: (1 - 0.5) + (0 - 0.5), then 0 - 0.5
+    assert second.advantages == (0.0, 0.0, 0.0)
+    apart = [replace(good, score=replace(good.score, value=0.0)), bad]
+    first, second = build_batch(0, [_group(0, *apart)], recipe).samples
+    assert first.advantages == pytest.approx((0.0, -0.5, 0.0, -1.5))
+    assert second.advantages == pytest.approx((0.0, 0.5, 0.5))
+
+
+def test_turn_rewards_that_are_missing_equal_or_infinite() -> None:
+    plain = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])]))
+    with pytest.raises(RecipeError, match=r"episode a has no turn rewards.*\n.*fix: "):
+        build_batch(0, [plain], _with(turn_coef=1.0))
+    same = [_rewarded(_scored(name, 0.5, [_turn([1], [2])]), (0.1,)) for name in "abc"]
+    assert assemble(0, [_group(0, *same)], _with(turn_coef=1.0)).dropped == {0: "all_equal"}
+    broken = _group(0, _rewarded(_scored("a", 1.0, [_turn([1], [2])]), (math.inf,)), *same)
+    assert assemble(0, [broken], _with(turn_coef=1.0)).dropped == {0: "non_finite_score"}
+
+
+def test_stale_tokens_weigh_less() -> None:
+    old = _scored("old", 1.0, [_turn([1], [2], version=1), _turn([3], [4], version=3)])
+    group = _group(0, old, _scored("new", 0.0, [_turn([1], [2], version=3)]))
+    fresh = build_batch(3, [group], RECIPE).samples
+    aged = build_batch(3, [group], _with(staleness_decay=0.5)).samples
+    assert aged[0].advantages == (0.0, fresh[0].advantages[1] / 4, 0.0, fresh[0].advantages[3])
+    assert aged[1] == fresh[1]
+
+
+def test_penalties_come_before_the_baseline() -> None:
+    group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 1.0, [_turn([1], [3])]))
+    batch = assemble(0, [group], _with(normalize_std=False), penalties={"a": 1.0}).batch
+    assert [sample.advantages[1] for sample in batch.samples] == [-0.5, 0.5]
+
+
+def test_penalties_are_computed_from_every_episode_that_counts_and_no_other() -> None:
+    left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
+    gone = _scored("c", 1.0, [_turn([1], [2])], failures=(left_out,))
+    equal = _group(0, _scored("a", 1.0, [_turn([1], [2])], [_turn([1], [])]), _scored("b", 1.0, [_turn([1], [3])]), gone)
+    broken = _group(1, _scored("d", 1.0, [_turn([1], [2], logprob=math.nan)]), _scored("e", 1.0, [_turn([1], [3])]))
+    assert [sample.episode_id for sample in counted_samples([equal, broken])] == ["a", "b"]
+
+
+def test_an_empty_step_is_an_empty_batch() -> None:
+    batch = build_batch(0, [], RECIPE)
+    assert (batch.samples, batch.denominator, batch.group_indices) == ((), 0, ())
+    assert counted_samples([]) == ()

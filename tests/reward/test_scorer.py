@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from agentrl.errors import PluginError
-from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
+from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
 from agentrl.reward import TaskScorer
 
 
@@ -25,6 +26,10 @@ async def broken(task: Task, episode: Episode) -> Score:
 async def slow(task: Task, episode: Episode) -> Score:
     await asyncio.sleep(60)
     return Score(value=1.0)
+
+
+async def by_turn(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0, turn_rewards=((1.0, 0.0),))
 
 
 async def wrong(task: Task, episode: Episode) -> Any:
@@ -54,6 +59,19 @@ async def test_scores_are_averaged_and_their_parts_kept() -> None:
 async def test_a_verifier_that_fails_leaves_the_episode_unscored(name: str, reason: str) -> None:
     score = await TaskScorer(timeout_s=0.05)(task("full", name), EPISODE)
     assert score.value is None and reason in score.reason
+
+
+async def test_turn_rewards_are_averaged_and_must_fit() -> None:
+    turn = Turn(
+        prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason="stop"
+    )
+    two = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
+    assert (await TaskScorer()(task("full", "by_turn"), two)).turn_rewards == ((0.5, 0.0),)
+    assert (await TaskScorer()(task("full"), two)).turn_rewards == ()
+    misfit = await TaskScorer()(task("by_turn"), EPISODE)
+    assert misfit.value is None and "do not fit" in misfit.reason
+    with pytest.raises(ValueError, match="turn rewards"):
+        ScoredEpisode(episode=EPISODE, score=Score(value=1.0, turn_rewards=((1.0,),)))
 
 
 async def test_no_verifier_is_unscored_not_zero() -> None:
