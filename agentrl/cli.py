@@ -15,6 +15,7 @@ from agentrl import __version__
 from agentrl.errors import AgentRLError, RecipeError, UserError
 from agentrl.plugins import add_project_root, resolve
 from agentrl.recipe import Recipe, apply_overrides
+from agentrl.supervised.commands import tune_app
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, list, clean up.")
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(tune_app, name="tune")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")]

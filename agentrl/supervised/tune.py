@@ -49,15 +49,15 @@ def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epo
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig
 
     _need(pairs, "a task with attempts of different scores", "lower --margin, or take an earlier part of the run")
     tokenizer = _tokenizer(model)
     with tempfile.TemporaryDirectory() as work:
-        trainer = DPOTrainer(
+        trainer = _exact_dpo_trainer()(
             model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
             ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
-            args=DPOConfig(**_common(work, epochs, lr, batch, seed), beta=beta, max_length=None),
+            args=DPOConfig(**_common(work, epochs, lr, batch, seed), beta=beta, max_length=None, remove_unused_columns=False),
             train_dataset=Dataset.from_list([_dpo_row(pair) for pair in pairs]),
             processing_class=tokenizer,
             data_collator=_masked_collator(tokenizer.pad_token_id),
@@ -98,7 +98,7 @@ def _common(work: str, epochs: float, lr: float, batch: int, seed: int) -> dict[
         "per_device_train_batch_size": batch,
         "learning_rate": lr,
         "lr_scheduler_type": "cosine",
-        "warmup_ratio": 0.05,
+        "warmup_steps": 0.05,  # below 1: a share of the steps
         "max_grad_norm": 1.0,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -142,6 +142,16 @@ def _dpo_row(pair: Preference) -> dict[str, Any]:
         "chosen_mask": [int(written) for written in pair.chosen_mask],
         "rejected_mask": [int(written) for written in pair.rejected_mask],
     }
+
+
+def _exact_dpo_trainer() -> Any:
+    from trl import DPOTrainer
+
+    class ExactTokens(DPOTrainer):  # type: ignore[misc]  # trl's types are not followed
+        def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+            return dataset  # token ids already; TRL's own way there begins with text
+
+    return ExactTokens
 
 
 def _masked_collator(pad_token_id: int) -> Any:

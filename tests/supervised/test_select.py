@@ -1,0 +1,45 @@
+"""Which token sequences supervised training gets, and which of their tokens are targets."""
+
+from __future__ import annotations
+
+from agentrl.records import Group
+from agentrl.supervised import demonstrations, preferences
+from agentrl.supervised.select import IGNORED
+from tests.learner.building import episode, scored, turn
+
+PROMPT = [1, 2, 3]
+
+
+def attempt(name: str, completion: list[int], value: float, final: list[int] | None = None) -> object:
+    """An episode of two turns: what the policy wrote, a tool's two tokens, and the end of it."""
+    last = final or [9]
+    turns = [turn(PROMPT, completion, [-1.0] * len(completion)), turn([50, 51], last, [-1.0] * len(last))]
+    return scored(episode(name, turns), value)
+
+
+def group(index: int, *attempts: object) -> Group:
+    return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=attempts)  # type: ignore[arg-type]
+
+
+def test_the_best_and_shortest_attempt_is_imitated_and_tool_output_is_no_target() -> None:
+    made = group(0, attempt("a", [4, 5, 6], 1.0), attempt("b", [4, 5], 1.0), attempt("c", [4], 0.5))
+    (row,) = demonstrations([made])
+    assert row["input_ids"] == [1, 2, 3, 4, 5, 50, 51, 9]
+    assert row["labels"] == [IGNORED, IGNORED, IGNORED, 4, 5, IGNORED, IGNORED, 9]
+    assert len(demonstrations([made], per_task=5)) == 2
+    assert len(demonstrations([made], min_score=0.5, per_task=5)) == 3
+    assert demonstrations([group(1, attempt("d", [4], 0.0))]) == []
+
+
+def test_the_same_attempt_twice_is_one_demonstration() -> None:
+    made = group(0, attempt("a", [4, 5], 1.0), attempt("b", [4, 5], 1.0), attempt("c", [4, 7], 1.0))
+    assert [row["input_ids"][4] for row in demonstrations([made], per_task=5)] == [5, 7]
+
+
+def test_pairs_are_of_one_task_with_scores_apart_and_no_attempt_is_in_two() -> None:
+    made = group(0, attempt("a", [4], 1.0), attempt("b", [5], 0.0), attempt("c", [6], 0.9), attempt("d", [7], 0.6))
+    (pair,) = preferences([made, group(1, attempt("e", [8], 0.0))], margin=0.5)
+    assert (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids) == ((1, 2, 3), (4, 50, 51, 9), (5, 50, 51, 9))
+    assert pair.chosen_mask == (True, False, False, True)
+    assert (pair.task_key, pair.margin) == ("k0", 1.0)
+    assert [found.margin for found in preferences([made], margin=0.2)] == [1.0, 0.30000000000000004]

@@ -1,0 +1,85 @@
+"""TRL's trainers on exact tokens: each moves the model the way its data says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from agentrl.errors import UserError
+from agentrl.records import Group
+from agentrl.supervised import demonstrations, preferences
+from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
+from tests.learner.building import episode, scored, turn
+
+pytestmark = pytest.mark.slow
+GOOD, BAD = [7, 7, 7], [8, 8, 8]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    write_version(root, 0, make_model(0, vocabulary=VOCABULARY))
+    return next(path.parent for path in root.rglob("config.json"))
+
+
+def groups() -> list[Group]:
+    rng = random.Random(0)
+    made = []
+    for index in range(24):
+        prompt = [rng.randrange(10, 200) for _ in range(6)]
+        attempts = [
+            scored(episode(f"{index}-{value}", [turn(prompt, words, [-5.0] * 3), turn([30, 31], [40], [-5.0])]), value)
+            for words, value in ((GOOD, 1.0), (BAD, 0.0))
+        ]
+        made.append(Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=tuple(attempts)))
+    return made
+
+
+def preference(folder: Path) -> float:
+    """How much likelier the good completion is than the bad one, in nats, after a prompt that was in no group."""
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = [201, 202, 203]
+    found = []
+    for words in (GOOD, BAD):
+        ids = torch.tensor([prompt + words])
+        with torch.no_grad():
+            logp = lm(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+        found.append(logp[len(prompt) - 1 :].sum().item())
+    return found[0] - found[1]
+
+
+def test_imitation(model: Path, tmp_path: Path) -> None:
+    from agentrl.supervised.tune import sft
+
+    rows = demonstrations(groups())
+    sft(rows, model, tmp_path / "out", epochs=8, lr=3e-3, batch=8, seed=0)
+    assert preference(tmp_path / "out") > preference(model) + 2
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert not list(tmp_path.glob(".*part"))
+    with pytest.raises(UserError, match="holds not an episode"):
+        sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
+
+
+def test_direct_preference_optimization_leaves_tool_output_alone(model: Path, tmp_path: Path) -> None:
+    from agentrl.supervised.tune import _masked_collator, dpo
+
+    pairs = preferences(groups())
+    loss = dpo(pairs, model, tmp_path / "out", beta=0.1, epochs=6, lr=1e-3, batch=8, seed=0)
+    assert loss < 0.6 and preference(tmp_path / "out") > preference(model) + 1
+    row = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6], "chosen_mask": [1, 0, 1], "rejected_mask": [1]}
+    assert _masked_collator(0)([row])["completion_mask"].tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0]]
+
+
+def test_reward_model(model: Path, tmp_path: Path) -> None:
+    from agentrl.supervised.tune import reward_model
+
+    reward_model(preferences(groups()), model, tmp_path / "out", epochs=8, lr=1e-3, batch=8, seed=0)
+    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    prompt = [201, 202, 203]
+    with torch.no_grad():
+        scores = [judge(torch.tensor([prompt + words + [30, 31, 40]])).logits.item() for words in (GOOD, BAD)]
+    assert scores[0] > scores[1] + 0.5
