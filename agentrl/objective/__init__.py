@@ -4,7 +4,7 @@ The modules that hold tensors (`combined`, `losses`, `corrections`, `kl`, `aggre
 by themselves; this face needs nothing heavy.
 """
 
-from agentrl.objective.advantages import GroupAdvantages, batch_advantages, group_advantages
+from agentrl.objective.advantages import GroupAdvantages, batch_advantages
 from agentrl.objective.samples import Assembled, assemble, build_batch, counted_samples
 
-__all__ = ["Assembled", "GroupAdvantages", "assemble", "batch_advantages", "build_batch", "counted_samples", "group_advantages"]
+__all__ = ["Assembled", "GroupAdvantages", "assemble", "batch_advantages", "build_batch", "counted_samples"]

@@ -67,12 +67,6 @@ def reinforce_plus_plus(scores: Sequence[float], *, normalize_std: bool) -> list
     return grpo(scores, normalize_std=normalize_std)
 
 
-def group_advantages(group: Group, *, normalize_std: bool, min_group_size: int) -> GroupAdvantages:
-    """GRPO's advantages of one group; see `batch_advantages` for what counts and what is dropped."""
-    settings = ObjectiveConfig(normalize_std=normalize_std)
-    return batch_advantages([group], settings, min_group_size=min_group_size)[0]
-
-
 def batch_advantages(
     groups: Sequence[Group],
     objective: ObjectiveConfig,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.objective import batch_advantages, group_advantages
+from agentrl.objective import GroupAdvantages, batch_advantages
 from agentrl.objective.advantages import rloo
 from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig
@@ -23,6 +23,10 @@ def _episode(number: int, score: float | None, blame: Blame | None = None) -> Sc
 
 def _group(*episodes: ScoredEpisode) -> Group:
     return Group(index=0, task_id="t", task_key="k", episodes=episodes)
+
+
+def group_advantages(group: Group, *, normalize_std: bool, min_group_size: int) -> GroupAdvantages:
+    return batch_advantages([group], ObjectiveConfig(normalize_std=normalize_std), min_group_size=min_group_size)[0]
 
 
 def test_closed_form() -> None:
