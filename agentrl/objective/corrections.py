@@ -30,8 +30,7 @@ def importance_weights(
         none:      w = 1                                 no correction
 
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
-    Between server and learner, at both levels: Yao et al. 2025, fengyao.notion.site/off-policy-rl; Liu et al. 2025,
-    yingru.notion.site/When-Speed-Kills-Stability-271211a558b7808d8b12d403fd15edda.
+    Both, at both levels, are what TRL calls its vLLM importance sampling correction.
 
     Args:
         log_ratio: [N] log pi_prox - log mu.

@@ -7,8 +7,8 @@ def staleness_weight(lag: int, decay: float) -> float:
     """decay ** lag for a token sampled `lag` versions before the one being trained; 1 for fresh tokens.
 
     Gradients computed from older weights count less, as in staleness-aware asynchronous SGD (Zhang et al. 2015, arXiv:1511.05950,
-    which divides by the lag; the exponential form is the one it compares with, and acts from the first version on). A negative lag
-    (after the learner went back to an older checkpoint) counts by its size.
+    which divides the learning rate by the lag; a power acts from the first version on). A negative lag (after the
+    learner went back to an older checkpoint) counts by its size.
     """
     weight: float = decay ** abs(lag)
     return weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -92,6 +93,27 @@ def _check_export(folder: Path) -> None:
     assert not torch.equal(base.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert AutoTokenizer.from_pretrained(folder).chat_template
     assert '"updates_set_aside": 0.0' in (folder / "update.json").read_text()
+
+
+async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_preference(tmp_path: Path) -> None:
+    made = recipe(objective={"kl": "k1_reward", "kl_coef": 0.1}).model_copy(update={"steps": 1})
+    write_run(tmp_path, made, [random_group(index, scores=[1.0] * 4) for index in range(3)])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    await learner.wait(timeout_s=90)
+    update = json.loads((tmp_path / "versions" / "000001" / "update.json").read_text())
+    assert update["weights_changed"] == 1.0
+    assert update["kl_penalty_mean"] != 0.0
+    assert update["groups_trained"] == 3
+
+
+async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path) -> None:
+    made = recipe(objective={"turn_coef": 0.5})
+    write_run(tmp_path, made, [random_group(index) for index in range(3)])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    with pytest.raises(LearnerError, match="has no turn rewards"):
+        await learner.wait(timeout_s=90)
 
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
