@@ -21,6 +21,7 @@ from agentrl.learner.forest import Branch, Forest
 NAME = "agentrl_forest"
 _WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
 _SLACK = 2**15  # ... plus this many: below it one more kernel call costs more than the padding
+_PIECE = 128  # queries of one row
 _BLOCK = 128  # FlexAttention's tile
 
 
@@ -32,7 +33,7 @@ class ForestLayout:
         self.length = len(forest.token_ids)
         self.positions = torch.from_numpy(forest.positions).to(device)
         self.ends = torch.from_numpy(forest.ends).to(device)
-        self.batches = [_Batch(branches, device) for branches in _alike(forest.branches)] if device.type == "cpu" else []
+        self.batches = [_Batch(branches, device) for branches in _alike(_pieces(forest.branches))] if device.type == "cpu" else []
         if self.batches:
             rows = torch.cat([batch.queries[batch.real] for batch in self.batches])
             self.order = torch.empty_like(rows)
@@ -82,6 +83,16 @@ class _Batch:
                 seen = seen & (at[..., None] - key < window)
             self._masks[heads, window] = seen.repeat(1, heads, 1)[:, None]
         return self._masks[heads, window]
+
+
+def _pieces(branches: Sequence[Branch]) -> list[Branch]:
+    """Long branches cut up: a query's row ends at the end of its piece, so less of it is masked."""
+    made = []
+    for branch in branches:
+        for at in range(0, branch.new, _PIECE):
+            new = min(_PIECE, branch.new - at)
+            made.append(Branch(start=branch.start + at, path=branch.path[: branch.shared + at + new], new=new))
+    return made
 
 
 def _alike(branches: Sequence[Branch]) -> list[list[Branch]]:
