@@ -194,6 +194,8 @@ class CriticConfig(Section):
     """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
     value_clip: float | None = Field(0.2, gt=0)
     """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each step's batch."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns."""
 

@@ -144,10 +144,10 @@ class Updater:
         return judged, metrics
 
     def _learn_values(self, prepared: Plan, critic: Critic) -> dict[str, float]:
-        """One optimizer step of the critic for each part."""
+        """`critic.epochs` times an optimizer step of the critic for each part."""
         ranks = self.engine.ranks
         losses, norms = [], []
-        for part, made in prepared:
+        for part, made in prepared * critic.config.epochs:
             total = torch.zeros((), dtype=torch.float64, device=ranks.device)
             for one in made:
                 assert one.returns is not None and one.values is not None, "judged before it is learned"

@@ -96,7 +96,10 @@ class Scenario:
     def ppo(self, stage: int) -> dict[str, Any]:
         """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
-        changes = {"objective": ObjectiveConfig(advantage="gae"), "critic": CriticConfig(lr=1e-2, warmup_steps=1, gamma=0.97, lam=0.9)}
+        changes = {
+            "objective": ObjectiveConfig(advantage="gae"),
+            "critic": CriticConfig(lr=1e-2, epochs=2, warmup_steps=1, gamma=0.97, lam=0.9),
+        }
         made = made.model_copy(update=changes)
         store = SqliteStore(self.run_dir / "experience.sqlite")
         batches = [build_batch(step, tuple(store.groups(range(step * 3, step * 3 + 3))), made) for step in range(2)]
