@@ -17,49 +17,30 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, exec_server, images, seccomp, server_code
+from agentrl.sandbox import cgroups, exec_server, images, seccomp
+from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
 
 USER = 65534
 SHM_BYTES = 16 << 20
-MAX_OPENING = 8
 ENDING_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    rootfs: Path
-    server: Path  # exec server, as source or compiled
-
-
-def _inside(image: _Image) -> str:
-    return f"/agentrl/exec_server{image.server.suffix}"
-
-
-class BubblewrapBackend:
+class BubblewrapBackend(ChannelBackend):
     """Opens sandboxes with `bwrap`; see `SandboxBackend`. `run_label` is shown by `agentrl sandbox ls`."""
 
     name = "bubblewrap"
 
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
-        self.run_label = run_label
-        self._root = root
-        self._progress = progress
-        self._opening = asyncio.Semaphore(MAX_OPENING)
-        self._open: dict[str, ChannelSandbox] = {}
-        self._images: dict[str, _Image] = {}
-        self._preparing = asyncio.Lock()
+        super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find()
         self._filter = seccomp.program() if seccomp.supported() else b""
-        self._closed = False
 
     @property
     def limits_note(self) -> str:
@@ -69,49 +50,17 @@ class BubblewrapBackend:
         return "resource limits: processes of the sandbox, memory of each process; CPU time is not limited"
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Builds and unpacks the image when the cache has none (a minute the first time)."""
-        async with self._preparing:
-            if spec.image not in self._images:
-                image = images.load_image(self._root / spec.image)
-                rootfs = await asyncio.to_thread(images.ensure_rootfs, image, self._progress)
-                from_source = _Image(rootfs, server_code.SOURCE)
-                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
-                self._images[spec.image] = _Image(rootfs, code)
-
-    async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> ChannelSandbox:
-        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left."""
-        if self._closed:
-            raise SandboxError("the backend is closed")
+        """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec that names a container runtime."""
         if spec.runtime:
             raise SandboxUnavailable(
                 f"sandbox runtime {spec.runtime!r} needs Docker", fix="use sandbox.backend=docker, or leave runtime empty"
             )
-        await self.prepare(spec)
-        try:
-            async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec, self._images[spec.image])
-                try:
-                    if snapshot is not None:
-                        await sandbox.restore(snapshot)
-                    if files:
-                        await sandbox.write_all(files)
-                except BaseException:
-                    await sandbox.close()
-                    raise
-        except TimeoutError as error:
-            if isinstance(error, SandboxTimeout):
-                raise
-            raise SandboxTimeout(f"no bubblewrap sandbox opened in {timeout_s:.1f} s") from None
-        return sandbox
+        await super().prepare(spec)
 
-    async def close(self) -> None:
-        """Closes every sandbox that is still open."""
-        self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+    async def _ensure(self, image: images.Image) -> str:
+        return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
-    async def _start(self, spec: SandboxSpec, image: _Image) -> ChannelSandbox:
+    async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         with contextlib.ExitStack() as undo:
             folder = undo.enter_context(sandbox_folder(name))
@@ -146,7 +95,7 @@ class BubblewrapBackend:
                 raise
             return sandbox
 
-    def _spawn(self, spec: SandboxSpec, image: _Image, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
+    def _spawn(self, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
@@ -176,15 +125,15 @@ class BubblewrapBackend:
                 raise
             return process
 
-    def _view(self, spec: SandboxSpec, image: _Image, group: cgroups.Group | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: ReadyImage, group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
         disk = str(spec.disk_mb << 20)
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
-        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", str(image.rootfs), "/"]
+        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), _inside(image)]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
@@ -194,12 +143,12 @@ class BubblewrapBackend:
             words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
         return words
 
-    def _server(self, spec: SandboxSpec, image: _Image, link: int) -> list[str]:
+    def _server(self, spec: SandboxSpec, image: ReadyImage, link: int) -> list[str]:
         limits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0}
         if self._hierarchy is None:
             limits |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": spec.disk_mb << 20}
         options = json.dumps({"user": USER, "limits": limits})
-        return ["python3", "-I", _inside(image), f"fd:{link}", options]
+        return ["python3", "-I", image.server_inside, f"fd:{link}", options]
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

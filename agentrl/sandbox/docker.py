@@ -18,9 +18,8 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +30,8 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import engine, images, server_code
+from agentrl.sandbox import engine, images
+from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
@@ -44,7 +44,7 @@ SHM_BYTES = 16 << 20
 API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
 PULL_S = 300.0
-THREADS = 8
+THREADS = MAX_OPENING
 LOOK_S = 1.0
 LEAVING_S = 10.0
 SWEEP_AT = 64
@@ -52,74 +52,30 @@ STREAM_BYTES = 1 << 20
 LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    tag: str
-    server: Path  # exec server, as source or compiled
-
-
-class DockerBackend:
+class DockerBackend(ChannelBackend):
     """Opens sandboxes as containers; see `SandboxBackend`. `run_label` marks them, and `agentrl sandbox ls` shows it."""
 
     name = "docker"
 
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
-        self.run_label = run_label
-        self._root = root
-        self._progress = progress
+        super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
-        self._opening = asyncio.Semaphore(THREADS)
-        self._open: dict[str, ChannelSandbox] = {}
-        self._images: dict[str, _Image] = {}
-        self._preparing = asyncio.Lock()
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
-        self._closed = False
-
-    async def prepare(self, spec: SandboxSpec) -> None:
-        """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
-        async with self._preparing:
-            if spec.image not in self._images:
-                image = images.load_image(self._root / spec.image)
-                tag = await asyncio.to_thread(ensure_image, image, self._progress)
-                from_source = _Image(tag, server_code.SOURCE)
-                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
-                self._images[spec.image] = _Image(tag, code)
-
-    async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> ChannelSandbox:
-        """Starts a container. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left."""
-        if self._closed:
-            raise SandboxError("the backend is closed")
-        await self.prepare(spec)
-        try:
-            async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec, self._images[spec.image])
-                try:
-                    if snapshot is not None:
-                        await sandbox.restore(snapshot)
-                    if files:
-                        await sandbox.write_all(files)
-                except BaseException:
-                    await sandbox.close()
-                    raise
-        except TimeoutError as error:
-            if isinstance(error, SandboxTimeout):
-                raise
-            raise SandboxTimeout(f"no container opened in {timeout_s:.1f} s") from None
-        return sandbox
 
     async def close(self) -> None:
         """Closes every sandbox that is still open, and removes by force what the daemon does not remove by itself."""
-        self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+        await super().close()
         if self._leaving:
             names = frozenset(self._leaving)
             await self._call(lambda: _await_removed(names, LEAVING_S))
             self._leaving.clear()
         self._threads.shutdown(wait=False)
 
-    async def _start(self, spec: SandboxSpec, image: _Image) -> ChannelSandbox:
+    async def _ensure(self, image: images.Image) -> str:
+        """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
+        return await asyncio.to_thread(ensure_image, image, self._progress)
+
+    async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         with sandbox_folder(name) as folder:
             reader, writer = await self._connect(spec, image, name, folder)
@@ -142,7 +98,7 @@ class DockerBackend:
             raise
         return sandbox
 
-    async def _connect(self, spec: SandboxSpec, image: _Image, name: str, folder: Path) -> Connection:
+    async def _connect(self, spec: SandboxSpec, image: ReadyImage, name: str, folder: Path) -> Connection:
         """Creates the container and takes the connection of its exec server: the first one, before any other program runs there."""
         folder.chmod(0o711)  # the user inside must reach the socket; the folders above are this user's alone
         mark_folder(folder, self.name, self.run_label)
@@ -200,7 +156,7 @@ class DockerBackend:
         except (DockerException, requests.RequestException) as error:
             raise SandboxError(f"Docker daemon: {error}") from error
 
-    def _container(self, spec: SandboxSpec, image: _Image, folder: Path) -> dict[str, Any]:
+    def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
         disk = f"rw,nosuid,nodev,exec,mode=1777,size={spec.disk_mb}m"
         host = {
@@ -227,8 +183,8 @@ class DockerBackend:
         if spec.runtime:
             host["Runtime"] = spec.runtime
         return {
-            "Image": image.tag,
-            "Entrypoint": ["python3", "-I", f"/agentrl/exec_server{image.server.suffix}", "connect:/agentrl/link"],
+            "Image": image.tree,
+            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link"],
             "User": USER,
             "Env": ["LANG=C.UTF-8"],
             "WorkingDir": "/",
