@@ -4,8 +4,8 @@ The sandbox's file tree is the image's, read-only, with tmpfs of limited size fo
 is no network, a pid namespace of its own, no capability, and a system call filter (`agentrl.sandbox.seccomp`).
 
 Run by root, each sandbox gets a control group for memory, processes and CPU time (`agentrl.sandbox.cgroups`), and the exec
-server gives up root before it runs anything. Run by anyone else, bubblewrap maps a user namespace, and limits are per process
-where the kernel offers no better (`limits_note` says which).
+server gives up root before it runs anything: programs get one user, the server another. Run by anyone else, bubblewrap maps a
+user namespace with one user in it, and limits are per process where the kernel offers no better (`limits_note` says which).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, exec_server, images, seccomp
+from agentrl.sandbox import allowance, cgroups, exec_server, images
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
 
 USER = 65534
-SHM_BYTES = 16 << 20
 ENDING_S = 5.0
 
 
@@ -40,7 +40,6 @@ class BubblewrapBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find()
-        self._filter = seccomp.program() if seccomp.supported() else b""
 
     @property
     def limits_note(self) -> str:
@@ -70,7 +69,7 @@ class BubblewrapBackend(ChannelBackend):
                 undo.push(lambda kind, *_: None if kind is None else group.remove())
             ours, theirs = socket.socketpair()
             with theirs:
-                process = self._spawn(spec, image, folder, theirs.fileno(), group)
+                process = self._spawn(name, spec, image, folder, theirs.fileno(), group)
             ours.setblocking(False)
 
             async def destroy(ended: bool) -> None:
@@ -95,60 +94,64 @@ class BubblewrapBackend(ChannelBackend):
                 raise
             return sandbox
 
-    def _spawn(self, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
+    ) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
+        where = allowance.cores(spec)
+        (folder / "cores").write_text(",".join(map(str, where)) + "\n")
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             log = stack.enter_context(open(folder / "log", "wb"))
-            inherited = [link, args_read]
-            if self._filter:
-                filter_read, filter_write = os.pipe()
-                stack.callback(os.close, filter_read)
-                os.write(filter_write, self._filter)
-                os.close(filter_write)
-                inherited.append(filter_read)
-            command = ["bwrap", "--args", str(args_read), *self._server(spec, image, link)]
+            server = ["python3", "-I", image.server_inside, f"fd:{link}", json.dumps(self._options(name, spec, where))]
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, env={}, cwd="/", start_new_session=True
+                ["bwrap", "--args", str(args_read), *server],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[link, args_read],
+                env={},
+                cwd="/",
+                start_new_session=True,
             )
             try:
                 if group is not None:
                     group.add(process.pid)
-                filter_arguments = ["--seccomp", str(inherited[2])] if self._filter else []
-                words = [*self._view(spec, image, group), *filter_arguments]
-                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, folder, group)))
             except BaseException:
                 process.kill()
                 process.wait(ENDING_S)
                 raise
             return process
 
-    def _view(self, spec: SandboxSpec, image: ReadyImage, group: cgroups.Group | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: ReadyImage, folder: Path, group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
-        disk = str(spec.disk_mb << 20)
+        disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
-        words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
+        words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
+        words += ["--size", "65536", "--tmpfs", "/sys", "--ro-bind", str(folder / "cores"), f"/sys/{allowance.CORES_FILE}"]
         words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
-        words += ["--remount-ro", "/agentrl", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
+        words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
-            words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
-        else:
-            words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
-        return words
+            rights = ("SETPCAP", "SYS_ADMIN", *allowance.server_rights())
+            return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
+        return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
-    def _server(self, spec: SandboxSpec, image: ReadyImage, link: int) -> list[str]:
-        limits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0}
+    def _options(self, name: str, spec: SandboxSpec, where: list[int]) -> dict[str, Any]:
+        """What the exec server is told: how many files each place may hold, which bwrap has no option for, and limits."""
+        options = allowance.server_options(name, spec, where)
+        options["tmpfs"] = dict.fromkeys(("/home/agent", "/tmp", "/dev/shm"), f"nr_inodes={allowance.inodes(spec)}")
         if self._hierarchy is None:
-            limits |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": spec.disk_mb << 20}
-        options = json.dumps({"user": USER, "limits": limits})
-        return ["python3", "-I", image.server_inside, f"fd:{link}", options]
+            disk = allowance.disk_bytes(spec)
+            options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
+        return options
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,10 +1,12 @@
 """Sandboxes made by a Docker daemon on this machine, one container each.
 
-A container has no network, no capability, no new privileges, a read-only root, a user that is not root, and limits on memory
-(swap included), processes, CPU time, open files and disk (tmpfs of limited size). Two daemon calls open it; none is needed while
-it is used or when it ends: the exec server inside connects to a socket of ours that is mounted into the container, so programs
-run without `docker exec`, and when we hang up it ends, the kernel ends the rest, and the daemon removes the container.
-What does not go by itself is removed by force.
+A container has no network, no new privileges, a read-only root, and limits on memory (swap included), processes, CPU time and
+disk (tmpfs of limited size). Its main process, the exec server, starts as root with the few rights it needs to become another
+user; the programs it runs are a third one, without any right. A filter of system calls comes on top of the daemon's own.
+
+Two daemon calls open it; none is needed while it is used or when it ends: the exec server inside connects to a socket of ours
+that is mounted into the container, so programs run without `docker exec`, and when we hang up it ends, the kernel ends the rest,
+and the daemon removes the container. What does not go by itself is removed by force.
 
 `NetworkDisabled` is what makes this cheap: the container still gets a network namespace of its own, with nothing in it, but the
 daemon does not start a helper process to fill it. That halves the CPU time of a container. The runtime `crun` takes off more.
@@ -30,7 +32,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import engine, images
+from agentrl.sandbox import allowance, engine, images
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
@@ -39,8 +41,6 @@ from agentrl.sandbox.place import ChannelSandbox
 T = TypeVar("T")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-USER = "65534:65534"
-SHM_BYTES = 16 << 20
 API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
 PULL_S = 300.0
@@ -108,7 +108,7 @@ class DockerBackend(ChannelBackend):
         connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         listener = await asyncio.start_unix_server(_first_only(connected), folder / "link", backlog=1, limit=STREAM_BYTES)
         (folder / "link").chmod(0o666)
-        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(spec, image, folder))))
+        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(name, spec, image, folder))))
         try:
             await asyncio.shield(starting)
             return await self._first(connected, name)
@@ -156,36 +156,41 @@ class DockerBackend(ChannelBackend):
         except (DockerException, requests.RequestException) as error:
             raise SandboxError(f"Docker daemon: {error}") from error
 
-    def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
+    def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
-        disk = f"rw,nosuid,nodev,exec,mode=1777,size={spec.disk_mb}m"
+        where = allowance.cores(spec)
+        (folder / "cores").write_text(",".join(map(str, where)) + "\n")
+        options = json.dumps(allowance.server_options(name, spec, where))
+        mounts = {"/agentrl": folder}
+        if not spec.runtime:  # a runtime with a kernel of its own shows that kernel's cores
+            mounts[f"/sys/{allowance.CORES_FILE}"] = folder / "cores"
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
+            "CapAdd": ["SETPCAP", *allowance.server_rights()],
             "SecurityOpt": ["no-new-privileges"],
             "ReadonlyRootfs": True,
-            "Tmpfs": {"/home/agent": disk, "/tmp": disk},
-            "ShmSize": SHM_BYTES,
+            "Tmpfs": {
+                "/home/agent": _tmpfs(spec, allowance.disk_bytes(spec)),
+                "/tmp": _tmpfs(spec, allowance.disk_bytes(spec)),
+                "/dev/shm": _tmpfs(spec, allowance.shared_memory_bytes(spec)),
+            },
             "Memory": spec.memory_mb << 20,
             "MemorySwap": spec.memory_mb << 20,
             "PidsLimit": spec.processes + 1,  # the exec server
             "NanoCpus": int(spec.cpus * 1e9),
-            "Ulimits": [
-                {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
-                {"Name": "core", "Soft": 0, "Hard": 0},
-            ],
             "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
+            "Mounts": [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()],
             "AutoRemove": True,
-            "IpcMode": "private",
+            "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
             "CgroupnsMode": "private",
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
         return {
             "Image": image.tree,
-            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link"],
-            "User": USER,
+            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", options],
+            "User": "0:0",
             "Env": ["LANG=C.UTF-8"],
             "WorkingDir": "/",
             "Hostname": "sandbox",
@@ -229,6 +234,10 @@ def _first_only(connected: asyncio.Future[Connection]) -> Callable[[asyncio.Stre
             connected.set_result((reader, writer))
 
     return accept
+
+
+def _tmpfs(spec: SandboxSpec, size: int) -> str:
+    return f"rw,nosuid,nodev,exec,mode=1777,size={size},nr_inodes={allowance.inodes(spec)}"
 
 
 # What follows blocks, and runs in the backend's threads ---------------------------------------------------------------

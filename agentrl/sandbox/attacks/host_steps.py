@@ -186,7 +186,7 @@ async def _run(scene: Scene) -> str:
     except SandboxTimeout as error:
         return f"SandboxTimeout: {str(error)[-80:]}"
     except (SandboxError, ValueError, FileNotFoundError) as error:
-        _hold("\x1b" not in repr(str(error)), "terminal commands in an error")
+        _hold(str(error).isprintable(), "terminal commands in an error")
         return f"{type(error).__name__}: {str(error)[-80:]!r}"
     _hold(isinstance(result, ExecResult) and len(result.stdout) + len(result.stderr) < 140_000, "a result out of bounds")
     return f"taken for a result of {len(result.stdout)} characters, as any server may answer"
@@ -217,8 +217,9 @@ async def _hostile_archives(scene: Scene) -> str:
     found = await scene.says(
         "import glob, os, stat\n"
         "outside = [p for top in ('/tmp', '/home', '/dev/shm', '/etc', '/') for p in glob.glob(top + '/evil*')]\n"
-        "odd = [p for p in glob.glob('**', recursive=True) if not os.path.islink(p) and not stat.S_IFMT(os.lstat(p).st_mode) in (stat.S_IFREG, stat.S_IFDIR)]\n"
-        "suid = [p for p in glob.glob('**', recursive=True) if os.lstat(p).st_mode & 0o6000]\n"
+        "inside = {p: os.lstat(p).st_mode for p in glob.glob('**', recursive=True)}\n"
+        "odd = [p for p, mode in inside.items() if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)]\n"
+        "suid = [p for p, mode in inside.items() if mode & 0o6000]\n"
         "shared = [p for p in glob.glob('hard*') if os.path.isfile(p) and os.stat(p).st_nlink > 1]\n"
         "print(outside + odd + suid + shared)\n"
     )

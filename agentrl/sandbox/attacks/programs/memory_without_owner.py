@@ -15,6 +15,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.shmat.restype = ctypes.c_void_p
 limit = json.load(open("arena.json"))["memory_mb"] << 20
 held = 0
+print("held: filling", flush=True)
 for key in range(1, 400):
     size = 4 << 20
     segment = libc.shmget(key, size, 0o1666)

@@ -8,7 +8,7 @@ import os
 import time
 
 made = 0
-for _ in range(400):
+for _ in range(120):
     try:
         if os.fork() == 0:
             if os.fork() == 0:

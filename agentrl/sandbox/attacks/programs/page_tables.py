@@ -9,6 +9,7 @@ ends: exit, memory, killed
 import mmap
 
 kept = []
+print("held: touching", flush=True)
 try:
     for _ in range(2000):
         area = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))

@@ -10,11 +10,12 @@ import os
 
 libc = ctypes.CDLL(None, use_errno=True)
 calls = {
-    "ptrace": 101, "syslog": 103, "personality": 135, "acct": 163, "swapon": 167, "reboot": 169, "sethostname": 170, "iopl": 172, "ioperm": 173,
-    "create_module": 174, "init_module": 175, "quotactl": 179, "clock_settime": 227, "kexec_load": 246, "add_key": 248, "request_key": 249,
-    "keyctl": 250, "migrate_pages": 256, "move_pages": 279, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303,
-    "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310, "kcmp": 312, "finit_module": 313, "bpf": 321,
-    "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "pidfd_getfd": 438, "quotactl_fd": 443,
+    "ptrace": 101, "syslog": 103, "personality": 135, "acct": 163, "swapon": 167, "reboot": 169, "sethostname": 170, "iopl": 172,
+    "ioperm": 173, "create_module": 174, "init_module": 175, "quotactl": 179, "clock_settime": 227, "kexec_load": 246, "add_key": 248,
+    "request_key": 249, "keyctl": 250, "migrate_pages": 256, "move_pages": 279, "perf_event_open": 298, "fanotify_init": 300,
+    "name_to_handle_at": 303, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "kcmp": 312, "finit_module": 313,
+    "bpf": 321, "userfaultfd": 323, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "pidfd_getfd": 438,
+    "quotactl_fd": 443,
 }  # fmt: skip
 done = []
 block = ctypes.create_string_buffer(512)

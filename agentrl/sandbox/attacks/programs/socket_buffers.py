@@ -38,6 +38,7 @@ def fill() -> None:
 
 
 before = available()
+print("held: filling", flush=True)
 for _ in range(min(12, limits["processes"] - 2)):
     if os.fork() == 0:
         fill()
