@@ -17,7 +17,7 @@ import os
 import shutil
 import socket
 import subprocess
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
@@ -134,7 +134,10 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
-        words += ["--size", "65536", "--tmpfs", "/sys", "--ro-bind", str(folder / "cores"), f"/sys/{allowance.CORES_FILE}"]
+        words += ["--size", "65536", "--tmpfs", "/sys"]
+        for parent in reversed(PurePath("/sys", allowance.CORES_FILE).parents[:-2]):
+            words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--ro-bind", str(folder / "cores"), f"/sys/{allowance.CORES_FILE}"]
         words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]

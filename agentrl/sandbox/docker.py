@@ -41,6 +41,8 @@ from agentrl.sandbox.place import ChannelSandbox
 T = TypeVar("T")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
+READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
+"""The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
 API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
 PULL_S = 300.0
@@ -184,6 +186,7 @@ class DockerBackend(ChannelBackend):
             "AutoRemove": True,
             "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
             "CgroupnsMode": "private",
+            "ReadonlyPaths": READ_ONLY,
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
