@@ -300,7 +300,7 @@ async def _read_only_root(bench: Bench) -> None:
         "import os\n"
         "wrote = []\n"
         "for folder, folders, _ in os.walk('/'):\n"
-        "    if folder.startswith(('/proc', '/sys', '/tmp', '/home/agent', '/dev/shm', '/dev/mqueue')): folders.clear(); continue\n"
+        "    if folder.startswith(('/proc', '/tmp', '/home/agent', '/dev/shm', '/dev/mqueue')): folders.clear(); continue\n"
         "    try:\n"
         "        open(folder + '/probe', 'w').close(); wrote.append(folder)\n"
         "    except OSError: pass\n"
