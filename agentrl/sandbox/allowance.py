@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import seccomp
+from agentrl.sandbox import exec_server, seccomp
 
 MEBIBYTE = 1 << 20
 RESERVE = 48 * MEBIBYTE
@@ -21,8 +21,8 @@ MAX_INODES = 20_000
 INODES_PER_MEBIBYTE = 64
 AGENT_USERS, SERVER_USERS, USERS = 0x70000000, 0x78000000, 0x07FFFFFF
 """User ids of agents and of exec servers, from a range that systemd's table of ids keeps free (systemd.io/UIDS-GIDS)."""
-CORES_FILE = "devices/system/cpu/online"
-"""Under /sys: where the C library counts cores, whatever cores a program may run on."""
+CORES_FILE = "/sys/devices/system/cpu/online"
+"""Where the C library counts cores, whatever cores a program may run on."""
 QUEUED_SIGNALS, QUEUE_BYTES = 4096, 262_144
 
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 5, 6, 7, 24
@@ -46,6 +46,17 @@ def inodes(spec: SandboxSpec) -> int:
     return min(MAX_INODES, INODES_PER_MEBIBYTE * spec.memory_mb)
 
 
+def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
+    """Writes the files that tell programs who they are and what they have; gives where in the sandbox each is shown."""
+    agent, home = options["agent"], exec_server.HOME
+    (folder / "passwd").write_text(
+        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{home}:/bin/sh\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    )
+    (folder / "cores").write_text(",".join(map(str, options["cores"])) + "\n")
+    return {"/etc/passwd": folder / "passwd", CORES_FILE: folder / "cores"}
+
+
 def cores(spec: SandboxSpec) -> list[int]:
     """The cores of one sandbox, as many as its CPU time fills: the next ones in turn of those that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
@@ -66,7 +77,7 @@ def server_rights() -> dict[str, int]:
     return rights | ({"SYS_RESOURCE": CAP_SYS_RESOURCE} if int(status["CapBnd"], 16) >> CAP_SYS_RESOURCE & 1 else {})
 
 
-def server_options(name: str, spec: SandboxSpec, where: list[int]) -> dict[str, Any]:
+def server_options(name: str, spec: SandboxSpec) -> dict[str, Any]:
     """What the exec server of sandbox `name` is started with.
 
     The users belong to this sandbox alone, because the kernel counts some things for each user of the machine: inotify
@@ -77,7 +88,7 @@ def server_options(name: str, spec: SandboxSpec, where: list[int]) -> dict[str, 
         "agent": AGENT_USERS + number,
         "server": SERVER_USERS + number,
         "rights": list(server_rights().values()),
-        "cores": where,
+        "cores": cores(spec),
         "open_files": spec.open_files,
         "limits": {"RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
         "filter": seccomp.program().hex() if seccomp.supported() else "",

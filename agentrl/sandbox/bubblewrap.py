@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -98,14 +99,14 @@ class BubblewrapBackend(ChannelBackend):
         self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
     ) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
-        where = allowance.cores(spec)
-        (folder / "cores").write_text(",".join(map(str, where)) + "\n")
+        options = self._options(name, spec)
+        shown = allowance.describe(folder, options)
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             log = stack.enter_context(open(folder / "log", "wb"))
-            server = ["python3", "-I", image.server_inside, f"fd:{link}", json.dumps(self._options(name, spec, where))]
+            server = ["python3", "-I", image.server_inside, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
                 ["bwrap", "--args", str(args_read), *server],
                 stdin=subprocess.DEVNULL,
@@ -119,14 +120,14 @@ class BubblewrapBackend(ChannelBackend):
             try:
                 if group is not None:
                     group.add(process.pid)
-                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, folder, group)))
+                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, shown, group)))
             except BaseException:
                 process.kill()
                 process.wait(ENDING_S)
                 raise
             return process
 
-    def _view(self, spec: SandboxSpec, image: ReadyImage, folder: Path, group: cgroups.Group | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
         disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
@@ -135,9 +136,10 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
-        for parent in reversed(PurePath("/sys", allowance.CORES_FILE).parents[:-2]):
+        for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--ro-bind", str(folder / "cores"), f"/sys/{allowance.CORES_FILE}"]
+        for place, source in shown.items():
+            words += ["--ro-bind", str(source), place]
         words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
@@ -147,9 +149,9 @@ class BubblewrapBackend(ChannelBackend):
             return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
         return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
-    def _options(self, name: str, spec: SandboxSpec, where: list[int]) -> dict[str, Any]:
+    def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What the exec server is told: how many files each place may hold, which bwrap has no option for, and limits."""
-        options = allowance.server_options(name, spec, where)
+        options = allowance.server_options(name, spec)
         options["tmpfs"] = dict.fromkeys(("/home/agent", "/tmp", "/dev/shm"), f"nr_inodes={allowance.inodes(spec)}")
         if self._hierarchy is None:
             disk = allowance.disk_bytes(spec)

@@ -160,12 +160,10 @@ class DockerBackend(ChannelBackend):
 
     def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
-        where = allowance.cores(spec)
-        (folder / "cores").write_text(",".join(map(str, where)) + "\n")
-        options = json.dumps(allowance.server_options(name, spec, where))
-        mounts = {"/agentrl": folder}
-        if not spec.runtime:  # a runtime with a kernel of its own shows that kernel's cores
-            mounts[f"/sys/{allowance.CORES_FILE}"] = folder / "cores"
+        options = allowance.server_options(name, spec)
+        mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
+        if spec.runtime:  # one with a kernel of its own shows that kernel's cores
+            del mounts[allowance.CORES_FILE]
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
@@ -192,7 +190,7 @@ class DockerBackend(ChannelBackend):
             host["Runtime"] = spec.runtime
         return {
             "Image": image.tree,
-            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", options],
+            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", json.dumps(options)],
             "User": "0:0",
             "Env": ["LANG=C.UTF-8"],
             "WorkingDir": "/",
