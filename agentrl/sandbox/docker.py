@@ -45,6 +45,8 @@ READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tri
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
 API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
+POOLS = 2
+"""Connections that each thread keeps: the library has one for each address it asks, and every container has its own addresses."""
 PULL_S = 300.0
 THREADS = MAX_OPENING
 LOOK_S = 1.0
@@ -220,7 +222,7 @@ def ensure_image(image: images.Image, progress: images.Progress = images.silent)
 def client() -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
     if not hasattr(_local, "api"):
-        _local.api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
+        _local.api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S, num_pools=POOLS)
     return _local.api
 
 

@@ -25,7 +25,7 @@ from agentrl.sandbox import cgroups, reaper
 NEIGHBOUR_S = 20.0
 STANDSTILL_S = 5.0
 MEMORY_MB = 512
-SPARE_DESCRIPTORS = 24
+SPARE_DESCRIPTORS = 64
 CLEAR_S = 15.0
 HOST_FILES = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/kernel/modprobe", "/proc/swaps")
 
