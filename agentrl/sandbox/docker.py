@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import docker
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
@@ -222,7 +223,10 @@ def ensure_image(image: images.Image, progress: images.Progress = images.silent)
 def client() -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
     if not hasattr(_local, "api"):
-        _local.api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S, num_pools=POOLS)
+        api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
+        # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
+        api.mount("http+docker://", UnixHTTPAdapter(engine.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
+        _local.api = api
     return _local.api
 
 
