@@ -801,8 +801,9 @@ def restrict(options: Request) -> None:
     for name, value in options["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, max(SERVER_FILES, options["open_files"])))
-    if options["cores"]:
-        os.sched_setaffinity(0, options["cores"])
+    usable = os.sched_getaffinity(0).intersection(options["cores"])
+    if usable:  # an engine may have cores of its own for containers
+        os.sched_setaffinity(0, usable)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
     code = bytes.fromhex(options["filter"])
