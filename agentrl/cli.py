@@ -186,7 +186,7 @@ def sandbox_attack(
     from agentrl.sandbox.attacks import AttackResult
 
     def report(name: str, result: AttackResult) -> None:
-        row = f"{name:11} {result.verdict:12} {result.wall_s:5.1f} s  {result.kind:16} {result.name:24} {result.evidence}"
+        row = f"{name:11} {result.verdict:12} {result.wall_s:5.1f} s  {result.kind:16} {result.name:27} {result.evidence}"
         print(row, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     root = project_root(Path.cwd() / image / "image.toml")

@@ -11,6 +11,7 @@ from agentrl.sandbox import BubblewrapBackend, DockerBackend, list_open, select_
 from agentrl.sandbox.attacks import ATTACK_SPEC, attack, attacks
 from agentrl.sandbox.attacks.cases import HOSTILE_SERVER, KINDS, PROGRAMS, hostile_server_source, program_attack
 from agentrl.sandbox.attacks.host_steps import STEPS
+from agentrl.sandbox.attacks.hostile_server import PATIENT
 from agentrl.sandbox.lease import lease
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
@@ -157,7 +158,7 @@ def test_a_program_with_a_wrong_head_is_refused(tmp_path):
 
 def test_each_trick_can_be_played():
     tricks = [item.trick for item in attacks() if item.trick]
-    assert tricks
+    assert set(PATIENT) < set(tricks)
     for trick in tricks:
         assert f"TRICK = '{trick}'" in hostile_server_source(trick)
         assert re.search(rf"^def {trick}\(", HOSTILE_SERVER.read_text(), re.MULTILINE)

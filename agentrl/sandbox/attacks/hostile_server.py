@@ -15,6 +15,8 @@ import time
 
 TRICK = ""
 BEFORE_HELLO = ("no_hello", "other_version", "hello_that_drips")
+PATIENT = (*BEFORE_HELLO, "silence", "drip", "deaf")
+"""Tricks that cost nothing but the driver's time, up to its deadline."""
 
 
 def frame(header: object, body: bytes = b"") -> bytes:

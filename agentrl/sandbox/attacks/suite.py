@@ -12,7 +12,7 @@ import platform
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.attacks.arena import Arena, Broken, Escaped, arena, namespace_of, nothing_left
 from agentrl.sandbox.attacks.cases import Attack, attacks, hostile_server_source
+from agentrl.sandbox.attacks.hostile_server import PATIENT
 from agentrl.sandbox.attacks.host_steps import STEPS, Scene
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.place import ChannelSandbox
@@ -75,29 +76,32 @@ class _Suite:
         self._next: ChannelSandbox | None = None  # opened after the last attack, used by the next one
 
     async def run(self, chosen: list[Attack]) -> list[AttackResult]:
-        programs = [await self._judge(item, self._program) for item in chosen if not item.trick]
+        """Programs one after the other; meanwhile the servers that only keep the driver waiting; then the other servers."""
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def one(item: Attack) -> AttackResult:
             async with slots:
                 return await self._judge(item, self._hostile_server)
 
-        tricks = await asyncio.gather(*(one(item) for item in chosen if item.trick))
-        found = {result.name: result for result in (*programs, *tricks)}
+        async with asyncio.TaskGroup() as group:
+            slow = [group.create_task(one(item)) for item in chosen if item.trick in PATIENT]
+            results = [await self._judge(item, self._program) for item in chosen if not item.trick]
+            rest = [group.create_task(one(item)) for item in chosen if item.trick and item.trick not in PATIENT]
+        found = {result.name: result for result in (*results, *(task.result() for task in (*slow, *rest)))}
         return [found[item.name] for item in chosen]
 
     async def close(self) -> None:
         if self._next is not None:
             await self._next.close()
 
-    async def _judge(self, item: Attack, play: Callable[[Attack], object]) -> AttackResult:
+    async def _judge(self, item: Attack, play: Callable[[Attack], Awaitable[str]]) -> AttackResult:
         start = time.monotonic()
         try:
             if missing := _missing(item, self._backend):
                 verdict, evidence = NOT_PROMISED, missing
             else:
                 async with asyncio.timeout(item.seconds + HANG_S):
-                    verdict, evidence = CONTAINED, await play(item)  # type: ignore[misc]
+                    verdict, evidence = CONTAINED, await play(item)
         except Escaped as seen:
             verdict, evidence = ESCAPED, str(seen)
         except TimeoutError:
