@@ -17,8 +17,10 @@ MEBIBYTE = 1 << 20
 RESERVE = 48 * MEBIBYTE
 """Memory that files never take: the exec server and the start of one program fit in it."""
 SMALLEST_DISK = 4 * MEBIBYTE
-MAX_INODES = 20_000
-INODES_PER_MEBIBYTE = 64
+INODES_PER_MEBIBYTE = 40
+INODE_BYTES = 1100
+"""Kernel memory of an empty file: its inode and its name."""
+WRITABLE = ("/home/agent", "/tmp", "/dev/shm")
 AGENT_USERS, SERVER_USERS, USERS = 0x70000000, 0x78000000, 0x07FFFFFF
 """User ids of agents and of exec servers, from a range that systemd's table of ids keeps free (systemd.io/UIDS-GIDS)."""
 CORES_FILE = "/sys/devices/system/cpu/online"
@@ -37,13 +39,13 @@ def shared_memory_bytes(spec: SandboxSpec) -> int:
 
 def disk_bytes(spec: SandboxSpec) -> int:
     """Size of the working directory, and of /tmp. They are memory, so that both full must leave room to go on."""
-    room = (spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - RESERVE) // 2
+    room = (spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE) * inodes(spec) * INODE_BYTES - RESERVE) // 2
     return min(spec.disk_mb * MEBIBYTE, max(room, SMALLEST_DISK))
 
 
 def inodes(spec: SandboxSpec) -> int:
-    """Files and folders that each of the writable places may hold: an empty one still takes a kilobyte of kernel memory."""
-    return min(MAX_INODES, INODES_PER_MEBIBYTE * spec.memory_mb)
+    """Files and folders that each of the writable places may hold: an empty one still takes kernel memory."""
+    return INODES_PER_MEBIBYTE * spec.memory_mb
 
 
 def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:

@@ -152,7 +152,7 @@ class BubblewrapBackend(ChannelBackend):
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What the exec server is told: how many files each place may hold, which bwrap has no option for, and limits."""
         options = allowance.server_options(name, spec)
-        options["tmpfs"] = dict.fromkeys(("/home/agent", "/tmp", "/dev/shm"), f"nr_inodes={allowance.inodes(spec)}")
+        options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
         if self._hierarchy is None:
             disk = allowance.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
