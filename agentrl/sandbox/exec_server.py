@@ -84,39 +84,6 @@ class Refused(Exception):
         self.kind = kind
 
 
-class Users:
-    """Who the server is and who its programs are; the same where no second user is to be had."""
-
-    def __init__(self, server: int, agent: int, open_files: int) -> None:
-        self.server, self.agent, self.open_files = server, agent, open_files
-
-    @contextlib.contextmanager
-    def as_agent(self) -> Iterator[None]:
-        """Files are opened and made with the agent's rights, while signals, tracing and limits still see the server."""
-        if self.server == self.agent:
-            yield
-            return
-        LIBC.setfsgid(self.agent)
-        LIBC.setfsuid(self.agent)
-        try:
-            yield
-        finally:
-            LIBC.setfsuid(self.server)
-            LIBC.setfsgid(self.server)
-
-    def become_agent(self) -> None:
-        """Turns this process, a forked child, into the agent's, for good."""
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
-        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own again; the channel is closed by now
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
-        if self.server != self.agent:
-            os.setresgid(self.agent, self.agent, self.agent)
-            os.setresuid(self.agent, self.agent, self.agent)
-            set_capabilities(())
-            prctl(PR_SET_DUMPABLE, 1)  # a change of user took it away
-
-
 class Link:
     """The connection to the host."""
 
@@ -749,7 +716,7 @@ def unpack(archive: tarfile.TarFile) -> None:
             os.close(folder)
 
 
-# Start ----------------------------------------------------------------------------------------------------------------
+# Users, rights and limits ---------------------------------------------------------------------------------------------
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -764,6 +731,39 @@ def set_capabilities(numbers: Sequence[int]) -> None:
     mask = sum(1 << number for number in numbers)
     if LIBC.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
+
+
+class Users:
+    """Who the server is and who its programs are; the same where no second user is to be had."""
+
+    def __init__(self, server: int, agent: int, open_files: int) -> None:
+        self.server, self.agent, self.open_files = server, agent, open_files
+
+    @contextlib.contextmanager
+    def as_agent(self) -> Iterator[None]:
+        """Files are opened and made with the agent's rights, while signals, tracing and limits still see the server."""
+        if self.server == self.agent:
+            yield
+            return
+        LIBC.setfsgid(self.agent)
+        LIBC.setfsuid(self.agent)
+        try:
+            yield
+        finally:
+            LIBC.setfsuid(self.server)
+            LIBC.setfsgid(self.server)
+
+    def become_agent(self) -> None:
+        """Turns this process, a forked child, into the agent's, for good."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own again; the channel is closed by now
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
+        if self.server != self.agent:
+            os.setresgid(self.agent, self.agent, self.agent)
+            os.setresuid(self.agent, self.agent, self.agent)
+            set_capabilities(())
+            prctl(PR_SET_DUMPABLE, 1)  # a change of user took it away
 
 
 def mapped(user: int) -> bool:
@@ -809,6 +809,9 @@ def restrict(options: Request) -> None:
     code = bytes.fromhex(options["filter"])
     if code and LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(FilterProgram(len(code) // 8, code)), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "the system call filter")
+
+
+# Start ----------------------------------------------------------------------------------------------------------------
 
 
 def connect(address: str) -> socket.socket:
