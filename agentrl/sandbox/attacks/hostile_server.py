@@ -24,7 +24,7 @@ def frame(header: object, body: bytes = b"") -> bytes:
     return struct.pack("!II", len(text), len(body)) + text + body
 
 
-def answer(number: int, body: bytes = b"", **fields: object) -> bytes:
+def answer(number: int, body: bytes = b"", /, **fields: object) -> bytes:
     """A well-formed reply to an exec, with `fields` changed."""
     good: dict[str, object] = {"id": number, "ok": True, "exit": 0, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": len(body)}
     return frame({**good, **fields}, body)

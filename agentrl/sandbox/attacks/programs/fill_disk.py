@@ -11,11 +11,11 @@ import json
 limit = json.load(open("arena.json"))["disk_mb"]
 wrote = {}
 for folder in ("/dev/shm", "/tmp", "/home/agent", "/dev/mqueue", "/run", "/var/tmp", "/agentrl", "/dev"):
-    count = 0
+    count = 0.0
     try:
         with open(folder + "/fill", "wb", buffering=0) as file:
             while count < 16 * limit:
-                count += file.write(b"x" * (1 << 20)) / (1 << 20)
+                count += file.write(b"x" * (1 << 16)) / 16
     except OSError:
         pass
     wrote[folder] = round(count)
