@@ -156,12 +156,27 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox) -> AsyncIterator[Arena]:
             await asyncio.gather(watcher, return_exceptions=True)
 
 
-async def namespace_of(sandbox: Sandbox) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """The process namespace of a sandbox, as the host knows it."""
+
+    link: str  # such as pid:[4026532301]; empty: not known
+    seen: float  # seconds after boot, while it was surely this sandbox's
+
+    def processes(self) -> list[int]:
+        """Processes of the host in it, as far as this user may look; none once the number is another namespace's."""
+        found = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _reads(f"/proc/{entry}/ns/pid") == self.link]
+        reused = any(_inside(pid) == 1 and _started(pid) > self.seen for pid in found)
+        return [] if reused else found
+
+
+async def namespace_of(sandbox: Sandbox) -> Namespace:
     """The sandbox's process namespace, asked before anything hostile runs there."""
-    return (await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=NEIGHBOUR_S)).stdout.strip()
+    result = await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=NEIGHBOUR_S)
+    return Namespace(link=result.stdout.strip(), seen=time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
-async def nothing_left(sandbox: Sandbox, namespace: str) -> None:
+async def nothing_left(sandbox: Sandbox, namespace: Namespace | None) -> None:
     """Waits until no process, container, folder or control group of a closed sandbox exists. Raises `Escaped` when some stay."""
     deadline = time.monotonic() + CLEAR_S
     while left := await asyncio.to_thread(_left, sandbox.id, namespace):
@@ -170,22 +185,34 @@ async def nothing_left(sandbox: Sandbox, namespace: str) -> None:
         await asyncio.sleep(0.05)
 
 
-def _left(name: str, namespace: str) -> list[str]:
-    found = [f"process {pid}" for pid in _processes_in(namespace)]
+def _left(name: str, namespace: Namespace | None) -> list[str]:
+    found = [f"process {pid}" for pid in namespace.processes()] if namespace is not None else []
     found += [f"{item.backend} sandbox" for item in reaper.list_open() if item.name == name]
     hierarchy = cgroups.find()
     return [*found, *(["control group"] if hierarchy is not None and name in hierarchy.names() else [])]
 
 
-def _processes_in(namespace: str) -> list[int]:
-    """Processes of the host in a process namespace, as far as this user may look."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{entry}/ns/pid") == namespace:
-                    found.append(int(entry))
-    return found
+def _reads(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # it has ended, or is another user's
+        return ""
+
+
+def _inside(pid: int) -> int:
+    """The number of a process in its own namespace; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return 0
+
+
+def _started(pid: int) -> float:
+    """Seconds after boot at which a process started; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _peak_mb() -> int:

@@ -231,7 +231,7 @@ class _Suite:
                     evidence = await self._play(item, sandbox)
                 finally:
                     await _closed(sandbox)
-                await nothing_left(sandbox, "")
+                await nothing_left(sandbox, None)
         self._arena.check()
         return evidence
 

@@ -15,7 +15,7 @@ for folder in ("/dev/shm", "/tmp", "/home/agent", "/dev/mqueue", "/run", "/var/t
     try:
         with open(folder + "/fill", "wb", buffering=0) as file:
             while count < 16 * limit:
-                count += file.write(b"x" * (1 << 16)) / 16
+                count += file.write(b"x" * (1 << 16)) / (1 << 20)
     except OSError:
         pass
     wrote[folder] = round(count)
