@@ -10,6 +10,7 @@ process.
 from __future__ import annotations
 
 import errno
+import functools
 import platform
 import socket
 import struct
@@ -83,6 +84,7 @@ def supported() -> bool:
     return platform.machine() in _AUDIT_ARCH
 
 
+@functools.cache
 def program() -> bytes:
     """The filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
     machine = platform.machine()
