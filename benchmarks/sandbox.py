@@ -152,7 +152,7 @@ async def row(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, cou
 async def settled(name: str, timeout_s: float = 30.0) -> None:
     """Gives the daemon time to take away what it removes by itself."""
     deadline = time.monotonic() + timeout_s
-    while any(lease() in sandbox.name for sandbox in await asyncio.to_thread(list_open)) and time.monotonic() < deadline:
+    while any(lease() in sandbox.name for sandbox in list_open()) and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
 
 
