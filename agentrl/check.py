@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from rich.progress import Progress
 
@@ -17,6 +18,8 @@ from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout.tools import show
 from agentrl.sandbox import conformance, open_sandboxes, select_backend
+from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
+from agentrl.sandbox.select import BackendName
 from agentrl.task import open_family
 
 _PARALLEL = 8
@@ -50,13 +53,31 @@ async def check_family(recipe: Recipe, *, root: Path, count: int) -> dict[str, s
     return dict(sorted(problems.items()))
 
 
-async def check_backend(name: str, image: str, *, root: Path, only: str = "") -> list[dict[str, Any]]:
+def backend_names(choice: str) -> list[BackendName]:
+    """The backends that a `--backend` option means. Raises `UserError`."""
+    if choice not in ("auto", "docker", "bubblewrap", "all"):
+        raise UserError(f"no sandbox backend {choice!r}", fix="use docker, bubblewrap, auto or all")
+    return ["docker", "bubblewrap"] if choice == "all" else [cast(BackendName, choice)]
+
+
+async def check_backend(name: BackendName, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
     """Runs the conformance checks on one backend: dictionaries with backend, name, ok, detail and wall_s."""
-    if name not in ("auto", "docker", "bubblewrap"):
-        raise UserError(f"no sandbox backend {name!r}", fix="use docker, bubblewrap, auto or all")
-    backend = select_backend(cast(Literal["auto", "docker", "bubblewrap"], name), run_label="check", root=root)
+    backend = select_backend(name, run_label="check", root=root)
     try:
-        results = await conformance.check(backend, SandboxSpec(image=image), only=only)
+        results = await conformance.check(backend, SandboxSpec(image=image, runtime=runtime), only=only)
+    finally:
+        await backend.close()
+    return [{"backend": backend.name, **codec.to_data(result)} for result in results]
+
+
+async def attack_backend(
+    name: BackendName, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
+) -> list[dict[str, Any]]:
+    """Runs the attack suite on one backend, telling `report` (backend, result) as it goes: dictionaries with backend and the result."""
+    backend = select_backend(name, run_label="attack", root=root)
+    spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
+    try:
+        results = await attack(backend, spec, only=only, report=lambda result: report(backend.name, result))
     finally:
         await backend.close()
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]

@@ -6,8 +6,9 @@ import asyncio
 import json
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement-learning post-training for tool-using language-model agents.",
 )
-sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, list, clean up.")
+sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(tune_app, name="tune")
 
@@ -146,19 +147,25 @@ def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_js
         print(f"{item.number:6d}  {item.state:<11} {item.sha256[:12]}  {evals}")
 
 
+BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, or all.")]
+ImageFolder = Annotated[str, typer.Option(help="Folder that holds an image.toml.")]
+RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, such as runsc or kata.")]
+
+
 @sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")
 def sandbox_check(
-    backend: Annotated[str, typer.Option(help="docker, bubblewrap, auto, or all.")] = "auto",
-    image: Annotated[str, typer.Option(help="Folder that holds an image.toml.")] = "sandboxes/tables",
+    backend: BackendChoice = "auto",
+    image: ImageFolder = "sandboxes/tables",
     only: Annotated[str, typer.Option(help="Only checks whose name contains this.")] = "",
+    runtime: RuntimeName = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Hold a sandbox backend to the protocol: limits, isolation, clean-up, hostile programs."""
-    from agentrl.check import check_backend
+    from agentrl.check import backend_names, check_backend
 
     root = project_root(Path.cwd() / image / "image.toml")
-    backends = ["docker", "bubblewrap"] if backend == "all" else [backend]
-    results = [result for name in backends for result in asyncio.run(check_backend(name, image, root=root, only=only))]
+    checking = [check_backend(name, image, root=root, only=only, runtime=runtime) for name in backend_names(backend)]
+    results = [result for work in checking for result in asyncio.run(work)]
     if as_json:
         print(json.dumps(results))
     else:
@@ -166,6 +173,36 @@ def sandbox_check(
             verdict = "ok" if item["ok"] else "FAIL"
             print(f"{item['backend']:11} {verdict:4} {item['wall_s']:6.2f} s  {item['name']}  {item['detail']}")
     raise typer.Exit(0 if results and all(result["ok"] for result in results) else 1)
+
+
+@sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")
+def sandbox_attack(
+    backend: BackendChoice = "auto",
+    image: ImageFolder = "sandboxes/tables",
+    only: Annotated[str, typer.Option(help="Only attacks whose name contains this.")] = "",
+    runtime: RuntimeName = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Throw hostile programs at a sandbox backend and judge each: contained, ESCAPED, or error. About a minute a backend."""
+    from agentrl.check import attack_backend, backend_names
+    from agentrl.sandbox.attacks import AttackResult
+
+    def report(name: str, result: AttackResult) -> None:
+        row = f"{name:11} {result.verdict:12} {result.wall_s:5.1f} s  {result.kind:16} {result.name:27} {result.evidence}"
+        print(row, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    root = project_root(Path.cwd() / image / "image.toml")
+    results: list[dict[str, Any]] = []
+    for name in backend_names(backend):
+        found = asyncio.run(attack_backend(name, image, root=root, only=only, runtime=runtime, report=report))
+        counts = Counter(item["verdict"] for item in found)
+        tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack of that name"
+        print(f"{found[0]['backend'] if found else name}: {tally}", file=sys.stderr if as_json else sys.stdout)
+        results += found
+    if as_json:
+        print(json.dumps(results))
+    bad = [item for item in results if item["verdict"] in ("ESCAPED", "error")]
+    raise typer.Exit(0 if results and not bad else 1)
 
 
 @sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")

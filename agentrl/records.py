@@ -67,7 +67,7 @@ class SandboxSpec:
     memory_mb: int = 256
     processes: int = 32
     cpus: float = 1.0
-    disk_mb: int = 64
+    disk_mb: int = 64  # of the working directory, and of /tmp; both are memory, and never get all of it
     open_files: int = 256
     runtime: str = ""  # container runtime name, such as "runsc"; empty: the backend's own
 

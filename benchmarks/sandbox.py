@@ -1,25 +1,32 @@
 """Sandboxes on this machine: ours beside `docker run` and `docker exec`, in one run, with medians and ratios.
 
-    python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--image sandboxes/tables]
+    python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--crowd 200] [--row 1000] [--image sandboxes/tables]
 
 Each operation is timed alone; the backends and their peers take turns, so that a busy machine slows all of them alike. Then
 `--parallel` sandboxes at a time are opened, used once and closed. CPU time is the whole machine's: close other programs.
+
+`--crowd N` holds N sandboxes open at once, each of which runs a snippet in its turn, three times over. `--row N` opens and closes
+N, and then counts what is left of them: processes, containers, folders, control groups, mounts, and this process's descriptors.
+Both are left out when 0, their default; the exit status is 1 when one fails or leaves anything.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from agentrl.errors import SandboxUnavailable
+from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, select_backend
+from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, cgroups, list_open, select_backend
 from agentrl.sandbox.images import load_image
+from agentrl.sandbox.lease import lease
 
 CODE = "import csv, json\nprint(sum(range(100)))"
 OPEN_S = 120.0
@@ -106,6 +113,68 @@ async def many(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, co
     return wall / count, (machine_cpu_s() - busy) / count
 
 
+async def crowd(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, count: int) -> tuple[float, list[float]]:
+    """(seconds to open `count` sandboxes, seconds of each snippet): all stay open while each runs three, one after the other."""
+    sandboxes: list[Sandbox] = []
+    start = time.perf_counter()
+    try:
+        for opened in await asyncio.gather(
+            *(backend.open(spec, timeout_s=OPEN_S + 2.0 * count) for _ in range(count)), return_exceptions=True
+        ):
+            if isinstance(opened, BaseException):
+                raise opened
+            sandboxes.append(opened)
+        opening = time.perf_counter() - start
+        return opening, [await answered(sandbox, number) for _ in range(3) for number, sandbox in enumerate(sandboxes)]
+    finally:
+        await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+
+async def answered(sandbox: Sandbox, number: int) -> float:
+    start = time.perf_counter()
+    result = await sandbox.python(f"print({number} * 7)", timeout_s=EXEC_S)
+    if result.stdout != f"{number * 7}\n":
+        raise SystemExit(f"sandbox {number} answers {result}")
+    return time.perf_counter() - start
+
+
+async def row(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, count: int, parallel: int) -> tuple[float, dict[str, int]]:
+    """(wall seconds a sandbox, what is left) of `count` sandboxes opened, used and closed, `parallel` at a time."""
+    await many(backend, spec, 2 * parallel, parallel)  # connections to the daemon are opened once and kept
+    await settled(backend.name)
+    before = held()
+    wall, _ = await many(backend, spec, count, parallel)
+    await settled(backend.name)
+    left = {name: number - before[name] for name, number in held().items()}
+    return wall, {name: number for name, number in left.items() if number > 0}
+
+
+async def settled(name: str, timeout_s: float = 30.0) -> None:
+    """Gives the daemon time to take away what it removes by itself."""
+    deadline = time.monotonic() + timeout_s
+    while any(lease() in sandbox.name for sandbox in list_open()) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
+
+
+def held() -> dict[str, int]:
+    """What exists now that sandboxes could leave behind."""
+    hierarchy = cgroups.find()
+    return {
+        "sandboxes": sum(lease() in sandbox.name for sandbox in list_open()),
+        "processes": sum(lease() in mounts for mounts in seen_mounts()),
+        "control groups": sum(lease() in name for name in hierarchy.names()) if hierarchy is not None else 0,
+        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def seen_mounts() -> Iterator[str]:
+    """What each process of the machine sees mounted: those of a sandbox of ours see files from its runtime folder."""
+    for path in Path("/proc").glob("[0-9]*/mountinfo"):
+        with contextlib.suppress(OSError):
+            yield path.read_text()
+
+
 def machine_cpu_s() -> float:
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
@@ -124,12 +193,16 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--parallel", type=int, default=8)
+    parser.add_argument("--crowd", type=int, default=0, metavar="N", help="hold N sandboxes open at once")
+    parser.add_argument("--row", type=int, default=0, metavar="N", help="open and close N sandboxes, and count what is left")
+    parser.add_argument("--backend", choices=["docker", "bubblewrap"], action="append", help="may be repeated; default: both")
     parser.add_argument("--image", default="sandboxes/tables")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="project root that --image is relative to")
     options = parser.parse_args()
     spec = SandboxSpec(image=options.image)
     peer = None
-    for name in ("docker", "bubblewrap"):
+    failed = False
+    for name in options.backend or ("docker", "bubblewrap"):
         try:
             backend = select_backend(name, run_label="benchmark", root=options.root, progress=print)
         except SandboxUnavailable as error:
@@ -137,13 +210,28 @@ async def main() -> None:
             continue
         try:
             await backend.prepare(spec)
-            if name == "docker":
-                peer = await docker_cli(load_image(options.root / options.image).tag, options.repeat)
-            show(name, await single_operations(backend, spec, options.repeat), peer)
-            wall, cpu = await many(backend, spec, 4 * options.parallel, options.parallel)
-            print(f"{name:11} {options.parallel} at once: {1e3 * wall:.0f} ms wall, {1e3 * cpu:.0f} ms CPU for each sandbox", flush=True)
+            if options.repeat:
+                if name == "docker":
+                    peer = await docker_cli(load_image(options.root / options.image).tag, options.repeat)
+                show(name, await single_operations(backend, spec, options.repeat), peer)
+                wall, cpu = await many(backend, spec, 4 * options.parallel, options.parallel)
+                print(
+                    f"{name:11} {options.parallel} at once: {1e3 * wall:.0f} ms wall, {1e3 * cpu:.0f} ms CPU for each sandbox", flush=True
+                )
+            if options.crowd:
+                opening, seconds = await crowd(backend, spec, options.crowd)
+                median, most = 1e3 * statistics.median(seconds), 1e3 * max(seconds)
+                print(
+                    f"{name:11} {options.crowd} open at once after {opening:.0f} s; a snippet takes {median:.1f} ms, at most {most:.0f} ms",
+                    flush=True,
+                )
+            if options.row:
+                wall, left = await row(backend, spec, options.row, options.parallel)
+                print(f"{name:11} {options.row} in a row: {1e3 * wall:.0f} ms each; left over: {left or 'nothing'}", flush=True)
+                failed = failed or bool(left)
         finally:
             await backend.close()
+    raise SystemExit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ The sandbox's file tree is the image's, read-only, with tmpfs of limited size fo
 is no network, a pid namespace of its own, no capability, and a system call filter (`agentrl.sandbox.seccomp`).
 
 Run by root, each sandbox gets a control group for memory, processes and CPU time (`agentrl.sandbox.cgroups`), and the exec
-server gives up root before it runs anything. Run by anyone else, bubblewrap maps a user namespace, and limits are per process
-where the kernel offers no better (`limits_note` says which).
+server gives up root before it runs anything: programs get one user, the server another. Run by anyone else, bubblewrap maps a
+user namespace with one user in it, and limits are per process where the kernel offers no better (`limits_note` says which).
 """
 
 from __future__ import annotations
@@ -18,48 +18,29 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
-from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import cgroups, exec_server, images, seccomp, server_code
+from agentrl.sandbox import allowance, cgroups, exec_server, images
+from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
 
 USER = 65534
-SHM_BYTES = 16 << 20
-MAX_OPENING = 8
 ENDING_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    rootfs: Path
-    server: Path  # exec server, as source or compiled
-
-
-def _inside(image: _Image) -> str:
-    return f"/agentrl/exec_server{image.server.suffix}"
-
-
-class BubblewrapBackend:
+class BubblewrapBackend(ChannelBackend):
     """Opens sandboxes with `bwrap`; see `SandboxBackend`. `run_label` is shown by `agentrl sandbox ls`."""
 
     name = "bubblewrap"
 
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
-        self.run_label = run_label
-        self._root = root
-        self._progress = progress
-        self._opening = asyncio.Semaphore(MAX_OPENING)
-        self._open: dict[str, ChannelSandbox] = {}
-        self._images: dict[str, _Image] = {}
-        self._preparing = asyncio.Lock()
+        super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find()
-        self._filter = seccomp.program() if seccomp.supported() else b""
-        self._closed = False
 
     @property
     def limits_note(self) -> str:
@@ -69,49 +50,17 @@ class BubblewrapBackend:
         return "resource limits: processes of the sandbox, memory of each process; CPU time is not limited"
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Builds and unpacks the image when the cache has none (a minute the first time)."""
-        async with self._preparing:
-            if spec.image not in self._images:
-                image = images.load_image(self._root / spec.image)
-                rootfs = await asyncio.to_thread(images.ensure_rootfs, image, self._progress)
-                from_source = _Image(rootfs, server_code.SOURCE)
-                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
-                self._images[spec.image] = _Image(rootfs, code)
-
-    async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> ChannelSandbox:
-        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left."""
-        if self._closed:
-            raise SandboxError("the backend is closed")
+        """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec that names a container runtime."""
         if spec.runtime:
             raise SandboxUnavailable(
                 f"sandbox runtime {spec.runtime!r} needs Docker", fix="use sandbox.backend=docker, or leave runtime empty"
             )
-        await self.prepare(spec)
-        try:
-            async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec, self._images[spec.image])
-                try:
-                    if snapshot is not None:
-                        await sandbox.restore(snapshot)
-                    if files:
-                        await sandbox.write_all(files)
-                except BaseException:
-                    await sandbox.close()
-                    raise
-        except TimeoutError as error:
-            if isinstance(error, SandboxTimeout):
-                raise
-            raise SandboxTimeout(f"no bubblewrap sandbox opened in {timeout_s:.1f} s") from None
-        return sandbox
+        await super().prepare(spec)
 
-    async def close(self) -> None:
-        """Closes every sandbox that is still open."""
-        self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+    async def _ensure(self, image: images.Image) -> str:
+        return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
-    async def _start(self, spec: SandboxSpec, image: _Image) -> ChannelSandbox:
+    async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         with contextlib.ExitStack() as undo:
             folder = undo.enter_context(sandbox_folder(name))
@@ -121,7 +70,7 @@ class BubblewrapBackend:
                 undo.push(lambda kind, *_: None if kind is None else group.remove())
             ours, theirs = socket.socketpair()
             with theirs:
-                process = self._spawn(spec, image, folder, theirs.fileno(), group)
+                process = self._spawn(name, spec, image, folder, theirs.fileno(), group)
             ours.setblocking(False)
 
             async def destroy(ended: bool) -> None:
@@ -146,60 +95,68 @@ class BubblewrapBackend:
                 raise
             return sandbox
 
-    def _spawn(self, spec: SandboxSpec, image: _Image, folder: Path, link: int, group: cgroups.Group | None) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
+    ) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
+        options = self._options(name, spec)
+        shown = allowance.describe(folder, options)
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             log = stack.enter_context(open(folder / "log", "wb"))
-            inherited = [link, args_read]
-            if self._filter:
-                filter_read, filter_write = os.pipe()
-                stack.callback(os.close, filter_read)
-                os.write(filter_write, self._filter)
-                os.close(filter_write)
-                inherited.append(filter_read)
-            command = ["bwrap", "--args", str(args_read), *self._server(spec, image, link)]
+            server = ["python3", "-I", image.server_inside, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, env={}, cwd="/", start_new_session=True
+                ["bwrap", "--args", str(args_read), *server],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[link, args_read],
+                env={},
+                cwd="/",
+                start_new_session=True,
             )
             try:
                 if group is not None:
                     group.add(process.pid)
-                filter_arguments = ["--seccomp", str(inherited[2])] if self._filter else []
-                words = [*self._view(spec, image, group), *filter_arguments]
-                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in words))
+                arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, shown, group)))
             except BaseException:
                 process.kill()
                 process.wait(ENDING_S)
                 raise
             return process
 
-    def _view(self, spec: SandboxSpec, image: _Image, group: cgroups.Group | None) -> list[str]:
+    def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
-        disk = str(spec.disk_mb << 20)
+        disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
-        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", str(image.rootfs), "/"]
-        words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
+        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
+        words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), _inside(image)]
+        words += ["--size", "65536", "--tmpfs", "/sys"]
+        for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
+            words += ["--perms", "0755", "--dir", str(parent)]
+        for place, source in shown.items():
+            words += ["--ro-bind", str(source), place]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
-        words += ["--remount-ro", "/agentrl", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
+        words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
-            words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
-        else:
-            words += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
-        return words
+            rights = ("SETPCAP", "SYS_ADMIN", *allowance.server_rights())
+            return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
+        return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
-    def _server(self, spec: SandboxSpec, image: _Image, link: int) -> list[str]:
-        limits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0}
+    def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
+        """What the exec server is told: how many files each place may hold, which bwrap has no option for, and limits."""
+        options = allowance.server_options(name, spec)
+        options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
         if self._hierarchy is None:
-            limits |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": spec.disk_mb << 20}
-        options = json.dumps({"user": USER, "limits": limits})
-        return ["python3", "-I", _inside(image), f"fd:{link}", options]
+            disk = allowance.disk_bytes(spec)
+            options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
+        return options
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

@@ -172,8 +172,11 @@ class Channel:
             call.done.set_exception(_refusal(*frames.failure(header), self.name))
             return
         fields = frames.fields(header, call.schema)
+        more = fields.get("more", False)
+        if more and not body:
+            raise FrameError("a piece of nothing")
         call.parts.append(body)
-        if not fields.get("more", False):
+        if not more:
             call.done.set_result(Reply(fields=fields, body=b"".join(call.parts)))
 
 

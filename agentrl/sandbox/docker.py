@@ -1,10 +1,12 @@
 """Sandboxes made by a Docker daemon on this machine, one container each.
 
-A container has no network, no capability, no new privileges, a read-only root, a user that is not root, and limits on memory
-(swap included), processes, CPU time, open files and disk (tmpfs of limited size). Two daemon calls open it; none is needed while
-it is used or when it ends: the exec server inside connects to a socket of ours that is mounted into the container, so programs
-run without `docker exec`, and when we hang up it ends, the kernel ends the rest, and the daemon removes the container.
-What does not go by itself is removed by force.
+A container has no network, no new privileges, a read-only root, and limits on memory (swap included), processes, CPU time and
+disk (tmpfs of limited size). Its main process, the exec server, starts as root with the few rights it needs to become another
+user; the programs it runs are a third one, without any right. A filter of system calls comes on top of the daemon's own.
+
+Two daemon calls open it; none is needed while it is used or when it ends: the exec server inside connects to a socket of ours
+that is mounted into the container, so programs run without `docker exec`, and when we hang up it ends, the kernel ends the rest,
+and the daemon removes the container. What does not go by itself is removed by force.
 
 `NetworkDisabled` is what makes this cheap: the container still gets a network namespace of its own, with nothing in it, but the
 daemon does not start a helper process to fill it. That halves the CPU time of a container. The runtime `crun` takes off more.
@@ -18,9 +20,8 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,10 +29,12 @@ from typing import Any, TypeVar
 import docker
 import requests
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import engine, images, server_code
+from agentrl.sandbox import allowance, engine, images
+from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
@@ -39,12 +42,14 @@ from agentrl.sandbox.place import ChannelSandbox
 T = TypeVar("T")
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
-USER = "65534:65534"
-SHM_BYTES = 16 << 20
+READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
+"""The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
 API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
+POOLS = 2
+"""Connections that each thread keeps: the library has one for each address it asks, and every container has its own addresses."""
 PULL_S = 300.0
-THREADS = 8
+THREADS = MAX_OPENING
 LOOK_S = 1.0
 LEAVING_S = 10.0
 SWEEP_AT = 64
@@ -52,74 +57,30 @@ STREAM_BYTES = 1 << 20
 LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    tag: str
-    server: Path  # exec server, as source or compiled
-
-
-class DockerBackend:
+class DockerBackend(ChannelBackend):
     """Opens sandboxes as containers; see `SandboxBackend`. `run_label` marks them, and `agentrl sandbox ls` shows it."""
 
     name = "docker"
 
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
-        self.run_label = run_label
-        self._root = root
-        self._progress = progress
+        super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
-        self._opening = asyncio.Semaphore(THREADS)
-        self._open: dict[str, ChannelSandbox] = {}
-        self._images: dict[str, _Image] = {}
-        self._preparing = asyncio.Lock()
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
-        self._closed = False
-
-    async def prepare(self, spec: SandboxSpec) -> None:
-        """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
-        async with self._preparing:
-            if spec.image not in self._images:
-                image = images.load_image(self._root / spec.image)
-                tag = await asyncio.to_thread(ensure_image, image, self._progress)
-                from_source = _Image(tag, server_code.SOURCE)
-                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
-                self._images[spec.image] = _Image(tag, code)
-
-    async def open(
-        self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
-    ) -> ChannelSandbox:
-        """Starts a container. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left."""
-        if self._closed:
-            raise SandboxError("the backend is closed")
-        await self.prepare(spec)
-        try:
-            async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec, self._images[spec.image])
-                try:
-                    if snapshot is not None:
-                        await sandbox.restore(snapshot)
-                    if files:
-                        await sandbox.write_all(files)
-                except BaseException:
-                    await sandbox.close()
-                    raise
-        except TimeoutError as error:
-            if isinstance(error, SandboxTimeout):
-                raise
-            raise SandboxTimeout(f"no container opened in {timeout_s:.1f} s") from None
-        return sandbox
 
     async def close(self) -> None:
         """Closes every sandbox that is still open, and removes by force what the daemon does not remove by itself."""
-        self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+        await super().close()
         if self._leaving:
             names = frozenset(self._leaving)
             await self._call(lambda: _await_removed(names, LEAVING_S))
             self._leaving.clear()
         self._threads.shutdown(wait=False)
 
-    async def _start(self, spec: SandboxSpec, image: _Image) -> ChannelSandbox:
+    async def _ensure(self, image: images.Image) -> str:
+        """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
+        return await asyncio.to_thread(ensure_image, image, self._progress)
+
+    async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         with sandbox_folder(name) as folder:
             reader, writer = await self._connect(spec, image, name, folder)
@@ -142,7 +103,7 @@ class DockerBackend:
             raise
         return sandbox
 
-    async def _connect(self, spec: SandboxSpec, image: _Image, name: str, folder: Path) -> Connection:
+    async def _connect(self, spec: SandboxSpec, image: ReadyImage, name: str, folder: Path) -> Connection:
         """Creates the container and takes the connection of its exec server: the first one, before any other program runs there."""
         folder.chmod(0o711)  # the user inside must reach the socket; the folders above are this user's alone
         mark_folder(folder, self.name, self.run_label)
@@ -152,7 +113,7 @@ class DockerBackend:
         connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         listener = await asyncio.start_unix_server(_first_only(connected), folder / "link", backlog=1, limit=STREAM_BYTES)
         (folder / "link").chmod(0o666)
-        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(spec, image, folder))))
+        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(name, spec, image, folder))))
         try:
             await asyncio.shield(starting)
             return await self._first(connected, name)
@@ -200,36 +161,40 @@ class DockerBackend:
         except (DockerException, requests.RequestException) as error:
             raise SandboxError(f"Docker daemon: {error}") from error
 
-    def _container(self, spec: SandboxSpec, image: _Image, folder: Path) -> dict[str, Any]:
+    def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
-        disk = f"rw,nosuid,nodev,exec,mode=1777,size={spec.disk_mb}m"
+        options = allowance.server_options(name, spec)
+        mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
+        if spec.runtime:  # one with a kernel of its own shows that kernel's cores
+            del mounts[allowance.CORES_FILE]
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
+            "CapAdd": ["SETPCAP", *allowance.server_rights()],
             "SecurityOpt": ["no-new-privileges"],
             "ReadonlyRootfs": True,
-            "Tmpfs": {"/home/agent": disk, "/tmp": disk},
-            "ShmSize": SHM_BYTES,
+            "Tmpfs": {
+                "/home/agent": _tmpfs(spec, allowance.disk_bytes(spec)),
+                "/tmp": _tmpfs(spec, allowance.disk_bytes(spec)),
+                "/dev/shm": _tmpfs(spec, allowance.shared_memory_bytes(spec)),
+            },
             "Memory": spec.memory_mb << 20,
             "MemorySwap": spec.memory_mb << 20,
             "PidsLimit": spec.processes + 1,  # the exec server
             "NanoCpus": int(spec.cpus * 1e9),
-            "Ulimits": [
-                {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
-                {"Name": "core", "Soft": 0, "Hard": 0},
-            ],
             "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
+            "Mounts": [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()],
             "AutoRemove": True,
-            "IpcMode": "private",
+            "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
             "CgroupnsMode": "private",
+            "ReadonlyPaths": READ_ONLY,
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
         return {
-            "Image": image.tag,
-            "Entrypoint": ["python3", "-I", f"/agentrl/exec_server{image.server.suffix}", "connect:/agentrl/link"],
-            "User": USER,
+            "Image": image.tree,
+            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", json.dumps(options)],
+            "User": "0:0",
             "Env": ["LANG=C.UTF-8"],
             "WorkingDir": "/",
             "Hostname": "sandbox",
@@ -258,7 +223,10 @@ def ensure_image(image: images.Image, progress: images.Progress = images.silent)
 def client() -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
     if not hasattr(_local, "api"):
-        _local.api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
+        api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
+        # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
+        api.mount("http+docker://", UnixHTTPAdapter(engine.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
+        _local.api = api
     return _local.api
 
 
@@ -273,6 +241,10 @@ def _first_only(connected: asyncio.Future[Connection]) -> Callable[[asyncio.Stre
             connected.set_result((reader, writer))
 
     return accept
+
+
+def _tmpfs(spec: SandboxSpec, size: int) -> str:
+    return f"rw,nosuid,nodev,exec,mode=1777,size={size},nr_inodes={allowance.inodes(spec)}"
 
 
 # What follows blocks, and runs in the backend's threads ---------------------------------------------------------------

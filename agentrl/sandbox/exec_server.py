@@ -1,10 +1,12 @@
 """The main process inside a sandbox: runs programs and moves files for the host. Standard library only; Python 3.9 or later.
 
-    python3 -I exec_server.py connect:/agentrl/link | fd:0
+    python3 -I exec_server.py connect:/agentrl/link | fd:0  '{"agent": 1879048199, "server": 2013265927, ...}'
 
 It is process 1 of the sandbox's pid namespace, so `kill(-1)` reaches every program in the sandbox, daemons included, and nothing
-else; the kernel makes that call atomic against forks. Programs run with the same user as this server, but cannot touch it:
-signals to process 1 from inside its namespace are ignored, and it is not dumpable, so it can be neither traced nor read.
+else; the kernel makes that call atomic against forks. Started by root it becomes user `server`, keeps the few `rights` it needs,
+and gives programs another user, `agent`, and none of them: a program can neither signal it, nor trace it, nor change
+its limits. Files are touched as the agent, so the server is no way around permissions. Where only one user is to be had
+(bubblewrap without root), process 1 is still out of reach of signals from inside, and not dumpable.
 
 Frames, both ways: `!II` = length of a JSON header and of a body, then both. One request is answered at a time; while a program
 runs, only `pause` and `resume` are taken besides. When the host hangs up, the server ends and the kernel ends everything else.
@@ -22,6 +24,7 @@ import io
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -34,7 +37,7 @@ import types
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # not at run time: each import costs every sandbox its start-up time
     import tarfile
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any, NoReturn, Protocol
 
     Request = dict[str, Any]
@@ -64,8 +67,13 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TMPDIR": "/tmp",
 }
+GONE_S = 5.0
+"""How long killed processes may take to disappear; then the server ends, and the kernel ends them."""
+SERVER_FILES = 256
 CAPABILITY_VERSION_3 = 0x20080522
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 24, 38
+PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 8, 22, 24, 38
+SECCOMP_MODE_FILTER = 2
+MS_NOSUID, MS_NODEV, MS_REMOUNT = 2, 4, 32
 
 
 class Refused(Exception):
@@ -234,8 +242,8 @@ class Program:
 
 
 class Server:
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, link: Link, users: Users) -> None:
+        self.link, self.users = link, users
         self.paused_at: float | None = None
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -259,11 +267,16 @@ class Server:
         try:
             if self.paused_at is not None and request["op"] not in ("pause", "resume", "snapshot"):
                 raise Refused("busy", "it is paused")
-            fields, data = OPERATIONS[request["op"]](self, request, body)
+            operation = OPERATIONS[request["op"]]
+            with self.users.as_agent() if request["op"] in ON_FILES else contextlib.nullcontext():
+                fields, data = operation(self, request, body)
             reply = {"id": request["id"], "ok": True, **fields}
         except Refused as error:
             reply, data = {"id": request["id"], "ok": False, "error": error.kind, "message": str(error)[:500]}, b""
-        except (OSError, MemoryError) as error:
+        except OSError as error:  # what a program did to its files is its own doing; want of memory or descriptors is ours
+            kind = "refused" if request["op"] in ON_FILES and error.errno not in EXHAUSTED else "failed"
+            reply, data = {"id": request["id"], "ok": False, "error": kind, "message": str(error)[:500]}, b""
+        except MemoryError as error:
             reply, data = {"id": request["id"], "ok": False, "error": "failed", "message": repr(error)[:500]}, b""
         body.drain()
         self.link.send(reply, data)
@@ -294,6 +307,8 @@ class Server:
             for fd in [*program.outputs, *([program.stdin] if program.stdin is not None else [])]:
                 self.poll.unregister(fd)
             program.close()
+        if program.timed_out:
+            self.await_gone()
         return program.reply()
 
     def spawn(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Program:
@@ -307,7 +322,7 @@ class Server:
                 os.close(fd)
             raise
         if pid == 0:
-            become_program(in_read, out_write, err_write, child)
+            become_program(self.users, in_read, out_write, err_write, child)
         for fd in filter(None, (out_write, err_write, in_read)):
             os.close(fd)
         for fd in filter(None, (out_read, err_read, in_write)):
@@ -372,6 +387,19 @@ class Server:
             if program is not None and pid == program.pid:
                 program.status, program.ended = status, time.monotonic()
 
+    def await_gone(self) -> None:
+        """Returns once nothing but this process is left; ends the whole sandbox when something does not die."""
+        deadline = time.monotonic() + GONE_S
+        while True:
+            self.reap(None)
+            try:
+                os.kill(-1, 0)
+            except ProcessLookupError:
+                return
+            if time.monotonic() > deadline:
+                os._exit(1)
+            time.sleep(0.001)
+
     # Pausing -------------------------------------------------------------------------------------------------------
 
     def pause(self, request: Request, body: Body) -> Answer:
@@ -394,11 +422,13 @@ class Server:
             fd = open_regular(name, folder)
         finally:
             os.close(folder)
-        with open(fd, "rb") as file:
-            data = file.read(request["max_bytes"] + 1)
-        if len(data) > request["max_bytes"]:
-            raise Refused("too_large", f"{request['path']} is larger than {request['max_bytes']} bytes")
-        return {}, data
+        sink = Sink(self.link, request["id"], request["max_bytes"], f"{request['path']} is larger than {request['max_bytes']} bytes")
+        with open(fd, "rb", buffering=0) as file:
+            sink.room_for(os.fstat(fd).st_size)
+            while len(data := file.read(READ_BYTES)) == READ_BYTES:
+                sink.write(data)
+        sink.room_for(len(data))
+        return {"more": False}, data
 
     def write(self, request: Request, body: Body) -> Answer:
         for path, size in request["files"]:
@@ -415,7 +445,7 @@ class Server:
         if self.paused_at is None:
             kill_everything(signal.SIGSTOP)
         try:
-            sink = Sink(self.link, request["id"], request["max_bytes"])
+            sink = Sink(self.link, request["id"], request["max_bytes"], "the working directory is larger than a snapshot may be")
             with tarfile.open(mode="w|", fileobj=sink, format=tarfile.PAX_FORMAT, bufsize=READ_BYTES) as archive:
                 pack(archive, sink)
         finally:
@@ -429,25 +459,31 @@ class Server:
         try:
             with tarfile.open(mode="r|", fileobj=body, bufsize=READ_BYTES) as archive:
                 unpack(archive)
-        except tarfile.TarError as error:
+        except (tarfile.TarError, ValueError, OverflowError, EOFError, struct.error) as error:
             raise Refused("refused", f"not an archive: {error}") from None
         return {}, b""
 
 
+EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
+ON_FILES = ("read", "write", "snapshot", "restore")
 OPERATIONS = {name: getattr(Server, name) for name in ("exec", "python", "pause", "resume", "read", "write", "snapshot", "restore")}
 
 
 class Sink(io.RawIOBase):
     """File object that sends what is written to it to the host, a frame at a time, up to a limit."""
 
-    def __init__(self, link: Link, number: int, limit: int) -> None:
-        self.link, self.number, self.left = link, number, limit
+    def __init__(self, link: Link, number: int, limit: int, too_large: str) -> None:
+        self.link, self.number, self.left, self.too_large = link, number, limit, too_large
+
+    def room_for(self, size: int) -> None:
+        if size > self.left:
+            raise Refused("too_large", self.too_large)
 
     def write(self, data: Any, /) -> int:
+        self.room_for(len(data))
         self.left -= len(data)
-        if self.left < 0:
-            raise Refused("too_large", "the working directory is larger than a snapshot may be")
-        self.link.send({"id": self.number, "ok": True, "more": True}, bytes(data))
+        if data:
+            self.link.send({"id": self.number, "ok": True, "more": True}, bytes(data))
         return len(data)
 
 
@@ -473,7 +509,7 @@ def oom_kills() -> int:
 # In the child, between fork and exec ---------------------------------------------------------------------------------
 
 
-def become_program(stdin: int | None, stdout: int, stderr: int, child: Callable[[], int]) -> NoReturn:
+def become_program(users: Users, stdin: int | None, stdout: int, stderr: int, child: Callable[[], int]) -> NoReturn:
     """Turns a forked child into the leader of a session of its own with its own pipes, and never returns."""
     status = 70
     try:
@@ -484,10 +520,8 @@ def become_program(stdin: int | None, stdout: int, stderr: int, child: Callable[
         os.dup2(stdin if stdin is not None else os.open("/dev/null", os.O_RDONLY), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        prctl(PR_SET_DUMPABLE, 1)  # the program's /proc/self belongs to it again; the channel is closed by now
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # when memory runs out a program goes, not the server
+        os.closerange(3, SERVER_FILES)
+        users.become_agent()
         os.chdir(HOME)
         status = child()
     except OSError as error:
@@ -653,15 +687,14 @@ def pack(archive: tarfile.TarFile, sink: Sink) -> None:
                     archive.addfile(member)
                     todo.append(path + "/")
                 elif entry.is_file(follow_symlinks=False):
-                    pack_file(archive, member, entry.path, sink.left)
+                    pack_file(archive, member, entry.path, sink)
 
 
-def pack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, room: int) -> None:
+def pack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, sink: Sink) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
         info = os.fstat(fd)
-        if info.st_size > room:
-            raise Refused("too_large", "the working directory is larger than a snapshot may be")
+        sink.room_for(info.st_size)
         member.size, member.mode, member.mtime = info.st_size, info.st_mode & 0o777, int(info.st_mtime)
         archive.addfile(member, file)
 
@@ -683,7 +716,7 @@ def unpack(archive: tarfile.TarFile) -> None:
             os.close(folder)
 
 
-# Start ----------------------------------------------------------------------------------------------------------------
+# Users, rights and limits ---------------------------------------------------------------------------------------------
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -693,22 +726,92 @@ def prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
-def drop_root(user: int) -> None:
-    """Gives up root for good; the namespaces were made by root and only the rights to get here were kept."""
+def set_capabilities(numbers: Sequence[int]) -> None:
+    """Makes `numbers` the permitted and effective rights of this process, with nothing inheritable."""
+    mask = sum(1 << number for number in numbers)
+    if LIBC.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+class Users:
+    """Who the server is and who its programs are; the same where no second user is to be had."""
+
+    def __init__(self, server: int, agent: int, open_files: int) -> None:
+        self.server, self.agent, self.open_files = server, agent, open_files
+
+    @contextlib.contextmanager
+    def as_agent(self) -> Iterator[None]:
+        """Files are opened and made with the agent's rights, while signals, tracing and limits still see the server."""
+        if self.server == self.agent:
+            yield
+            return
+        LIBC.setfsgid(self.agent)
+        LIBC.setfsuid(self.agent)
+        try:
+            yield
+        finally:
+            LIBC.setfsuid(self.server)
+            LIBC.setfsgid(self.server)
+
+    def become_agent(self) -> None:
+        """Turns this process, a forked child, into the agent's, for good."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own again; the channel is closed by now
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
+        if self.server != self.agent:
+            os.setresgid(self.agent, self.agent, self.agent)
+            os.setresuid(self.agent, self.agent, self.agent)
+            set_capabilities(())
+            prctl(PR_SET_DUMPABLE, 1)  # a change of user took it away
+
+
+def mapped(user: int) -> bool:
+    """Whether this user namespace knows `user`; one of a rootless engine knows only the first thousands."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [line.split() for line in file]
+    return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
+
+
+def leave_root(options: Request) -> Users:
+    """Gives up root for good, keeping `rights`; gives the users from here on."""
+    for path, limit in options.get("tmpfs", {}).items():
+        if LIBC.mount(b"tmpfs", path.encode(), None, MS_REMOUNT | MS_NOSUID | MS_NODEV, limit.encode()) != 0:
+            raise OSError(ctypes.get_errno(), f"remount {path}")
+    agent, server = options["agent"], options["server"]
+    if not (mapped(agent) and mapped(server)):
+        agent, server = 65534, 65533
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
             break  # past the last capability of this kernel
     os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-    LIBC.capset(struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # what bwrap left inheritable, too
+    prctl(PR_SET_KEEPCAPS, 1)
+    os.setresgid(server, server, server)
+    os.setresuid(server, server, server)
+    set_capabilities(options["rights"])
+    return Users(server, agent, options["open_files"])
 
 
-def limit(limits: dict[str, int]) -> None:
-    import resource
+class FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
-    for name, value in limits.items():
+
+def restrict(options: Request) -> None:
+    """What holds for this process and all that come from it: limits, cores, and a filter of system calls."""
+    for name, value in options["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, max(SERVER_FILES, options["open_files"])))
+    usable = os.sched_getaffinity(0).intersection(options["cores"])
+    if usable:  # an engine may have cores of its own for containers
+        os.sched_setaffinity(0, usable)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_DUMPABLE, 0)
+    code = bytes.fromhex(options["filter"])
+    if code and LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(FilterProgram(len(code) // 8, code)), 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "the system call filter")
+
+
+# Start ----------------------------------------------------------------------------------------------------------------
 
 
 def connect(address: str) -> socket.socket:
@@ -721,20 +824,17 @@ def connect(address: str) -> socket.socket:
 
 
 def main() -> None:
-    options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
+    options = json.loads(sys.argv[2])
     sock = connect(sys.argv[1])
     os.set_inheritable(sock.fileno(), False)
-    if os.geteuid() == 0:
-        drop_root(options["user"])
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_DUMPABLE, 0)
-    limit(options.get("limits", {}))
+    users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
+    restrict(options)
     os.umask(0o022)
     import gc
 
     gc.freeze()
     try:
-        Server(Link(sock)).run()
+        Server(Link(sock), users).run()
     except BaseException as error:  # the host sees the connection end; why is worth a line in the sandbox's log
         sys.stderr.write(f"exec server: {error!r}\n")
         os._exit(1)

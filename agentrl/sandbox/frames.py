@@ -81,7 +81,12 @@ def failure(value: Mapping[str, Any]) -> tuple[str, str]:
     checked = fields(value, FAILURE)
     if checked["error"] not in _ERRORS:
         raise FrameError("a failure of unknown kind")
-    return checked["error"], checked["message"][:500]
+    return checked["error"], _printable(checked["message"][:500])
+
+
+def _printable(text: str) -> str:
+    """`text` without what a terminal or a log would obey."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def ran(value: Mapping[str, Any], body: bytes) -> ExecResult:

@@ -79,7 +79,7 @@ class ChannelSandbox:
         """Bytes of a regular file; a link anywhere in the path is refused with `ValueError`."""
         async with self._turn:
             request = {"path": plain(path), "max_bytes": max_bytes}
-            reply = await self._channel.call("read", request, max_body=max_bytes, timeout_s=FILE_S)
+            reply = await self._channel.call("read", request, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
         return reply.body
 
     async def write(self, path: str, data: bytes) -> None:

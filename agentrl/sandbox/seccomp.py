@@ -1,20 +1,23 @@
-"""A system call filter for sandboxes that have no container engine to bring one: a classic BPF program for `bwrap --seccomp`.
+"""A system call filter for sandboxes, the same under every backend: a classic BPF program that the exec server installs.
 
 It refuses (EPERM) what a program in a sandbox has no use for and kernels have had holes in: new namespaces, mounts, tracing,
 keyrings, BPF, io_uring, modules, and socket families other than local, IPv4 and IPv6. `clone3` answers ENOSYS, because its
-flags are behind a pointer; libraries fall back to `clone`, whose flags are checked. A wrong architecture kills the process.
+flags are behind a pointer; libraries fall back to `clone`, whose flags are checked. So do System V queues and semaphores, which
+would keep kernel memory after the last program has ended; shared segments may have a page. A wrong architecture kills the
+process.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import platform
 import socket
 import struct
 
 _LD_W_ABS, _JEQ, _JSET, _JGE, _RET = 0x20, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
-_NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data; _ARG0 is the low half on little-endian machines
+_NR, _ARCH, _ARG0, _ARG1, _ARG1_HIGH = 0, 4, 16, 24, 28  # offsets in struct seccomp_data, low halves first (little-endian)
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
@@ -25,7 +28,7 @@ _DENIED: dict[str, tuple[int | None, int]] = {
     "ptrace": (101, 117),
     "syslog": (103, 116),
     "personality": (135, 92),
-    "ustat_acct": (163, 89),
+    "acct": (163, 89),
     "pivot_root": (155, 41),
     "chroot": (161, 51),
     "mount": (165, 40),
@@ -44,6 +47,7 @@ _DENIED: dict[str, tuple[int | None, int]] = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
     "unshare": (272, 97),
+    "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "perf_event_open": (298, 241),
     "fanotify_init": (300, 262),
@@ -68,8 +72,11 @@ _DENIED: dict[str, tuple[int | None, int]] = {
     "fspick": (433, 433),
     "pidfd_getfd": (438, 438),
     "mount_setattr": (442, 442),
+    "quotactl_fd": (443, 443),
 }
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_ABSENT: dict[str, tuple[int, int]] = {"clone3": (435, 435), "semget": (64, 190), "msgget": (68, 186)}
+_CLONE, _SOCKET, _SHMGET = (56, 220), (41, 198), (29, 194)
+_SEGMENT_BYTES = 4096
 
 
 def supported() -> bool:
@@ -77,14 +84,16 @@ def supported() -> bool:
     return platform.machine() in _AUDIT_ARCH
 
 
+@functools.cache
 def program() -> bytes:
-    """The filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` and `bwrap --seccomp` take it."""
+    """The filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
     machine = platform.machine()
     column = 0 if machine == "x86_64" else 1
     lines = [_op(_LD_W_ABS, _ARCH), _op(_JEQ, _AUDIT_ARCH[machine], 1, 0), _op(_RET, _KILL), _op(_LD_W_ABS, _NR)]
     if machine == "x86_64":
         lines += [_op(_JGE, _X32_BIT, 0, 1), _op(_RET, _refuse(errno.ENOSYS))]
-    lines += [_op(_JEQ, _CLONE3[column], 0, 1), _op(_RET, _refuse(errno.ENOSYS))]
+    for absent in _ABSENT.values():
+        lines += [_op(_JEQ, absent[column], 0, 1), _op(_RET, _refuse(errno.ENOSYS))]
     for numbers in _DENIED.values():
         number = numbers[column]
         if number is not None:
@@ -92,6 +101,8 @@ def program() -> bytes:
     lines += _when(_CLONE[column], [_op(_LD_W_ABS, _ARG0), _op(_JSET, _NEW_NAMESPACES, 0, 1), _op(_RET, _refuse(errno.EPERM))])
     families = [_op(_JEQ, family, len(_FAMILIES) - place, 0) for place, family in enumerate(_FAMILIES)]
     lines += _when(_SOCKET[column], [_op(_LD_W_ABS, _ARG0), *families, _op(_RET, _refuse(errno.EAFNOSUPPORT))])
+    too_large = [_op(_LD_W_ABS, _ARG1_HIGH), _op(_JEQ, 0, 0, 2), _op(_LD_W_ABS, _ARG1), _op(_JGE, _SEGMENT_BYTES + 1, 0, 1)]
+    lines += _when(_SHMGET[column], [*too_large, _op(_RET, _refuse(errno.EINVAL))])
     lines.append(_op(_RET, _ALLOW))
     return b"".join(lines)
 

@@ -112,6 +112,21 @@ async def test_chunks_share_one_bound(pair):
         await call
 
 
+async def test_a_piece_of_nothing_is_refused(pair):
+    channel, peer = pair
+    call = asyncio.create_task(channel.call("op", schema=frames.CHUNK, max_body=10, timeout_s=5.0))
+    peer.send({"id": (await peer.request())[0]["id"], "ok": True, "more": True})
+    with pytest.raises(SandboxError, match="nothing"):
+        await call
+
+
+async def test_a_message_cannot_command_a_terminal(pair):
+    channel, peer = pair
+    with pytest.raises(SandboxError) as error:
+        await answer(channel, peer, {"ok": False, "error": "failed", "message": "\x1b[2Jline\nnext"})
+    assert str(error.value).isprintable() and "line" in str(error.value)
+
+
 async def test_silence_is_a_timeout_and_the_end(pair):
     channel, _ = pair
     with pytest.raises(SandboxTimeout):

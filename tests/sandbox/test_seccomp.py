@@ -14,9 +14,9 @@ ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}.get(platform.machine(), 0)
 COLUMN = 0 if platform.machine() == "x86_64" else 1
 
 
-def verdict(number, arg0=0, arch=ARCH):
+def verdict(number, arg0=0, arch=ARCH, arg1=0):
     """What the kernel would do: a classic BPF interpreter for the instructions the filter uses."""
-    data = struct.pack("=iIQ6Q", number, arch, 0, arg0, 0, 0, 0, 0, 0)
+    data = struct.pack("=iIQ6Q", number, arch, 0, arg0, arg1, 0, 0, 0, 0)
     code = [struct.unpack("=HBBI", seccomp.program()[at : at + 8]) for at in range(0, len(seccomp.program()), 8)]
     at = accumulator = 0
     while True:
@@ -47,17 +47,24 @@ def test_ordinary_calls_pass():
 
 
 def test_clone_may_make_threads_and_children_but_no_namespaces():
-    clone, clone3 = seccomp._CLONE[COLUMN], seccomp._CLONE3[COLUMN]
+    clone = seccomp._CLONE[COLUMN]
     assert verdict(clone, 0x01200011) == ALLOW and verdict(clone, 0x003D0F00) == ALLOW
     for flag in (0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x02000000):
         assert verdict(clone, flag | 17) == refused(errno.EPERM)
-    assert verdict(clone3) == refused(errno.ENOSYS)
 
 
 def test_only_local_and_ip_sockets():
     number = seccomp._SOCKET[COLUMN]
     assert {verdict(number, family) for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)} == {ALLOW}
     assert {verdict(number, family) for family in (16, 17, 38, 40)} == {refused(errno.EAFNOSUPPORT)}  # netlink, packet, alg, vsock
+
+
+def test_what_would_keep_kernel_memory_is_absent_or_small():
+    assert {verdict(numbers[COLUMN]) for numbers in seccomp._ABSENT.values()} == {refused(errno.ENOSYS)}
+    shmget = seccomp._SHMGET[COLUMN]
+    assert verdict(shmget, arg1=56) == verdict(shmget, arg1=4096) == ALLOW
+    for size in (4097, 1 << 31, 1 << 32, (1 << 40) + 1):
+        assert verdict(shmget, arg1=size) == refused(errno.EINVAL)
 
 
 def test_other_architectures_are_killed():

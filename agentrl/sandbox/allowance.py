@@ -1,0 +1,97 @@
+"""A sandbox spec turned into what the kernel is told: the same numbers for every backend."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import exec_server, seccomp
+
+MEBIBYTE = 1 << 20
+RESERVE = 48 * MEBIBYTE
+"""Memory that files never take: the exec server and the start of one program fit in it."""
+SMALLEST_DISK = 4 * MEBIBYTE
+INODES_PER_MEBIBYTE = 40
+INODE_BYTES = 1100
+"""Kernel memory of an empty file: its inode and its name."""
+WRITABLE = ("/home/agent", "/tmp", "/dev/shm")
+AGENT_USERS, SERVER_USERS, USERS = 0x70000000, 0x78000000, 0x07FFFFFF
+"""User ids of agents and of exec servers, from a range that systemd's table of ids keeps free (systemd.io/UIDS-GIDS)."""
+CORES_FILE = "/sys/devices/system/cpu/online"
+"""Where the C library counts cores, whatever cores a program may run on."""
+QUEUED_SIGNALS, QUEUE_BYTES = 4096, 262_144
+
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 5, 6, 7, 24
+
+_places = itertools.count()
+
+
+def shared_memory_bytes(spec: SandboxSpec) -> int:
+    """Size of /dev/shm."""
+    return min(16 * MEBIBYTE, spec.memory_mb * MEBIBYTE // 8)
+
+
+def disk_bytes(spec: SandboxSpec) -> int:
+    """Size of the working directory, and of /tmp. They are memory, so that both full must leave room to go on."""
+    room = (spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE) * inodes(spec) * INODE_BYTES - RESERVE) // 2
+    return min(spec.disk_mb * MEBIBYTE, max(room, SMALLEST_DISK))
+
+
+def inodes(spec: SandboxSpec) -> int:
+    """Files and folders that each of the writable places may hold: an empty one still takes kernel memory."""
+    return INODES_PER_MEBIBYTE * spec.memory_mb
+
+
+def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
+    """Writes the files that tell programs who they are and what they have; gives where in the sandbox each is shown."""
+    agent, home = options["agent"], exec_server.HOME
+    (folder / "passwd").write_text(
+        f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{home}:/bin/sh\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    )
+    (folder / "cores").write_text(",".join(map(str, options["cores"])) + "\n")
+    return {"/etc/passwd": folder / "passwd", CORES_FILE: folder / "cores"}
+
+
+def cores(spec: SandboxSpec) -> list[int]:
+    """The cores of one sandbox, as many as its CPU time fills: the next ones in turn of those that this process may use."""
+    usable = sorted(os.sched_getaffinity(0))
+    count = min(len(usable), math.ceil(spec.cpus))
+    first = next(_places) * count
+    return sorted(usable[(first + number) % len(usable)] for number in range(count))
+
+
+@functools.cache
+def server_rights() -> dict[str, int]:
+    """Capabilities (name -> number) that the exec server keeps: to end programs of another user, and to become that user.
+
+    With SYS_RESOURCE a program cannot make itself a less likely victim than the server when memory runs out. Some machines do
+    not have it to give; it is asked for where this process could have it.
+    """
+    rights = {"KILL": CAP_KILL, "SETGID": CAP_SETGID, "SETUID": CAP_SETUID}
+    status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return rights | ({"SYS_RESOURCE": CAP_SYS_RESOURCE} if int(status["CapBnd"], 16) >> CAP_SYS_RESOURCE & 1 else {})
+
+
+def server_options(name: str, spec: SandboxSpec) -> dict[str, Any]:
+    """What the exec server of sandbox `name` is started with.
+
+    The users belong to this sandbox alone, because the kernel counts some things for each user of the machine: inotify
+    instances, queued signals, bytes in queues and pipes. A hash of the name is enough: should two ever meet, they share a count.
+    """
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % USERS
+    return {
+        "agent": AGENT_USERS + number,
+        "server": SERVER_USERS + number,
+        "rights": list(server_rights().values()),
+        "cores": cores(spec),
+        "open_files": spec.open_files,
+        "limits": {"RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
+        "filter": seccomp.program().hex() if seccomp.supported() else "",
+    }

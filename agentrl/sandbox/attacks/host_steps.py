@@ -1,0 +1,269 @@
+"""What the host does after an attack's program, or in place of one: it reads, writes, snapshots and restores among hostile files.
+
+A step raises `Escaped` with the evidence, or gives a line on what held. A typed error is an answer; a hang is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.records import ExecResult
+from agentrl.sandbox.attacks.arena import Arena, Escaped
+from agentrl.sandbox.backend import ChannelBackend
+from agentrl.sandbox.place import ChannelSandbox
+
+MEBIBYTE = 1 << 20
+RACE_S = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What a step works with; `result` is the program's, None when there was none or the sandbox is gone."""
+
+    arena: Arena
+    backend: ChannelBackend
+    sandbox: ChannelSandbox
+    result: ExecResult | None = None
+
+    async def says(self, code: str) -> str:
+        result = await self.sandbox.python(code, timeout_s=10)
+        return result.stdout.strip() if result.ok else repr(result)
+
+
+Step = Callable[[Scene], Awaitable[str]]
+STEPS: dict[str, Step] = {}
+
+
+def _step(work: Step) -> Step:
+    STEPS[work.__name__.removeprefix("_")] = work
+    return work
+
+
+def _hold(condition: bool, evidence: object) -> None:
+    if not condition:
+        raise Escaped(str(evidence)[:300])
+
+
+async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
+    """What the sandbox gave, None when it refused. A sandbox that breaks over hostile files raises `SandboxError`."""
+    try:
+        return await work
+    except (ValueError, FileNotFoundError):
+        return None
+
+
+# After programs -------------------------------------------------------------------------------------------------------
+
+
+@_step
+async def _user_quotas(scene: Scene) -> str:
+    code = (
+        "import ctypes, os, signal\n"
+        "libc = ctypes.CDLL(None)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])\n"
+        "print(libc.inotify_init1(0) >= 0, libc.sigqueue(os.getpid(), int(signal.SIGRTMIN), None) == 0)\n"
+    )
+    result = await scene.arena.neighbour.python(code, timeout_s=10)
+    _hold(result.stdout == "True True\n", f"the neighbour gets no inotify instance or no queued signal: {result.stdout!r}")
+    return "the neighbour has its own"
+
+
+@_step
+async def _read_result_refused(scene: Scene) -> str:
+    data = await _bytes_or_refusal(scene.sandbox.read("result", max_bytes=MEBIBYTE))
+    _hold(data is None, f"read {len(data or b'')} bytes where {MEBIBYTE} were allowed")
+    archive = await _bytes_or_refusal(scene.sandbox.snapshot())
+    return f"read refused, snapshot {'refused' if archive is None else f'of {len(archive)} bytes'}"
+
+
+@_step
+async def _snapshot_refused(scene: Scene) -> str:
+    archive = await _bytes_or_refusal(scene.sandbox.snapshot())
+    return "snapshot refused" if archive is None else f"snapshot of {len(archive)} bytes"
+
+
+@_step
+async def _nobody_is_left(scene: Scene) -> str:
+    code = "import os\nprint([pid for pid in os.listdir('/proc') if pid.isdigit() and int(pid) not in (1, os.getpid())])"
+    left = await scene.says(code)
+    _hold(left == "[]", f"processes {left} outlived the timeout")
+    return "nobody is left"
+
+
+@_step
+async def _timeout_leaves_nobody(scene: Scene) -> str:
+    result = await scene.sandbox.exec(["sleep", "60"], timeout_s=0.5)
+    _hold(result.reason == "timeout" or result.exit_code == 126, f"sleep ended: {result}")
+    if result.exit_code == 126:
+        return "it fills its own process limit"
+    return await _nobody_is_left(scene)
+
+
+@_step
+async def _output_is_only_output(scene: Scene) -> str:
+    _hold(scene.result is not None and scene.result.exit_code == 7 and not scene.result.truncated, f"the host took {scene.result}")
+    return "exit code 7 arrived"
+
+
+@_step
+async def _planted_files(scene: Scene) -> str:
+    names = ("passwd", "etc/passwd", "environ", "loop", "pipe", "folder", "socket", "zero", "unreadable", "etc/new", "loop/x")
+    for name in names:
+        data = await _bytes_or_refusal(scene.sandbox.read(name, max_bytes=MEBIBYTE))
+        _hold(data is None, f"read through {name}: {data!r}")
+    for name in ("passwd", "pipe", "socket", "zero", "hard"):
+        await scene.sandbox.write(name, b"new")
+        _hold(await scene.sandbox.read(name, max_bytes=10) == b"new", f"writing {name} did not replace it")
+    for name in ("etc/new", "folder", "loop/x"):
+        try:
+            await scene.sandbox.write(name, b"new")
+        except ValueError:
+            continue
+        raise Escaped(f"wrote {name}")
+    return f"{len(names)} reads refused"
+
+
+@_step
+async def _link_race(scene: Scene) -> str:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + RACE_S
+    seen = {"refused": 0, "own": 0}
+    while loop.time() < end:
+        for name in ("d/now/f", "d/now/passwd", "e/f"):
+            data = await _bytes_or_refusal(scene.sandbox.read(name, max_bytes=MEBIBYTE))
+            _hold(data in (None, b"mine", b""), f"{name} gave {data!r}")
+            seen["refused" if data is None else "own"] += 1
+        try:
+            await scene.sandbox.write("d/now/written", b"x")
+        except ValueError:
+            seen["refused"] += 1
+    return f"{seen['own']} reads of its own files, {seen['refused']} refused"
+
+
+@_step
+async def _growing_files(scene: Scene) -> str:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + RACE_S
+    reads = snapshots = 0
+    while loop.time() < end:
+        data = await _bytes_or_refusal(scene.sandbox.read("result", max_bytes=200_000))
+        _hold(data is None or len(data) <= 200_000, "more bytes than were allowed")
+        reads += 1
+        archive = await _bytes_or_refusal(scene.sandbox.snapshot())
+        _hold(archive is None or len(archive) < 4 * MEBIBYTE, "a snapshot larger than its files")
+        snapshots += 1
+    return f"{reads} reads and {snapshots} snapshots bounded"
+
+
+@_step
+async def _snapshot_opens(scene: Scene) -> str:
+    archive = await scene.sandbox.snapshot()
+    copy = await scene.backend.open(scene.arena.spec, snapshot=archive)
+    try:
+        names = "import os; print(sorted(os.listdir('.')) == sorted(eval(open('/dev/stdin').read())), os.path.exists('/tmp/x'))"
+        listing = await scene.says("import os; print(os.listdir('.'))")
+        result = await copy.exec(["python3", "-I", "-c", names], stdin=listing.encode("utf-8", "replace"), timeout_s=10)
+        count = (await copy.python("import os; print(len(os.listdir('.')))", timeout_s=10)).stdout.strip()
+        _hold(result.exit_code in (0, 1) and int(count) >= 15, f"the copy holds {count} entries: {result}")
+    finally:
+        await copy.close()
+    return f"a copy with {count} entries"
+
+
+# In place of programs -------------------------------------------------------------------------------------------------
+
+
+@_step
+async def _run(scene: Scene) -> str:
+    """A program run by a hostile server: an error of ours, or a result within bounds, in time."""
+    try:
+        result = await scene.sandbox.exec(["cat"], stdin=bytes(4 * MEBIBYTE), timeout_s=1.0)
+    except SandboxTimeout as error:
+        return f"SandboxTimeout: {str(error)[-80:]}"
+    except (SandboxError, ValueError, FileNotFoundError) as error:
+        _hold(str(error).isprintable(), "terminal commands in an error")
+        return f"{type(error).__name__}: {str(error)[-80:]!r}"
+    _hold(isinstance(result, ExecResult) and len(result.stdout) + len(result.stderr) < 140_000, "a result out of bounds")
+    return f"taken for a result of {len(result.stdout)} characters, as any server may answer"
+
+
+@_step
+async def _snapshot(scene: Scene) -> str:
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    try:
+        await scene.sandbox.snapshot()
+    except (SandboxError, ValueError) as error:
+        _hold(loop.time() - start < 20.0, f"a hostile archive held the driver for {loop.time() - start:.0f} s")
+        return f"{type(error).__name__}: {str(error)[-80:]}"
+    raise Escaped("an archive without end was taken")
+
+
+@_step
+async def _hostile_archives(scene: Scene) -> str:
+    refused = 0
+    for name, archive in _archives().items():
+        try:
+            await scene.sandbox.restore(archive)
+        except ValueError:
+            refused += 1
+        except SandboxError as error:
+            raise Escaped(f"the archive {name!r} broke the sandbox: {error}") from None
+    found = await scene.says(
+        "import glob, os, stat\n"
+        "outside = [p for top in ('/tmp', '/home', '/dev/shm', '/etc', '/') for p in glob.glob(top + '/evil*')]\n"
+        "inside = {p: os.lstat(p).st_mode for p in glob.glob('**', recursive=True)}\n"
+        "odd = [p for p, mode in inside.items() if stat.S_IFMT(mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)]\n"
+        "suid = [p for p, mode in inside.items() if mode & 0o6000]\n"
+        "shared = [p for p in glob.glob('hard*') if os.path.isfile(p) and os.stat(p).st_nlink > 1]\n"
+        "print(outside + odd + suid + shared)\n"
+    )
+    _hold(found == "[]", f"unpacked outside the working directory, or as something else than a file: {found}")
+    return f"{refused} of {len(_archives())} refused, the rest stayed inside"
+
+
+def _archives() -> dict[str, bytes]:
+    def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0, mode: int = 0o644) -> tarfile.TarInfo:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname, info.size, info.mode = kind, link, size, mode
+        info.devmajor, info.devminor = 1, 3
+        return info
+
+    chains = {
+        "up": [member("../evil")],
+        "far up": [member("a/../../../tmp/evil")],
+        "absolute": [member("/tmp/evil")],
+        "through a link": [member("out", tarfile.SYMTYPE, "/tmp"), member("out/evil")],
+        "through two links": [member("o1", tarfile.SYMTYPE, "o2"), member("o2", tarfile.SYMTYPE, "/dev/shm"), member("o1/evil")],
+        "link, then a file of its name": [member("twice", tarfile.SYMTYPE, "/tmp/evil"), member("twice", size=4)],
+        "hard link": [member("hard", tarfile.LNKTYPE, "/etc/passwd"), member("hard2", tarfile.LNKTYPE, "../../etc/passwd")],
+        "device": [member("null", tarfile.CHRTYPE), member("disk", tarfile.BLKTYPE), member("pipe", tarfile.FIFOTYPE)],
+        "setuid": [member("suid", size=4, mode=0o6777)],
+        "empty name": [member("")],
+        "dots": [member("."), member("..", tarfile.DIRTYPE), member("./."), member("x/./y")],
+        "NUL": [member("a\0b")],
+        "too deep": [member("/".join("d" * 200))],
+        "too many": [member(f"n{number}", tarfile.DIRTYPE) for number in range(20_005)],
+        "a folder that is a file": [member("thing", size=4), member("thing/evil")],
+    }
+    made = {name: _tar(members) for name, members in chains.items()}
+    made["claims more than it holds"] = _tar([member("claim", size=4)], claim=1 << 40)
+    made["fills the disk"] = _tar([member("fill", size=4)], claim=512 * MEBIBYTE)
+    made["noise"] = bytes(range(256)) * 64
+    made["compressed"] = b"\x1f\x8b\x08\x00" + bytes(1000)
+    return made
+
+
+def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
+    """An archive of `members`, each with content `evil` of its size; `claim` is written as the size of the last instead."""
+    out = io.BytesIO()
+    for info in members:
+        info.size, real = claim or info.size, info.size
+        out.write(info.tobuf(tarfile.GNU_FORMAT))
+        out.write((b"evil" * 128)[:512] if real else b"")
+    return out.getvalue() + bytes(1024)

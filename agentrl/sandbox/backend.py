@@ -1,0 +1,102 @@
+"""What the backends have in common: images made ready once, sandboxes opened within a deadline, all of them closed at the end."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import images, server_code
+from agentrl.sandbox.place import ChannelSandbox
+
+MAX_OPENING = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyImage:
+    """An image that a backend can start sandboxes from."""
+
+    tree: str  # what the backend calls it: a tag, or the path of a folder
+    server: Path  # exec server, as source or compiled
+
+    @property
+    def server_inside(self) -> str:
+        """Path of the exec server in the sandbox."""
+        return f"/agentrl/exec_server{self.server.suffix}"
+
+
+class ChannelBackend(abc.ABC):
+    """A `SandboxBackend` whose sandboxes are reached through a channel. `run_label` is shown by `agentrl sandbox ls`."""
+
+    name: str
+
+    def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
+        self.run_label = run_label
+        self._root = root
+        self._progress = progress
+        self._opening = asyncio.Semaphore(MAX_OPENING)
+        self._open: dict[str, ChannelSandbox] = {}
+        self._images: dict[str, ReadyImage] = {}
+        self._preparing = asyncio.Lock()
+        self._closed = False
+
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it."""
+        async with self._preparing:
+            if spec.image not in self._images:
+                image = images.load_image(self._root / spec.image)
+                tree = await self._ensure(image)
+                from_source = ReadyImage(tree=tree, server=server_code.SOURCE)
+                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
+                self._images[spec.image] = ReadyImage(tree=tree, server=code)
+
+    async def open(
+        self,
+        spec: SandboxSpec,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        snapshot: bytes | None = None,
+        timeout_s: float = 60.0,
+        server: Path | None = None,
+    ) -> ChannelSandbox:
+        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left.
+
+        `server` is put in the exec server's place: that is how the attack suite plays one that an agent has taken over.
+        """
+        if self._closed:
+            raise SandboxError("the backend is closed")
+        await self.prepare(spec)
+        image = self._images[spec.image]
+        try:
+            async with asyncio.timeout(timeout_s), self._opening:
+                sandbox = await self._start(spec, image if server is None else ReadyImage(tree=image.tree, server=server))
+                try:
+                    if snapshot is not None:
+                        await sandbox.restore(snapshot)
+                    if files:
+                        await sandbox.write_all(files)
+                except BaseException:
+                    await sandbox.close()
+                    raise
+        except TimeoutError as error:
+            if isinstance(error, SandboxTimeout):
+                raise
+            raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s") from None
+        return sandbox
+
+    async def close(self) -> None:
+        """Closes every sandbox that is still open."""
+        self._closed = True
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+
+    @abc.abstractmethod
+    async def _ensure(self, image: images.Image) -> str:
+        """Builds or finds the image; gives what `ReadyImage.tree` is to be."""
+
+    @abc.abstractmethod
+    async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        """Starts one sandbox and waits for its exec server's greeting. The caller bounds the wait; a failure leaves nothing."""
