@@ -137,9 +137,19 @@ def _learning(run: RunData) -> Html | None:
     ]
     return _section(
         "Learning",
-        "Training reward after each step, and success on held-out tasks with 95% intervals.",
+        f"Training reward after each step ({_sampled(run, 'rollout')}), and success on held-out tasks"
+        f" ({_sampled(run, 'evaluation')}) with 95% intervals.",
         element("div", legend(series), *both, class_="card"),
     )
+
+
+def _sampled(run: RunData, section: str) -> str:
+    """How the episodes of a section of the recipe were sampled."""
+    settings = run.recipe.get(section)
+    temperature = settings.get("temperature") if isinstance(settings, dict) else None
+    if not isinstance(temperature, int | float):
+        return "temperature unknown"
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
 def _evaluations(run: RunData, key: str, empty: Series) -> Series:
