@@ -17,7 +17,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -69,8 +69,9 @@ class BubblewrapBackend(ChannelBackend):
             if group is not None:
                 undo.push(lambda kind, *_: None if kind is None else group.remove())
             ours, theirs = socket.socketpair()
-            with theirs:
+            with theirs, _closing_on_failure(ours):
                 process = self._spawn(name, spec, image, folder, theirs.fileno(), group)
+            undo.push(lambda kind, *_: None if kind is None else _kill(process))  # before its group is removed
             ours.setblocking(False)
 
             async def destroy(ended: bool) -> None:
@@ -122,8 +123,7 @@ class BubblewrapBackend(ChannelBackend):
                     group.add(process.pid)
                 arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, shown, group)))
             except BaseException:
-                process.kill()
-                process.wait(ENDING_S)
+                _kill(process)
                 raise
             return process
 
@@ -157,6 +157,21 @@ class BubblewrapBackend(ChannelBackend):
             disk = allowance.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
         return options
+
+
+@contextlib.contextmanager
+def _closing_on_failure(link: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        link.close()
+        raise
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends bwrap, and with it the sandbox, at once; nothing when it has ended already."""
+    process.kill()
+    process.wait(ENDING_S)
 
 
 async def _end(process: subprocess.Popen[bytes]) -> None:

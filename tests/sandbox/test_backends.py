@@ -13,7 +13,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import WarmPool, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import WarmPool, cgroups, list_open, open_sandboxes, prune, select_backend
 from agentrl.sandbox.conformance import CHECKS, check
 from agentrl.sandbox.lease import lease, runtime_folder
 
@@ -36,6 +36,8 @@ async def backend(request, root):
     yield backend
     await backend.close()
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
+    hierarchy = cgroups.find()
+    assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -128,8 +130,11 @@ async def test_wrong_image_or_runtime_is_a_user_error(backend):
 
 
 async def test_opening_has_a_deadline(backend):
-    with pytest.raises(SandboxError):
-        await backend.open(SPEC, timeout_s=0.001)
+    start = time.monotonic()
+    for timeout_s in (0.001, 0.004, 0.01):
+        with pytest.raises(SandboxError):
+            await backend.open(SPEC, timeout_s=timeout_s)
+    assert time.monotonic() - start < 4.0
 
 
 @pytest.mark.parametrize("name", BOTH)
