@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import RecipeError, UserError
 from agentrl.recipe import Recipe, load
@@ -70,13 +71,14 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    free = {"steps": True, "sandbox": True, "serving": True, "evaluation": True}
+    placement = {"ranks", "threads", "keep_checkpoints", "keep_versions"}
+    free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
     changed = sorted(key for key in before if before[key] != after[key])
     if changed:
         raise RecipeError(
             f"--resume: the recipe differs from the run's own in: {', '.join(changed)}",
-            fix="resume with the same recipe and overrides (steps, sandbox, serving and evaluation may change)",
+            fix="resume with the same recipe and overrides (steps, sandbox, serving, evaluation, learner.ranks and .threads may change)",
         )
 
 

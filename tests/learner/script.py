@@ -93,6 +93,16 @@ class Scenario:
         Updater(again).update(self.batches[1])
         return {"weights": gather(engine), "again": gather(again)}
 
+    def reshape(self, stage: int) -> dict[str, Any]:
+        """The second update, from the checkpoint that two ranks wrote after the first one in `resume`."""
+        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
+        found = newest(self.run_dir / f"checkpoints-{stage}-2")
+        assert found is not None and found.meta.ranks == 2
+        restore(found, engine)
+        left = [path.name for path in found.folder.parent.iterdir()]
+        metrics = Updater(engine).update(self.batches[1])
+        return {"weights": gather(engine), "metrics": metrics, "left": left}
+
     def ppo(self, stage: int) -> dict[str, Any]:
         """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
