@@ -221,6 +221,8 @@ class LearnerConfig(Section):
     """Tokens in one forward/backward pass on one rank; there is no padding, and a shared token counts once."""
     share_prefixes: bool = True
     """Tokens that samples begin with in common (a group's prompt, the history of turns) are computed once, forward and backward."""
+    gradient_checkpointing: bool | None = None
+    """Recompute layers in the backward pass: less memory, about a third more arithmetic. None: on CUDA only."""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: torch's default."""
     max_bad_updates: int = Field(3, ge=1)

@@ -115,13 +115,13 @@ def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float) -> tu
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, on CUDA with gradient checkpointing."""
+    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, checkpointed as it says."""
     from transformers import AutoModelForCausalLM
 
     attention = forest_attention.register()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=attention).to(device)
     _disable_dropout(lm)
-    if device.type == "cuda":
+    if device.type == "cuda" if recipe.learner.gradient_checkpointing is None else recipe.learner.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
     return lm

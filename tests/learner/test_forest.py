@@ -124,6 +124,20 @@ def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, share: bo
         assert _gap(ours.grad, theirs.grad) < 1e-10, name
 
 
+def test_recomputing_layers_changes_no_gradient() -> None:
+    gradients = []
+    for recompute in (False, True):
+        model = _model("qwen3", register()).train()
+        if recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        batch = micro_batch(tuple(_samples(3)), CPU)
+        logprobs, _ = TokenScorer(model)(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+        (logprobs[batch.expand] * batch.advantages).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert _gap(recomputed, kept) < 1e-12
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_block_kernel_gives_the_numbers_of_the_branch_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention, which CUDA uses, run here without a compiler; its backward pass has no CPU form."""
