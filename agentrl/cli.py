@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -46,7 +50,8 @@ def train(
 ) -> None:
     """Fine-tune an agent with RL. Ctrl-C once: finish the step, save, report. Twice: stop now."""
     root, loaded = load_recipe(recipe, [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])])
-    from agentrl.loop import train as run_training  # after the recipe: a typo in it is told at once
+    with loading():  # after the recipe: a typo in it is told at once
+        from agentrl.loop import train as run_training
 
     folder = run_dir or default_run_dir(root / "runs", loaded.name, resume=resume)
     summary = asyncio.run(run_training(loaded, folder, root=root, resume=resume, console=not as_json))
@@ -74,7 +79,8 @@ def evaluate(
     if model is not None:
         chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
         loaded = apply_overrides(loaded, [f"policy.model={json.dumps(chosen)}"])
-    from agentrl.loop import evaluate_only
+    with loading():
+        from agentrl.loop import evaluate_only
 
     folder = run_dir or root / "runs" / f"{loaded.name}-eval"
     results = asyncio.run(evaluate_only(loaded, folder, root=root, console=not as_json))
@@ -227,6 +233,24 @@ def sandbox_prune() -> None:
     from agentrl.sandbox import prune
 
     print(f"{prune()} removed")
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around the imports that take seconds: nothing runs yet, so ctrl-C ends the process there and then.
+
+    Python would raise inside whatever is being imported, and there an interrupt can get lost.
+    """
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: object) -> NoReturn:
+    os.write(2, b"\nstopped before anything was started\n")
+    os._exit(130)
 
 
 def default_run_dir(runs: Path, name: str, *, resume: bool) -> Path:

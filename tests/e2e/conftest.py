@@ -26,9 +26,15 @@ SMALL = [
 
 
 def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentrl", *arguments]
+    """Starts the command line with ctrl-C at its default: a shell that runs the tests in the background hands it down ignored."""
     return subprocess.Popen(
-        command, cwd=cwd, env={**os.environ, **(env or {})}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "agentrl", *arguments],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -58,8 +58,8 @@ def test_interrupt_resume_and_interrupt_twice(tmp_path: Path) -> None:
     interrupt(twice)
     interrupt(twice)
     stopped = time.monotonic()
-    twice.communicate(timeout=60)
-    assert twice.returncode == 130 and time.monotonic() - stopped < 30
+    output, _ = twice.communicate(timeout=60)
+    assert twice.returncode == 130 and time.monotonic() - stopped < 30, output
 
     code, output = agentrl(*arguments, "--resume")
     assert code == 0, output
