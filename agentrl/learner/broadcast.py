@@ -64,8 +64,7 @@ class Broadcaster:
         """
         try:
             channel = self._connected()
-            if self._client is not None:
-                self._client.version = number
+            self._client.version = number
             channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
             raise LearnerError(f"version {number} could not be sent to the server: {type(error).__name__}: {error}") from error

@@ -121,7 +121,8 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     attention = forest_attention.register()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=attention).to(device)
     _disable_dropout(lm)
-    if device.type == "cuda" if recipe.learner.gradient_checkpointing is None else recipe.learner.gradient_checkpointing:
+    chosen = recipe.learner.gradient_checkpointing
+    if chosen or (chosen is None and device.type == "cuda"):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
     return lm

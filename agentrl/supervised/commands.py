@@ -11,7 +11,7 @@ import typer
 from agentrl.errors import UserError
 from agentrl.experience import SqliteStore
 from agentrl.records import Group
-from agentrl.supervised.select import demonstrations, preferences
+from agentrl.supervised.select import Preference, demonstrations, preferences
 
 tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
 
@@ -62,8 +62,7 @@ def dpo(
 ) -> None:
     """Prefer better attempts at a task to worse ones (DPO)."""
     start = _start(run, model, out)
-    pairs = preferences(_groups(run), margin=margin, per_task=per_task)
-    print(f"{len(pairs)} preferences")
+    pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune
 
     _done(out, tune.dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
@@ -83,8 +82,7 @@ def reward(
 ) -> None:
     """Learn to score whole episodes from a run's labels (a reward model)."""
     start = _start(run, model, out)
-    pairs = preferences(_groups(run), margin=margin, per_task=per_task)
-    print(f"{len(pairs)} preferences")
+    pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune
 
     _done(out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
@@ -100,6 +98,12 @@ def _start(run: Path, model: Path | None, out: Path) -> Path:
         raise UserError(f"{start} holds no model", fix="give a model folder with --model")
     out.parent.mkdir(parents=True, exist_ok=True)
     return start
+
+
+def _pairs(run: Path, margin: float, per_task: int) -> list[Preference]:
+    pairs = preferences(_groups(run), margin=margin, per_task=per_task)
+    print(f"{len(pairs)} preferences")
+    return pairs
 
 
 def _groups(run: Path) -> Iterator[Group]:

@@ -127,15 +127,12 @@ class Scenario:
         assert found is not None
         restore(found, again, critic=critic_again)
         updater_again.update(batches[1])
-        samples = batches[1].samples
-        values = torch.cat([critic.judge(one)[2] for one in updater._micro_batches(samples)]) if self.ranks.size == 1 else None
         return {
             "before": before,
             "warmed": warmed,
             "weights": gather(first),
             "again": gather(again),
             "metrics": metrics,
-            "values": values,
         }
 
     def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic, Updater]:
