@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 5
 _SWAP_TRIES = 3
+_WATCH_S = 0.5
 
 
 class ServedPolicy:
@@ -58,11 +59,7 @@ class ServedPolicy:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         while True:
-            try:
-                async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
-                    await self._ready.wait()
-            except TimeoutError:
-                raise ServingError("the inference server did not come back") from None
+            await self._opened_server()
             client = self._client
             assert client is not None, "the gate opens after start()"
             try:
@@ -75,31 +72,60 @@ class ServedPolicy:
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Takes a published version into the running server; the old one serves on unless the probe agrees.
 
-        Raises `SwapError` after three tries, and `ServingError` when the server is gone.
+        A server that dies meanwhile is no verdict on the version: the swap is made again with the server after it. Raises
+        `SwapError` after three tries on servers that lived, and `ServingError` when no server comes back.
         """
         folder = self._run_dir / version.folder
         probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
-        for attempt in range(1, _SWAP_TRIES + 1):
-            async with self._busy:
-                if self._channel is None:
-                    raise ServingError("no server to swap weights into")
-                try:
-                    report = await self._channel.swap(
-                        version,
-                        folder,
-                        probe,
-                        max_abs_diff=self._recipe.serving.probe_max_abs_diff,
-                        timeout_s=self._recipe.serving.request_timeout_s,
-                    )
-                except SwapError as error:
-                    log.warning("swap to version %d, try %d: %s", version.number, attempt, error)
-                    if attempt == _SWAP_TRIES:
-                        raise
+        tries = 0
+        while True:
+            server = await self._opened_server()
+            try:
+                report = await self._swap_once(version, folder, probe)
+            except SwapError as error:
+                if not await server.alive():
+                    log.warning("swap to version %d waits for the next server: %s", version.number, error)
+                    await self._replaced(server)
                     continue
+                tries += 1
+                log.warning("swap to version %d, try %d: %s", version.number, tries, error)
+                if tries == _SWAP_TRIES:
+                    raise
+                continue
             self._registry.set_state(version.number, VersionState.SERVING)
             await self._set_version(version.number)
             return report
-        raise AssertionError("unreachable")
+
+    async def _swap_once(self, version: PolicyVersion, folder: Path, probe: Probe) -> SwapReport:
+        async with self._busy:
+            if self._channel is None:
+                raise ServingError("no server to swap weights into")
+            return await self._channel.swap(
+                version,
+                folder,
+                probe,
+                max_abs_diff=self._recipe.serving.probe_max_abs_diff,
+                timeout_s=self._recipe.serving.request_timeout_s,
+            )
+
+    async def _opened_server(self) -> VLLMServer:
+        """The server behind the open gate. Raises `ServingError` when the gate stays shut."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise ServingError("the inference server did not come back") from None
+        assert self._server is not None, "the gate opens after start()"
+        return self._server
+
+    async def _replaced(self, server: VLLMServer) -> None:
+        """Returns once `watch` has begun to put another in the place of `server`, or `server` turns out to live."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                while self._server is server and self._ready.is_set() and not await server.alive():
+                    await asyncio.sleep(_WATCH_S)
+        except TimeoutError:
+            raise ServingError("the inference server died and was not replaced") from None
 
     async def wait_version(self, number: int) -> None:
         """Returns once version `number` or a newer one is serving."""
@@ -112,7 +138,7 @@ class ServedPolicy:
         `on_loss` is called when NCCL tied the dead server to the learner, which may be stuck in a transfer to it.
         """
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(_WATCH_S)
             if self._server is None or await self._server.alive():
                 continue
             self._ready.clear()
