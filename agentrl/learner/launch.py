@@ -1,18 +1,41 @@
 """`python -m agentrl.learner.launch PARENT_PID ARGS...`: torchrun, tied to the process that started it.
 
 Killing the launcher must leave nothing behind: the launcher dies with its parent, and each worker with the launcher.
+
+torchrun's store, where the workers find each other, would listen on every network interface of the machine, and what it keeps
+is unpickled by those who read it. Here it listens on the loopback address.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+from typing import Any
 
 from agentrl.learner.lifeline import die_with_parent
 
 
+def listen_on_loopback() -> None:
+    """Makes every `TCPStore` that this process hosts from now on listen on the address it is named by, and on no other."""
+    import torch.distributed
+
+    distributed: Any = torch.distributed  # its stores are not in its typed face
+
+    class BoundStore(distributed.TCPStore):  # type: ignore[misc]
+        def __init__(self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> None:
+            if is_master:
+                listener = socket.create_server((host_name, port))
+                port = listener.getsockname()[1]
+                options["master_listen_fd"] = listener.detach()
+            super().__init__(host_name, port, world_size, is_master, **options)
+
+    distributed.TCPStore = BoundStore
+
+
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
+    listen_on_loopback()
     from torch.distributed.run import main as torchrun
 
     torchrun([*sys.argv[2:], "--parent", str(os.getpid())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,6 +38,13 @@ def _command_lines() -> list[str]:
     return lines
 
 
+def _listening(argument: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Addresses at which the processes with `argument` on their command line wait for connections."""
+    processes = [process for process in psutil.process_iter() if argument in process.cmdline()]
+    sockets = [found for process in processes for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN]
+    return [ipaddress.ip_address(found.laddr.ip) for found in sockets]
+
+
 async def _until(condition: object, timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]
@@ -54,6 +63,8 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     try:
         await _until(lambda: registry.get(1) is not None)
         assert learner.alive, "it waits for the groups of step 1"
+        addresses = _listening(str(tmp_path))
+        assert addresses and all(address.is_loopback for address in addresses), addresses
         await learner.stop(grace_s=30)
     finally:
         await learner.kill()
