@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import ipaddress
 import os
 import signal
 import statistics
@@ -12,6 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agentrl.errors import ServingError, SwapError
@@ -168,6 +170,12 @@ async def test_the_hash_on_record_is_the_hash_on_disk(served: Served) -> None:
         folder = served.server.run_dir / wrong.folder
         await served.channel.swap(wrong, folder, served.probes[2], max_abs_diff=1e-3, timeout_s=60)
     assert served.server.weights.number == before
+
+
+async def test_everything_listens_on_loopback(served: Served) -> None:
+    connections = [found for pid in group_members(served.server.pid or 0) for found in psutil.Process(pid).net_connections("inet")]
+    addresses = [found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN]
+    assert addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
 async def test_an_idle_server_burns_no_cpu(served: Served) -> None:
