@@ -133,7 +133,8 @@ class BubblewrapBackend(ChannelBackend):
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
-        words += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
+        words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]  # in a user namespace some settings are its user's to write
+        words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
         for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
