@@ -208,6 +208,9 @@ def _machinery(run: RunData) -> Html | None:
         ),
         _small(run, "Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, _short),
         _small(run, "Step time", "seconds from swap to swap", {"step_s": "seconds"}),
+        _small(
+            run, "Sandbox time", "seconds of an episode: opening, running, closing, waiting included", {"sandbox_s_per_episode": "seconds"}
+        ),
         _small(run, "Loss", "", {"loss": "loss"}),
         _small(run, "Gradient norm", "before clipping", {"grad_norm": "norm"}),
         _small(run, "Entropy", "nats per token", {"entropy": "entropy"}),
