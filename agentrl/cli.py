@@ -276,6 +276,7 @@ def describe(summary: Summary, folder: Path) -> str:
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
         f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "
+        f"{f'{summary.tasks_quarantined} broken tasks set aside, ' if summary.tasks_quarantined else ''}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
     lines.append(f"report {folder / 'report.html'}")
