@@ -85,7 +85,8 @@ def _unfit(group: Group) -> str:
             return "non_finite_score"
         if reason := _fault(scored.episode):
             return f"{reason} in episode {scored.episode.id}"
-    return "" if not group.scored or any(scored.episode.completion_tokens for scored in group.scored) else "no_sampled_token"
+    turns = [turn for scored in group.scored for trajectory in scored.episode.trajectories for turn in trajectory.turns]
+    return "" if not group.scored or any(turn.completion_ids for turn in turns) else "no_sampled_token"
 
 
 def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveConfig, step: int) -> tuple[list[Sample], str]:
