@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from agentrl.errors import PluginError, TaskError
 from agentrl.protocols import EpisodeKeeper
 from agentrl.recipe import BranchingConfig
-from agentrl.records import Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
+from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn, task_fault
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class GroupRunner:
         finally:
             if fork is not None:
                 fork.settle(None)
-        fault = next((failure for failure in scored.episode.failures if not failure.retryable), None)
+        fault = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)
         if fault is not None:
             raise _BrokenTask(fault)
         if self.keeper is not None:
