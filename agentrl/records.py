@@ -114,7 +114,7 @@ class Task:
     >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
     ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
     ...      data={"answer": "4"}, split=Split.TRAIN).key[:4]
-    'ccb0'
+    '035d'
     """
 
     id: str
@@ -138,7 +138,10 @@ class Task:
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        content = asdict(self)
+        if self.limits.episode_output_chars is None:  # tasks from before there was this field keep their keys
+            del content["limits"]["episode_output_chars"]
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

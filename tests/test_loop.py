@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import zstandard
 
-from agentrl import codec, loop
+from agentrl import codec, loop, measure
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.failure.quarantine import count
 from agentrl.objective import assemble
-from agentrl.records import Blame, EpisodeState, Group, Limits, Task
+from agentrl.records import Blame, EpisodeState, Group, Limits, SwapReport, Task
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -91,6 +91,7 @@ def test_a_killed_driver_costs_no_turn_that_was_finished(tmp_path: Path, backend
     assert list((tmp_path / "running").iterdir()) == [], "nothing is kept of groups that are stored"
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_the_run_ends_with_whole_episodes(tmp_path: Path) -> None:
     """Killed again and again wherever it is; whatever the stored episodes hold was sampled under their names, once for each turn."""
     for answers in (1, 5, 9, 14, 19):
@@ -105,6 +106,7 @@ def test_killed_at_any_moment_the_run_ends_with_whole_episodes(tmp_path: Path) -
     assert list((tmp_path / "running").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_state_costs_its_episode_and_no_other(tmp_path: Path) -> None:
     first = start(tmp_path, "scripted", 2)
     kill_when(first, lambda: turns_kept(tmp_path) == [2] * 6)
@@ -137,6 +139,10 @@ async def test_broken_tasks_are_set_aside_and_the_run_goes_on(tmp_path: Path) ->
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
         groups = run.store.groups(range(5))
+    (tmp_path / "update.json").write_text("{}")
+    swap = SwapReport(version=1, stall_ms=1.0, total_ms=1.0, probe_max_abs_diff=0.0)
+    assert measure.step_metrics(groups, tmp_path, swap, step=0, wall_s=1.0)["groups_quarantined"] == 3
+    assert measure.summarize(tmp_path, recipe, {}, backend="scripted", interrupted=False).tasks_quarantined == 2
     faults = [None if group.fault is None else group.fault.blame for group in groups]
     assert faults == [None, Blame.TASK, Blame.TASK, Blame.TASK, None]
     assert [len(group.scored) for group in groups] == [2, 0, 0, 0, 2] and all(len(group.episodes) == 2 for group in groups)

@@ -216,21 +216,27 @@ class EpisodeRunner:
         if not tool.needs_sandbox:
             return await tool(call.arguments, None, task.limits)
         started = time.monotonic()
-        if state.sandbox is None:  # opened at the first call that needs it: many episodes of a weak policy never do
-            state.sandbox = await self._open(task, state.snapshot)
+        sandbox = await self._opened(task, state)
         state.sandbox_s += time.monotonic() - started
         started = time.monotonic()
         try:
-            return await tool(call.arguments, state.sandbox, task.limits)
+            return await tool(call.arguments, sandbox, task.limits)
         finally:
             state.program_s += time.monotonic() - started
             state.sandbox_s += time.monotonic() - started
 
-    async def _open(self, task: Task, snapshot: bytes | None) -> Sandbox:
-        """The episode's sandbox: with the task's files, or with what the working directory held when the state was captured."""
+    async def _opened(self, task: Task, state: _State) -> Sandbox:
+        """The episode's sandbox, opened at the first need: many episodes of a weak policy never have one.
+
+        It holds the task's files, or what the working directory held when the state was captured that the episode began from.
+        """
+        if state.sandbox is not None:
+            return state.sandbox
+        snapshot = state.snapshot
         files = {path: text.encode() for path, text in task.files.items()} if snapshot is None else None
         try:
-            return await self.sandboxes.open(task.sandbox, files=files, snapshot=snapshot, timeout_s=self.open_timeout_s)
+            state.sandbox = await self.sandboxes.open(task.sandbox, files=files, snapshot=snapshot, timeout_s=self.open_timeout_s)
+            return state.sandbox
         except SandboxUnavailable:
             raise
         except UserError as error:  # an image that cannot be made

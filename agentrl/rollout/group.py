@@ -111,11 +111,12 @@ class GroupRunner:
                     return ScoredEpisode(episode=episode, score=await self.score(task, episode))
                 except (TaskError, PluginError) as error:  # a verifier that does not exist
                     episode = replace(episode, failures=(*episode.failures, task_fault(error)))
-            if not episode.failures[-1].retryable:
+            failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
+            if failure.blame is Blame.TASK:
                 break
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # a restarting part gets a moment
-        return _unscored(episode, episode.failures[-1])
+        return _unscored(episode, failure)
 
     def _places(self, index: int, oldest_version: int) -> list[_Place]:
         if self.branching is None:
