@@ -17,11 +17,13 @@ import pytest
 import zstandard
 
 from agentrl import codec, loop, measure
+from agentrl.cli import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.failure.quarantine import count
 from agentrl.objective import assemble
-from agentrl.records import Blame, EpisodeState, Group, Limits, SwapReport, Task
+from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task
+from agentrl.rollout import left_out_group
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -163,3 +165,22 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
         assert error.group_contains(TaskError, match=r"3 tasks are wrong in themselves, 2 are allowed(.|\n)*task-0: (.|\n)*--resume")
         for index in run.store.indices():
             assert run.store.groups([index])[0].fault is not None, "what was found out is stored"
+
+
+@pytest.mark.bubblewrap
+async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tmp_path: Path) -> None:
+    """The driver died between storing group 0 and forgetting its episodes; group 1 was still running."""
+    _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.branching={}"])
+    recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap", "warm": 0})})
+    for resume, left in ((False, ()), (True, (1,))):
+        async with loop._opened(recipe, tmp_path / "run", root=ROOT, resume=resume, console=False) as run:
+            assert run.running.groups() == left
+            assert run.groups.keeper is run.running and run.groups.branching == recipe.rollout.branching
+            if not resume:
+                group = left_out_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)
+                run.store.put(group)
+                for index in (0, 1):
+                    await run.running.finish(index, 0, group.episodes[0])
+    plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"checkpoint_turns": False})})
+    async with loop._opened(plain, tmp_path / "run", root=ROOT, resume=True, console=False) as run:
+        assert run.groups.keeper is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from dataclasses import replace
 from statistics import fmean
@@ -189,3 +191,52 @@ def test_every_token_that_counts_is_trained_once_and_packed_once(stems: int, bra
     sampled = [token for token in packed.input_ids[0].tolist() if token >= 100]
     assert sorted(sampled) == sorted(token for completion in distinct for token in completion), "an inherited prefix is laid out once"
     assert len(packed.expand) == len(counted)
+
+
+def chances(p: float, outcomes: tuple[int, ...]) -> float:
+    return math.prod(p if outcome else 1.0 - p for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("stems", "branches"), [(1, 2), (2, 2), (3, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_the_expected_gradient_by_enumeration(stems: int, branches: int, advantage: str) -> None:
+    """A stem takes action s, each continuation c, and the score depends on both. Every outcome of a group is gone through with its
+    probability, so expectations are exact: of the score functions times what the batch says the tokens' advantages are.
+
+    Stems get the true gradient times 1 - 1/stems (GRPO) or (N - B)/(N - 1) (RLOO), continuations times 1 - 1/N or 1, and the mean of
+    the branches has less variance than the first branch alone.
+    """
+    p, q, rewards, n = 0.3, (0.6, 0.2), ((0.1, 1.0), (0.4, -0.5)), stems * branches
+    made = recipe(advantage=advantage)
+    stem_gradient, twig_gradient, second, second_of_first = 0.0, [0.0, 0.0], 0.0, 0.0
+    for actions in itertools.product((0, 1), repeat=stems):
+        for twigs in itertools.product((0, 1), repeat=n):
+            states = [actions[member // branches] for member in range(n)]
+            chance = chances(p, actions) * math.prod(chances(q[s], (c,)) for s, c in zip(states, twigs, strict=True))
+            episodes = [
+                scored(
+                    str(member),
+                    rewards[s][c],
+                    turn(100 + 10 * (member // branches) + 3 * s),
+                    turn(500 + 10 * member + 3 * c),
+                    inherited=(str(member - member % branches),) if member % branches else (),
+                )
+                for member, (s, c) in enumerate(zip(states, twigs, strict=True))
+            ]
+            found = trained(build_batch(0, [group(*episodes)], made).samples)
+            advantages = {token: value for tokens in found.values() for token, value in tokens.items()}
+            at_stems = [advantages.get(100 + 10 * number + 3 * s, 0.0) for number, s in enumerate(actions)]
+            at_twigs = [advantages.get(500 + 10 * member + 3 * c, 0.0) for member, c in enumerate(twigs)]
+            estimate = sum(a * (s - p) for a, s in zip(at_stems, actions, strict=True))
+            of_first = sum(at_twigs[number * branches] * (s - p) for number, s in enumerate(actions))
+            stem_gradient += chance * estimate
+            second, second_of_first = second + chance * estimate**2, second_of_first + chance * of_first**2
+            for a, s, c in zip(at_twigs, states, twigs, strict=True):
+                twig_gradient[s] += chance * a * (c - q[s])
+    values = [(1 - q[s]) * rewards[s][0] + q[s] * rewards[s][1] for s in (0, 1)]
+    shrink = 1 - 1 / stems if advantage == "grpo" else (n - branches) / (n - 1)
+    assert stem_gradient == pytest.approx(stems * shrink * p * (1 - p) * (values[1] - values[0]), abs=1e-12)
+    for s, weight in ((0, 1 - p), (1, p)):
+        true = weight * q[s] * (1 - q[s]) * (rewards[s][1] - rewards[s][0])
+        assert twig_gradient[s] == pytest.approx(n * (1 - 1 / n if advantage == "grpo" else 1.0) * true, abs=1e-12)
+    assert second < second_of_first or branches == 1
