@@ -65,7 +65,11 @@ def turns_kept(run: Path) -> list[int]:
     return [len(codec.from_json(EpisodeState, zstandard.ZstdDecompressor().decompress(body)).turns) for body in bodies]
 
 
-BACKENDS = ["scripted", pytest.param("bubblewrap", marks=[pytest.mark.bubblewrap, pytest.mark.slow])]
+BACKENDS = [
+    "scripted",
+    pytest.param("bubblewrap", marks=[pytest.mark.bubblewrap, pytest.mark.slow]),
+    pytest.param("docker", marks=[pytest.mark.docker, pytest.mark.slow]),
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -132,8 +132,8 @@ class GroupRunner:
             found = await self._found(place, task)
             if isinstance(found, ScoredEpisode):
                 return found
-            if fork is not None and found is not None:
-                fork.settle(found if len(found.turns) == fork.turn else None)  # past it, the branches have states of their own
+            if fork is not None and found is not None and len(found.turns) >= fork.turn:
+                fork.settle(found if len(found.turns) == fork.turn < task.limits.turns else None)  # past it, branches have their own
             if place.fork is not None and fork is None and found is None:
                 found = await place.fork.state
             on_turn = None if fork is None and self.keeper is None else self._watching(place, task)
