@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learner.packing import micro_batch, plan
@@ -157,6 +157,7 @@ def test_a_group_of_a_broken_task_is_consumed_without_a_sample() -> None:
     assert (made.batch.samples, made.batch.group_indices, made.dropped) == ((), (0,), {0: "broken_task"})
 
 
+@settings(deadline=None)
 @given(
     stems=st.integers(1, 3),
     branches=st.integers(1, 4),

@@ -244,14 +244,15 @@ def turns_kept(shelf: Shelf, member: int) -> tuple[Turn, ...]:
     return () if kept is None else codec.from_json(EpisodeState, kept).turns
 
 
-async def test_a_stem_found_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_stem_found_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a0", on_turn=states)
-    at, past = states.seen
-    for found, inherited in ((at, ("g000000-0-a0",)), (past, ())):
+    first, second = states.seen
+    stem = ("g000000-0-a0",)
+    for found, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
         shelf = Shelf()
         await shelf.keep(0, 0, found)
-        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=1, branches=2).group(0, task)
+        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).group(0, task)
         assert [e.episode.trajectories[0].inherited for e in group.scored] == [(), inherited]
 
 
