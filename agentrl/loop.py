@@ -17,18 +17,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl import measure
-from agentrl.errors import LearnerError
+from agentrl.errors import LearnerError, TaskError
 from agentrl.evaluate import Evaluation, evaluate
-from agentrl.experience import SqliteStore
+from agentrl.experience import RunningEpisodes, SqliteStore
+from agentrl.failure import Quarantine
 from agentrl.gpus import place
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
 from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
 from agentrl.protocols import Policy, SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
-from agentrl.records import Group, PolicyVersion, Split, SwapReport, VersionState
+from agentrl.records import Group, PolicyVersion, Split, SwapReport, Task, VersionState
 from agentrl.reward import TaskScorer
-from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.rollout import EpisodeRunner, GroupRunner, left_out_group, task_fault
 from agentrl.rollout.chat import ChatFormat, load_chat
 from agentrl.sandbox import open_sandboxes
 from agentrl.served import ServedPolicy
@@ -50,6 +51,8 @@ class Run:
     folder: Path
     tracker: RunTracker
     store: SqliteStore
+    running: RunningEpisodes
+    quarantine: Quarantine
     registry: FolderRegistry
     family: TaskFamily
     sandboxes: SandboxBackend
@@ -104,6 +107,10 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
         stack.callback(tracker.close)
         store = SqliteStore(run_dir / "experience.sqlite")
         stack.callback(store.close)
+        running = RunningEpisodes(run_dir / "running")
+        for index in running.groups():
+            if store.has(index):  # stored, and then the driver died
+                running.forget(index)
         registry = FolderRegistry(run_dir / "versions")
         stack.callback(registry.close)
         if registry.get(0) is None:
@@ -118,18 +125,22 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
             folder=run_dir,
             tracker=tracker,
             store=store,
+            running=running,
+            quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             registry=registry,
             family=family,
             sandboxes=sandboxes,
             served=served,
-            groups=_group_runner(recipe, served, sandboxes, chat, scorer),
+            groups=_group_runner(recipe, served, sandboxes, chat, scorer, running),
             schedule=GroupSchedule(family, recipe.seed),
             learner=learner,
             stop_at=recipe.steps,
         )
 
 
-def _group_runner(recipe: Recipe, policy: Policy, sandboxes: SandboxBackend, chat: ChatFormat, scorer: TaskScorer) -> GroupRunner:
+def _group_runner(
+    recipe: Recipe, policy: Policy, sandboxes: SandboxBackend, chat: ChatFormat, scorer: TaskScorer, running: RunningEpisodes
+) -> GroupRunner:
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
@@ -145,6 +156,8 @@ def _group_runner(recipe: Recipe, policy: Policy, sandboxes: SandboxBackend, cha
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
         group_size=recipe.rollout.group_size,
         max_retries=recipe.rollout.max_retries,
+        branching=recipe.rollout.branching,
+        keeper=running if recipe.rollout.checkpoint_turns else None,
     )
 
 
@@ -201,13 +214,26 @@ async def _roll_out(run: Run) -> None:
 
 
 async def _one_group(run: Run, index: int) -> None:
-    task = run.schedule.task(index)
-    group = await run.groups.group(index, task)
+    step = index // run.recipe.rollout.groups_per_step
+    group, task = await _sampled(run, index, step)
     run.store.put(group)
+    run.running.forget(index)
     run.tracker.progress(index, group)
-    if index % run.recipe.rollout.groups_per_step == 0:
-        line = transcript(task, group.episodes[0], phase="train", step=index // run.recipe.rollout.groups_per_step)
-        append(run.folder / "episodes" / "train.jsonl", [line])
+    run.quarantine.add(group)
+    if task is not None and index % run.recipe.rollout.groups_per_step == 0:
+        append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
+
+
+async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]:
+    """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
+    size = run.recipe.rollout.group_size
+    try:
+        task = run.schedule.task(index)
+    except TaskError as error:
+        return left_out_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
+    if (fault := run.quarantine.known(task.key)) is not None:
+        return left_out_group(index, task.id, task.key, fault, size=size), task
+    return await run.groups.group(index, task, oldest_version=step - run.recipe.max_staleness), task
 
 
 async def _swap_versions(run: Run) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.evaluate import Evaluation
+from agentrl.failure import quarantine
 from agentrl.observe import Rate, Summary
 from agentrl.recipe import Recipe
 from agentrl.records import Group, Split, SwapReport
@@ -58,6 +59,7 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         "episodes": len(episodes),
         "episodes_left_out": len(episodes) - len(counted),
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
+        "groups_quarantined": sum(1 for group in groups if group.fault is not None),
         "groups_without_signal": sum(1 for group in groups if len({e.score.value for e in group.scored}) < 2),
         "staleness_mean": statistics.fmean(ages) if ages else 0.0,
         "staleness_max": max(ages, default=0),
@@ -124,6 +126,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         steps=len(steps),
         episodes=total("episodes"),
         episodes_left_out=total("episodes_left_out"),
+        tasks_quarantined=quarantine.count(folder),
         tokens_trained=total("tokens_trained"),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from agentrl.records import (
     Completion,
     Episode,
+    EpisodeState,
     ExecResult,
     Group,
     PolicyVersion,
@@ -19,6 +20,7 @@ from agentrl.records import (
     SamplingParams,
     SandboxSpec,
     Score,
+    ScoredEpisode,
     Split,
     SwapReport,
     Task,
@@ -158,6 +160,25 @@ class ExperienceStore(Protocol):
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]: ...
 
     def close(self) -> None: ...
+
+
+class EpisodeKeeper(Protocol):
+    """Keeps what running groups have so far, so that a crash costs an episode no more than the turn it was in.
+
+    It is a safety net: what cannot be kept or found is logged, and never fails the episode.
+    """
+
+    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+        """Keeps the newest state of one member of a group, in place of the one before."""
+        ...
+
+    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        """Keeps a member's outcome in place of its state, until its group is stored."""
+        ...
+
+    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+        """What is kept of a member; None when there is nothing, or nothing intact."""
+        ...
 
 
 class VersionRegistry(Protocol):

@@ -51,6 +51,15 @@ class EvalConfig(Section):
     """Also evaluate after every so many steps; 0: only before and after."""
 
 
+class BranchingConfig(Section):
+    """Groups as forests: some attempts run to a turn, and from the state of each, files and context, others go on."""
+
+    turn: int = Field(1, ge=1)
+    """The attempts part after this turn. One that ends before has nothing to part from: attempts of their own fill the group."""
+    branches: int = Field(2, ge=2)
+    """Attempts that go on from one state, the one that came there included; rollout.group_size is a multiple of it."""
+
+
 class RolloutConfig(Section):
     group_size: int = Field(8, ge=1)
     """Attempts at one task; they share a baseline."""
@@ -64,6 +73,13 @@ class RolloutConfig(Section):
     """Fresh attempts after an infrastructure failure, before the episode is left out."""
     min_group_size: int = Field(2, ge=1)
     """A group with fewer counted episodes is dropped."""
+    max_quarantined: int = Field(8, ge=0)
+    """Tasks wrong in themselves that are set aside, each with its group, before the run stops with their list."""
+    checkpoint_turns: bool = False
+    """Keep every running episode's state in the run folder after each turn, so that --resume goes on from there. Costs a snapshot of the
+    working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""
+    branching: BranchingConfig | None = None
+    """Tree rollouts; None: every attempt runs from the beginning. `{}` takes its defaults."""
 
 
 class SandboxConfig(Section):
@@ -268,6 +284,8 @@ class Recipe(Section):
             raise ValueError("rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline")
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
+        if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
+            raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.keep_versions <= self.max_staleness:

@@ -11,7 +11,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
+
+MAX_SNAPSHOT_BYTES = 64 << 20
+"""Largest working directory that is part of an `EpisodeState`."""
+
+OUTPUT_CALLS = 20
+"""How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
 
 
 class Split(StrEnum):
@@ -85,13 +91,20 @@ class Limits:
     turn_tokens: int = 256  # completion tokens in one turn
     episode_tokens: int = 1024  # prompt + completion tokens of one trajectory
     tool_timeout_s: float = 10.0
-    tool_output_chars: int = 2000  # head and tail are kept, the cut is marked
+    tool_output_chars: int = 2000  # of one call; head and tail are kept, the cut is marked
     wall_s: float = 120.0  # whole episode, waiting included
+    episode_output_chars: int | None = None  # of all calls together; None: OUTPUT_CALLS times tool_output_chars
 
     def __post_init__(self) -> None:
-        for name in ("turns", "turn_tokens", "episode_tokens", "tool_timeout_s", "tool_output_chars", "wall_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"Limits.{name} must be positive, got {getattr(self, name)}")
+        for name in ("turns", "turn_tokens", "episode_tokens", "tool_timeout_s", "tool_output_chars", "wall_s", "episode_output_chars"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"Limits.{name} must be positive, got {value}")
+
+    @property
+    def all_output_chars(self) -> int:
+        """Characters that the calls of one episode may show together."""
+        return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +138,10 @@ class Task:
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        content = asdict(self)
+        if self.limits.episode_output_chars is None:  # tasks from before there was this field keep their keys
+            del content["limits"]["episode_output_chars"]
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -191,6 +207,16 @@ class Trajectory:
     turns: tuple[Turn, ...]
     parent: int | None = None  # index in Episode.trajectories of the agent that started this one
     stop_reason: str = "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | malformed | failed
+    inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
+
+    def __post_init__(self) -> None:
+        if len(self.inherited) > len(self.turns):
+            raise ValueError(f"Trajectory: {len(self.inherited)} turns inherited of {len(self.turns)}")
+
+    @property
+    def own_turns(self) -> tuple[Turn, ...]:
+        """The turns that were sampled here, not in the episode that this one branched from."""
+        return self.turns[len(self.inherited) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +257,42 @@ class Episode:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(u.completion_ids) for t in self.trajectories for u in t.turns)
+        """Tokens sampled for this episode; those it inherited are another's."""
+        return sum(len(u.completion_ids) for t in self.trajectories for u in t.own_turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeState:
+    """An episode at the boundary of two turns: what is needed to go on from there, once or many times.
+
+    The files of the working directory and the log of the turns with their tool results. Not part of it: /tmp, running programs,
+    and the memory of a Python session; whoever goes on finds the files, and nothing else, as they were.
+    """
+
+    __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text
+
+    episode_id: str
+    task_key: str
+    attempt: int
+    turns: tuple[Turn, ...]
+    inherited: tuple[str, ...] = ()  # as in Trajectory
+    prompt_ids: tuple[int, ...]  # tokens between the last completion and the next: the tools' answers, tokenized already
+    snapshot: bytes | None = None  # of the working directory, as `Sandbox.snapshot` gives it; None: no sandbox was opened yet
+    output_chars: int = 0  # shown by tools so far
+    wall_s: float = 0.0  # spent so far; the next three too
+    sandbox_s: float = 0.0
+    program_s: float = 0.0  # the agent's own programs
+
+    def __post_init__(self) -> None:
+        if not self.turns or len(self.inherited) > len(self.turns):
+            raise ValueError(f"EpisodeState: {len(self.inherited)} turns inherited of {len(self.turns)}")
+        if self.snapshot is not None and len(self.snapshot) > MAX_SNAPSHOT_BYTES:
+            raise ValueError(f"EpisodeState: a snapshot of {len(self.snapshot) >> 20} MiB; at most {MAX_SNAPSHOT_BYTES >> 20} MiB are kept")
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version that sampled any token, or None when no token was sampled."""
+        return min((span.version for turn in self.turns for span in turn.versions), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +339,11 @@ class Group:
     def scored(self) -> tuple[ScoredEpisode, ...]:
         """Episodes that count: not left out and with a score."""
         return tuple(e for e in self.episodes if not e.episode.left_out and e.score.value is not None)
+
+    @property
+    def fault(self) -> Failure | None:
+        """What is wrong with the task itself, when the whole group is left out for it."""
+        return next((f for e in self.episodes for f in e.episode.failures if f.blame is Blame.TASK), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """From scored groups to the token sequences that one optimizer step trains on.
 
 The law kept here: every sampled token of an episode that counts is trained exactly once, with the id and logprob it was sampled
-with, and no other token is trained.
+with, and no other token is trained. Turns that several episodes share because they branched are trained in one of them
+(`agentrl.objective.branches`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
+from agentrl.objective.branches import Line, trained_once
 from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, Recipe
@@ -76,12 +78,15 @@ def counted_samples(groups: Sequence[Group]) -> tuple[Sample, ...]:
 
 def _unfit(group: Group) -> str:
     """Why none of the group's tokens can be trained, whatever its scores are; empty when they can."""
+    if group.fault is not None:
+        return "broken_task"
     for scored in group.scored:
         if not all(math.isfinite(reward) for line in scored.score.turn_rewards for reward in line):
             return "non_finite_score"
         if reason := _fault(scored.episode):
             return f"{reason} in episode {scored.episode.id}"
-    return "" if not group.scored or any(scored.episode.completion_tokens for scored in group.scored) else "no_sampled_token"
+    turns = [turn for scored in group.scored for trajectory in scored.episode.trajectories for turn in trajectory.turns]
+    return "" if not group.scored or any(turn.completion_ids for turn in turns) else "no_sampled_token"
 
 
 def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveConfig, step: int) -> tuple[list[Sample], str]:
@@ -89,27 +94,32 @@ def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveCon
     turns = _turn_parts(group, objective) if not found.dropped or found.dropped == "all_equal" else {}
     if not found.useful and not any(value for lines in turns.values() for line in lines for value in line):
         return [], found.dropped
-    samples = []
+    lines = []
     for scored, value in zip(group.episodes, found.values, strict=True):
         if scored.episode.left_out or scored.score.value is None:
             continue
         for number, trajectory in enumerate(scored.episode.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
                 credit = turns[scored.episode.id][number] if turns else [0.0] * len(trajectory.turns)
-                samples.append(_credited(scored.episode.id, group.index, trajectory, value or 0.0, credit, objective, step))
+                credit = _credit(trajectory, value or 0.0, credit, objective)
+                lines.append(Line(episode_id=scored.episode.id, number=number, trajectory=trajectory, credit=credit))
+    samples = [_credited(line, group.index, objective, step) for line in trained_once(lines, mean=objective.advantage != "gae")]
     return samples, "" if samples else "no_sampled_token"
 
 
-def _credited(
-    episode_id: str, group_index: int, trajectory: Trajectory, value: float, credit: Sequence[float], objective: ObjectiveConfig, step: int
-) -> Sample:
-    """The sample of a trajectory with advantages, or with the rewards that a critic makes advantages of."""
+def _credit(trajectory: Trajectory, value: float, credit: Sequence[float], objective: ObjectiveConfig) -> list[float]:
+    """What each turn is given: an advantage, or a reward that a critic makes advantages of."""
     parts = [objective.turn_coef * part for part in credit]
     if objective.advantage != "gae":
-        return _aged(_sample(episode_id, group_index, trajectory, [value + part for part in parts]), step, objective.staleness_decay)
-    last = max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)
-    parts[last] += value
-    return _sample(episode_id, group_index, trajectory, parts, at_end=True)
+        return [value + part for part in parts]
+    parts[max(place for place, turn in enumerate(trajectory.turns) if turn.completion_ids)] += value
+    return parts
+
+
+def _credited(line: Line, group_index: int, objective: ObjectiveConfig, step: int) -> Sample:
+    at_end = objective.advantage == "gae"
+    sample = _sample(line.episode_id, group_index, line.trajectory, line.credit, trains=line.trains, at_end=at_end)
+    return sample if at_end else _aged(sample, step, objective.staleness_decay)
 
 
 def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
@@ -137,22 +147,35 @@ def _fault(episode: Episode) -> str:
     return ""
 
 
-def _sample(episode_id: str, group_index: int, trajectory: Trajectory, credit: Sequence[float], *, at_end: bool = False) -> Sample:
-    """The turns end to end; `credit` is the advantage of each turn's sampled tokens, or with `at_end` of the last of them alone."""
+def _sample(
+    episode_id: str,
+    group_index: int,
+    trajectory: Trajectory,
+    credit: Sequence[float],
+    *,
+    trains: Sequence[bool] = (),
+    at_end: bool = False,
+) -> Sample:
+    """The turns end to end; `credit` is the advantage of each turn's sampled tokens, or with `at_end` of the last of them alone.
+
+    A turn for which `trains` is False is context, as if it had been given; empty: all train.
+    """
     token_ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
     advantages: list[float] = []
-    for turn, advantage in zip(trajectory.turns, credit, strict=True):
+    for turn, advantage, trained in zip(trajectory.turns, credit, trains or (True,) * len(credit), strict=True):
         given, sampled = len(turn.prompt_ids), len(turn.completion_ids)
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
+        if not trained:
+            given, sampled = given + sampled, 0
         mask += [False] * given + [True] * sampled
-        logprobs += [0.0] * given + list(turn.logprobs)
+        logprobs += [0.0] * given + list(turn.logprobs[:sampled])
         spread = [0.0] * (sampled - 1) + [advantage] * min(sampled, 1) if at_end else [advantage] * sampled
         advantages += [0.0] * given + spread
         versions += [-1] * given
-        for span in turn.versions:
+        for span in turn.versions if trained else ():
             versions += [span.version] * (span.end - span.start)
     return Sample(
         episode_id=episode_id,

@@ -76,6 +76,7 @@ def _headline(run: RunData) -> Html | None:
         (f"{summary.steps:,}", "learner steps"),
         (f"{summary.episodes:,}", "training episodes"),
         (f"{summary.episodes_left_out:,}", "left out for faults"),
+        (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         (_short(summary.tokens_trained), "tokens trained"),
         (f"{summary.weight_swaps:,}", "weight swaps"),
         (_maybe(summary.swap_stall_ms_p50, lambda value: f"{value:.0f} ms"), "median swap stall"),

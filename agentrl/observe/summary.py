@@ -38,6 +38,8 @@ class Summary(BaseModel):
     """Training episodes in those steps."""
     episodes_left_out: int = Field(ge=0)
     """Of them, left out of the loss because of a task or infrastructure failure."""
+    tasks_quarantined: int = Field(0, ge=0)
+    """Tasks that are wrong in themselves and were set aside; `quarantine.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     weight_swaps: int = Field(ge=0)

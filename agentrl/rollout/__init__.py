@@ -4,8 +4,20 @@
 """
 
 from agentrl.rollout.chat import ChatFormat, ParsedCompletion
-from agentrl.rollout.episode import EpisodeRunner
-from agentrl.rollout.group import GroupRunner
+from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn, task_fault
+from agentrl.rollout.group import GroupRunner, left_out_group
 from agentrl.rollout.tools import Tool, ToolOutcome, load_tools
 
-__all__ = ["ChatFormat", "EpisodeRunner", "GroupRunner", "ParsedCompletion", "Tool", "ToolOutcome", "load_tools"]
+__all__ = [
+    "Capture",
+    "ChatFormat",
+    "EpisodeRunner",
+    "GroupRunner",
+    "OnTurn",
+    "ParsedCompletion",
+    "Tool",
+    "ToolOutcome",
+    "left_out_group",
+    "load_tools",
+    "task_fault",
+]

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from agentrl.errors import InfrastructureError, SandboxError, SandboxTimeout, ServingError
+from agentrl.errors import (
+    InfrastructureError,
+    PluginError,
+    SandboxError,
+    SandboxTimeout,
+    SandboxUnavailable,
+    ServingError,
+    TaskError,
+    UserError,
+)
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
     Blame,
     Completion,
     Episode,
+    EpisodeState,
     Failure,
     SamplingParams,
     Task,
@@ -24,17 +35,46 @@ from agentrl.records import (
 from agentrl.rollout.chat import ChatFormat, ParsedCompletion
 from agentrl.rollout.tools import Tool, ToolOutcome, clip, load_tools
 
+log = logging.getLogger(__name__)
+
+Capture = Callable[[], Awaitable[EpisodeState | None]]
+"""The state of an episode that stands between two turns; None when its working directory is larger than a snapshot may be."""
+
+OnTurn = Callable[[int, Capture], Awaitable[None]]
+"""Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
+
 
 @dataclass(slots=True)
 class _State:
     """What one running episode has so far."""
 
     sandbox: Sandbox | None = None
+    snapshot: bytes | None = None  # what the sandbox is opened from, when the episode began elsewhere
     turns: list[Turn] = field(default_factory=list)
+    inherited: tuple[str, ...] = ()
+    prompt_ids: tuple[int, ...] = ()  # what the next turn adds to the context before it samples
     context: list[int] = field(default_factory=list)  # every id so far: prompts and completions
     answer: str | None = None
+    output_chars: int = 0  # shown by tools
+    wall_s: float = 0.0  # spent elsewhere, before this run of the episode
     sandbox_s: float = 0.0  # opening, writing and executing
     program_s: float = 0.0  # the agent's own programs
+
+    @classmethod
+    def of(cls, start: EpisodeState, episode_id: str) -> _State:
+        """`start` as `episode_id` goes on from it: as itself, or as a branch that inherits every turn."""
+        sampled_by = (start.episode_id,) * (len(start.turns) - len(start.inherited))
+        return cls(
+            snapshot=start.snapshot,
+            turns=list(start.turns),
+            inherited=start.inherited if episode_id == start.episode_id else (*start.inherited, *sampled_by),
+            prompt_ids=start.prompt_ids,
+            context=[token for turn in start.turns for token in (*turn.prompt_ids, *turn.completion_ids)],
+            output_chars=start.output_chars,
+            wall_s=start.wall_s,
+            sandbox_s=start.sandbox_s,
+            program_s=start.program_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +89,34 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
 
-    async def run(self, task: Task, *, episode_id: str, attempt: int = 0) -> Episode:
-        """One attempt. Infrastructure faults end as a `Failure` in the episode, never as an exception or a score.
+    async def run(
+        self, task: Task, *, episode_id: str, attempt: int = 0, start: EpisodeState | None = None, on_turn: OnTurn | None = None
+    ) -> Episode:
+        """One attempt. What the infrastructure or the task breaks ends as a `Failure` in the episode, never as an exception or a score.
 
-        Task faults (an unknown tool, a prompt that does not fit) raise `TaskError`/`UserError`.
+        Args:
+            start: where to go on from instead of beginning. Its turns are kept as they are: no token of them is sampled or tokenized
+                again, no tool call made again, and the sandbox is opened from its snapshot. Under its own id an episode is
+                continued; under another it is a branch, whose turns so far are inherited (see `agentrl.objective.branches`).
+            on_turn: called after every turn that another may follow.
+
+        Raises:
+            SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
+            ValueError: `start` is the state of another task.
         """
-        state, started = _State(), time.monotonic()
+        if start is not None and start.task_key != task.key:
+            raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
+        state = _State() if start is None else _State.of(start, episode_id)
+        started = time.monotonic() - state.wall_s
         failures: tuple[Failure, ...] = ()
+
+        async def boundary() -> None:
+            if on_turn is not None:
+                await on_turn(len(state.turns), lambda: _capture(task, state, episode_id, attempt, time.monotonic() - started))
+
         try:
-            async with asyncio.timeout(task.limits.wall_s):
-                stop_reason = await self._turns(task, state, episode_id=episode_id)
+            async with asyncio.timeout(max(0.0, task.limits.wall_s - state.wall_s)):
+                stop_reason = await self._turns(task, state, episode_id=episode_id, boundary=boundary)
         except TimeoutError as error:
             stop_reason = "failed" if isinstance(error, SandboxTimeout) else "wall_limit"
             if isinstance(error, SandboxTimeout):
@@ -67,16 +125,19 @@ class EpisodeRunner:
                 failures = (_failure("episode", "wall_limit", f"no end after {task.limits.wall_s:g} s", turn=len(state.turns)),)
         except InfrastructureError as error:
             stop_reason, failures = "failed", (_infrastructure(error, turn=len(state.turns)),)
+        except (TaskError, PluginError) as error:
+            stop_reason, failures = "failed", (task_fault(error, turn=len(state.turns)),)
         finally:
             if state.sandbox is not None:
                 closing = time.monotonic()
                 await state.sandbox.close()
                 state.sandbox_s += time.monotonic() - closing
+        turns = tuple(state.turns)
         return Episode(
             id=episode_id,
             task_id=task.id,
             task_key=task.key,
-            trajectories=(Trajectory(agent="main", turns=tuple(state.turns), stop_reason=stop_reason),),
+            trajectories=(Trajectory(agent="main", turns=turns, stop_reason=stop_reason, inherited=state.inherited),),
             answer=state.answer,
             failures=failures,
             attempt=attempt,
@@ -84,28 +145,39 @@ class EpisodeRunner:
             sandbox_s=state.sandbox_s,
         )
 
-    async def _turns(self, task: Task, state: _State, *, episode_id: str) -> str:
+    async def branch(self, task: Task, state: EpisodeState, count: int, *, name: str) -> tuple[Episode, ...]:
+        """`count` continuations of one state, at the same time, each in a sandbox of its own; their ids are `name`-b0, `name`-b1, ..."""
+        async with asyncio.TaskGroup() as running:
+            jobs = [
+                running.create_task(self.run(task, episode_id=f"{name}-b{number}", attempt=state.attempt, start=state))
+                for number in range(count)
+            ]
+        return tuple(job.result() for job in jobs)
+
+    async def _turns(self, task: Task, state: _State, *, episode_id: str, boundary: Callable[[], Awaitable[None]]) -> str:
         """The loop itself; returns the stop reason."""
         tools = load_tools(task.tools)
-        prompt_ids = self.chat.opening(task.prompt, [tool.schema for tool in tools.values()])
+        if not state.turns:
+            state.prompt_ids = self.chat.opening(task.prompt, [tool.schema for tool in tools.values()])
         room = min(task.limits.episode_tokens, self.max_model_len)
-        for number in range(task.limits.turns):
-            budget = min(task.limits.turn_tokens, room - len(state.context) - len(prompt_ids))
+        for number in range(len(state.turns), task.limits.turns):
+            budget = min(task.limits.turn_tokens, room - len(state.context) - len(state.prompt_ids))
             if budget <= 0:
+                if not state.turns:
+                    raise TaskError(
+                        f"task {task.id!r}: its prompt has {len(state.prompt_ids)} tokens, and with an answer no more than {room} fit",
+                        fix="shorten the prompt, or raise limits.episode_tokens and policy.max_model_len",
+                    )
                 return "token_limit"
-            params = SamplingParams(
-                max_tokens=budget,
-                temperature=self.temperature,
-                stop_token_ids=self.chat.stop_token_ids,
-            )
+            params = SamplingParams(max_tokens=budget, temperature=self.temperature, stop_token_ids=self.chat.stop_token_ids)
             started = time.monotonic()
-            state.context.extend(prompt_ids)
+            state.context.extend(state.prompt_ids)
             completion = await self.policy.generate(
                 state.context, params, request_id=f"{episode_id}-{number}", timeout_s=self.request_timeout_s
             )
             state.context.extend(completion.token_ids)
             parsed = self.chat.parse(completion.token_ids)
-            turn = _turn(prompt_ids, completion, parsed, time.monotonic() - started)
+            turn = _turn(state.prompt_ids, completion, parsed, time.monotonic() - started)
             state.turns.append(turn)
             if completion.finish_reason != "stop":
                 return "token_limit"
@@ -117,7 +189,8 @@ class EpisodeRunner:
             state.turns[-1] = replace(turn, tool_results=results, tool_s=time.monotonic() - started)
             if state.answer is not None:
                 return "submitted"
-            prompt_ids = self.chat.tool_delta([result.output for result in results])
+            state.prompt_ids = self.chat.tool_delta([result.output for result in results])
+            await boundary()
         return "turn_limit"
 
     async def _act(self, task: Task, state: _State, tools: Mapping[str, Tool], parsed: ParsedCompletion) -> tuple[ToolResult, ...]:
@@ -127,12 +200,13 @@ class EpisodeRunner:
             started = time.monotonic()
             outcome = await self._call(task, state, tools, call)
             wall_s = time.monotonic() - started
-            results.append(ToolResult(name=call.name[:64], output=outcome.output, ok=outcome.ok, wall_s=wall_s))
+            results.append(ToolResult(name=call.name[:64], output=_shown(task, state, outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None:
                 state.answer = outcome.answer
                 return tuple(results)
         for error in parsed.errors:
-            results.append(ToolResult(name="", output=clip(f"error: {error}", task.limits.tool_output_chars), ok=False))
+            text = clip(f"error: {error}", task.limits.tool_output_chars)
+            results.append(ToolResult(name="", output=_shown(task, state, text), ok=False))
         return tuple(results)
 
     async def _call(self, task: Task, state: _State, tools: Mapping[str, Tool], call: ToolCall) -> ToolOutcome:
@@ -142,16 +216,70 @@ class EpisodeRunner:
         if not tool.needs_sandbox:
             return await tool(call.arguments, None, task.limits)
         started = time.monotonic()
-        if state.sandbox is None:  # opened at the first call that needs it: many episodes of a weak policy never do
-            files = {path: text.encode() for path, text in task.files.items()}
-            state.sandbox = await self.sandboxes.open(task.sandbox, files=files, timeout_s=self.open_timeout_s)
+        sandbox = await self._opened(task, state)
         state.sandbox_s += time.monotonic() - started
         started = time.monotonic()
         try:
-            return await tool(call.arguments, state.sandbox, task.limits)
+            return await tool(call.arguments, sandbox, task.limits)
         finally:
             state.program_s += time.monotonic() - started
             state.sandbox_s += time.monotonic() - started
+
+    async def _opened(self, task: Task, state: _State) -> Sandbox:
+        """The episode's sandbox, opened at the first need: many episodes of a weak policy never have one.
+
+        It holds the task's files, or what the working directory held when the state was captured that the episode began from.
+        """
+        if state.sandbox is not None:
+            return state.sandbox
+        snapshot = state.snapshot
+        files = {path: text.encode() for path, text in task.files.items()} if snapshot is None else None
+        try:
+            state.sandbox = await self.sandboxes.open(task.sandbox, files=files, snapshot=snapshot, timeout_s=self.open_timeout_s)
+            return state.sandbox
+        except SandboxUnavailable:
+            raise
+        except UserError as error:  # an image that cannot be made
+            raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
+        except ValueError as error:
+            if snapshot is not None:
+                raise SandboxError(f"the snapshot was refused: {error}") from error
+            raise TaskError(f"task {task.id!r}: its files do not go into its sandbox: {error}", fix="raise sandbox.disk_mb") from error
+
+
+async def _capture(task: Task, state: _State, episode_id: str, attempt: int, wall_s: float) -> EpisodeState | None:
+    started = time.monotonic()
+    try:
+        return EpisodeState(
+            episode_id=episode_id,
+            task_key=task.key,
+            attempt=attempt,
+            turns=tuple(state.turns),
+            inherited=state.inherited,
+            prompt_ids=state.prompt_ids,
+            snapshot=state.snapshot if state.sandbox is None else await state.sandbox.snapshot(),
+            output_chars=state.output_chars,
+            wall_s=wall_s,
+            sandbox_s=state.sandbox_s,
+            program_s=state.program_s,
+        )
+    except ValueError as error:
+        log.info("episode %s cannot be captured after turn %d: %s", episode_id, len(state.turns), error)
+        return None
+    finally:
+        state.sandbox_s += time.monotonic() - started
+
+
+def _shown(task: Task, state: _State, output: str) -> str:
+    """What the agent is shown of a tool's output: what is left of the episode's allowance, head and tail, with the cut marked."""
+    left = task.limits.all_output_chars - state.output_chars
+    state.output_chars += min(len(output), left)
+    if len(output) <= left:
+        return output
+    if left == 0:
+        return f"... not shown, {len(output)} characters: this episode's output is used up ..."
+    head, tail = output[: (left + 1) // 2], output[len(output) - left // 2 :]
+    return f"{head}\n... {len(output) - left} characters cut: this episode's output is used up ...\n{tail}"
 
 
 def _turn(prompt_ids: tuple[int, ...], completion: Completion, parsed: ParsedCompletion, generate_s: float) -> Turn:
@@ -164,6 +292,11 @@ def _turn(prompt_ids: tuple[int, ...], completion: Completion, parsed: ParsedCom
         finish_reason=completion.finish_reason,
         generate_s=generate_s,
     )
+
+
+def task_fault(error: UserError, *, turn: int | None = None) -> Failure:
+    """A task that is wrong in itself: trying again would not help."""
+    return Failure(stage="task", blame=Blame.TASK, kind=type(error).__name__, message=str(error)[:2000], turn=turn)
 
 
 def _infrastructure(error: BaseException, *, turn: int) -> Failure:

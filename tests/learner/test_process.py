@@ -21,7 +21,8 @@ from agentrl import codec
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
-from agentrl.records import Probe
+from agentrl.records import Blame, Failure, Probe
+from agentrl.rollout import left_out_group
 from agentrl.version import FolderRegistry
 from tests.learner.building import random_group, recipe, write_run
 
@@ -74,8 +75,10 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
 
     store = SqliteStore(tmp_path / "experience.sqlite")
     assert store.consumed() == {0: 0, 1: 0, 2: 0}
-    for index in range(3, 6):
+    for index in range(3, 5):
         store.put(random_group(index, scores=[1.0] * 4))  # nothing to learn: the same weights become version 2
+    broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
+    store.put(left_out_group(5, "t5", "k5", broken, size=4))
     await learner.start()
     await learner.wait(timeout_s=90)
     first, second = registry.get(1), registry.get(2)
@@ -85,7 +88,7 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     assert store.consumed() == {index: index // 3 for index in range(6)}
     update = (tmp_path / "versions" / "000002" / "update.json").read_text()
     assert '"weights_changed": 0.0' in update
-    assert '"groups_all_equal": 3.0' in update
+    assert '"groups_all_equal": 2.0' in update and '"groups_broken_task": 1.0' in update
     store.close()
     _check_export(tmp_path / "versions" / "000001")
 

@@ -136,6 +136,12 @@ def test_a_damaged_summary_is_said_not_hidden(run_dir: Path) -> None:
     assert "summary.json does not validate" in shown and "recipe.json cannot be read" in shown and "Learning" in shown
 
 
+def test_tasks_that_were_set_aside_are_counted(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    (run_dir / "summary.json").write_text(json.dumps(summary | {"tasks_quarantined": 417}))
+    assert re.search(r"417\s*tasks in quarantine", Page(write_report(run_dir)).shown)
+
+
 def test_scores_beyond_0_and_1_are_not_shown_as_percent(run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     summary["heldout_after"] = {"value": 3.25, "ci_low": 2.5, "ci_high": 4.0, "n": 10}

@@ -4,7 +4,9 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from agentrl.errors import SandboxError, ServingError
+import pytest
+
+from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, UserError
 from agentrl.records import Blame, ExecResult, Limits, Task
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -63,6 +65,61 @@ async def test_programs_that_fail_or_hang_are_shown_to_the_agent(tokenizer: Any,
     (result,) = episode.trajectories[0].turns[0].tool_results
     assert not result.ok and "timed out" in result.output and "characters cut" in result.output
     assert len(result.output) < 2100 and episode.failures == ()
+
+
+async def test_what_tools_show_over_a_whole_episode_is_bounded(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """60 characters a call, 100 an episode: the second call is cut to what is left, the third shows nothing."""
+    limits = replace(task.limits, turns=4, tool_output_chars=60, episode_output_chars=100)
+    policy = ScriptedPolicy.saying(tokenizer, PYTHON, PYTHON, "<tool_call>{</tool_call>", SUBMIT)
+    sandboxes = ScriptedSandboxes(printing("a" * 30 + "b" * 30))
+    episode = await make_runner(policy, sandboxes).run(replace(task, limits=limits), episode_id="e")
+    first, second, third, last = (u.tool_results[0].output for u in episode.trajectories[0].turns)
+    assert first == "a" * 30 + "b" * 30
+    assert second == "a" * 20 + "\n... 20 characters cut: this episode's output is used up ...\n" + "b" * 20
+    assert third.startswith("... not shown, ") and "error" not in third
+    assert "not shown, 9 characters" in last and episode.answer == "3", "the answer is the agent's, and is taken all the same"
+
+
+async def test_the_bound_on_an_episode_is_generous_unless_a_task_says_otherwise(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    assert Limits(tool_output_chars=50).all_output_chars == 1000
+    odd = replace(task, limits=replace(task.limits, episode_output_chars=1))
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), ScriptedSandboxes(printing("ab")))
+    episode = await runner.run(odd, episode_id="e")
+    assert episode.trajectories[0].turns[0].tool_results[0].output.startswith("a\n... 1 characters cut")
+    with pytest.raises(ValueError, match="episode_output_chars must be positive"):
+        Limits(episode_output_chars=0)
+
+
+async def test_task_faults_are_blamed_on_the_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class NoImage(ScriptedSandboxes):
+        async def open(self, *args: Any, **options: Any) -> Any:
+            raise UserError("image.toml: no such suite", fix="name a suite")
+
+    class NoRoom(ScriptedSandboxes):
+        async def open(self, *args: Any, **options: Any) -> Any:
+            raise ValueError("no room for a.csv")
+
+    broken = [
+        (replace(task, tools=("pyhton",)), None, "unknown tool 'pyhton'"),
+        (replace(task, tools=("nowhere:tool",)), None, "nowhere"),
+        (replace(task, limits=Limits(episode_tokens=5)), None, "no more than 5 fit"),
+        (task, NoImage(printing("")), "no such suite\n  fix: name a suite"),
+        (task, NoRoom(printing("")), "no room for a.csv"),
+    ]
+    for bad, sandboxes, says in broken:
+        episode = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON), sandboxes).run(bad, episode_id="e")
+        (failure,) = episode.failures
+        assert (failure.blame, failure.stage, failure.retryable, episode.left_out) == (Blame.TASK, "task", False, True)
+        assert says in failure.message
+
+
+async def test_a_machine_without_sandboxes_is_no_fault_of_a_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class Nowhere(ScriptedSandboxes):
+        async def open(self, *args: Any, **options: Any) -> Any:
+            raise SandboxUnavailable("no runtime runsc")
+
+    with pytest.raises(SandboxUnavailable):
+        await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON), Nowhere(printing(""))).run(task, episode_id="e")
 
 
 async def test_infrastructure_faults_are_blamed_on_the_infrastructure(tokenizer: Any, task: Task, make_runner: Any) -> None:

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
-from agentrl.errors import ServingError
-from agentrl.records import Episode, Score, Task
+import pytest
+
+from agentrl import codec
+from agentrl.errors import ServingError, UserError
+from agentrl.records import Blame, Episode, Group, Score, Task
+from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner
-from agentrl.testing import ScriptedPolicy
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+PYTHON = '<tool_call>\n{"name": "python", "arguments": {"code": "print(3)"}}\n</tool_call>'
 
 SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_call>'
 
@@ -40,6 +48,43 @@ async def test_a_fault_that_stays_is_left_out_and_never_scored_zero(tokenizer: A
     assert len(group.episodes) == 4 and len(group.scored) == 3
     (cursed,) = [e for e in group.episodes if e.episode.left_out]
     assert cursed.score.value is None and "no route" in cursed.score.reason
+
+
+async def test_a_broken_task_takes_its_whole_group_out_at_once(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """One attempt finds that the image cannot be made; the others, which ran no code or wait, are left out with it and not retried."""
+
+    class NoImage(ScriptedSandboxes):
+        async def open(self, *args: Any, **options: Any) -> Any:
+            self.opened.append(None)  # type: ignore[arg-type]
+            raise UserError("image.toml: no such suite")
+
+    def only_the_third_runs_code(turn: int, episode: str) -> str:
+        return PYTHON if "-2-" in episode else SUBMIT
+
+    sandboxes = NoImage(printing(""))
+    runner = make_runner(ScriptedPolicy(tokenizer, only_the_third_runs_code), sandboxes)
+    group = await group_runner(runner, retries=3).group(7, task)
+    assert len(group.episodes) == 4 and group.scored == () and len(sandboxes.opened) == 1
+    assert group.fault is not None and (group.fault.blame, "no such suite" in group.fault.message) == (Blame.TASK, True)
+    assert all(e.score.reason.startswith("left out: task TaskError") for e in group.episodes)
+    assert codec.from_json(Group, codec.to_json(group)) == group
+
+
+async def test_a_verifier_that_does_not_exist_is_the_tasks_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    runner = replace(group_runner(make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT)), retries=3), score=TaskScorer())
+    group = await runner.group(0, replace(task, verifiers=("rewards.gone:score",)))
+    assert group.fault is not None and "rewards.gone" in group.fault.message
+    alone = await runner.episode(replace(task, verifiers=("rewards.gone:score",)), name="evaluation")
+    assert alone.episode.left_out and alone.score.value is None
+
+
+async def test_a_fault_of_the_program_itself_is_not_hidden(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    def defect(turn: int, episode: str) -> str:
+        raise ZeroDivisionError
+
+    with pytest.raises(ExceptionGroup) as error:
+        await group_runner(make_runner(ScriptedPolicy(tokenizer, defect)), retries=0).group(0, task)
+    assert error.group_contains(ZeroDivisionError)
 
 
 async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, make_runner: Any) -> None:

@@ -1,0 +1,173 @@
+"""The driver's rollouts without its server and learner: the real loop, store and groups around a scripted policy.
+
+    python -m tests.driving RUN_DIR BACKEND STALL
+
+runs one step of groups, whose policy never answers turn STALL; with -1 it answers all. What was sampled is in `journal.jsonl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl import loop
+from agentrl.experience import RunningEpisodes, SqliteStore
+from agentrl.failure import Quarantine
+from agentrl.observe import RunTracker
+from agentrl.protocols import Policy, SandboxBackend
+from agentrl.recipe import Recipe, build
+from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
+from agentrl.rollout import ChatFormat
+from agentrl.sandbox import select_backend
+from agentrl.task import GroupSchedule
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
+NOTE = "import os; note = os.urandom(6).hex(); open('notes', 'a').write(note + chr(10)); print(note)"
+READ = "print(open('notes').read())"
+
+
+class Family:
+    """Endless tasks that differ in their name; `broken` makes some of them wrong."""
+
+    name = "driving"
+
+    def __init__(self, broken: Callable[[int], Task | None] = lambda index: None) -> None:
+        self.broken = broken
+
+    def size(self, split: Split) -> int | None:
+        return None
+
+    def task(self, split: Split, index: int) -> Task:
+        return self.broken(index) or make_task(index)
+
+    def gold(self, task: Task) -> str:
+        return READ
+
+
+def make_task(index: int) -> Task:
+    return Task(
+        id=f"task-{index}",
+        family="driving",
+        prompt=(Message(role="user", content=f"Take notes for {index}."),),
+        tools=("python", "submit"),
+        sandbox=SPEC,
+        verifiers=(),
+        data={},
+        split=Split.TRAIN,
+        files={"a.csv": "x\n"},
+        limits=Limits(turns=5, turn_tokens=400, episode_tokens=4000, wall_s=60.0),
+    )
+
+
+def say(turn: int, episode: str) -> str:
+    """Two notes, then reads them, then submits; each time with words of its own."""
+    call = ("submit", {"answer": "done"}) if turn == 3 else ("python", {"code": READ if turn == 2 else NOTE})
+    return f"{os.urandom(4).hex()} <tool_call>\n{json.dumps({'name': call[0], 'arguments': call[1]})}\n</tool_call>"
+
+
+class Journaled(ScriptedPolicy):
+    """Samples with random logprobs and writes down each answer, once it is given, in a file that outlives the process."""
+
+    def __init__(self, journal: Path, *, stall: int = -1, script: Callable[[int, str], str] = say) -> None:
+        super().__init__(byte_tokenizer(), script)
+        self.journal, self.stall = journal, stall
+
+    async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Completion:
+        if request_id.endswith(f"-{self.stall}"):
+            await asyncio.sleep(3600)
+        done = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        done = Completion(
+            token_ids=done.token_ids,
+            logprobs=tuple(-random.random() for _ in done.token_ids),
+            versions=done.versions,
+            finish_reason=done.finish_reason,
+        )
+        with self.journal.open("a") as file:
+            file.write(json.dumps({"request": request_id, "ids": done.token_ids, "logprobs": done.logprobs}) + "\n")
+        return done
+
+
+class AlwaysServed:
+    """A server at version 0."""
+
+    version = 0
+
+    async def wait_version(self, number: int) -> None:
+        assert number <= 0
+
+
+async def one(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0)
+
+
+def make_recipe(**rollout: Any) -> Recipe:
+    sizes = {"group_size": 3, "groups_per_step": 2, "checkpoint_turns": True}
+    return build(
+        {
+            "name": "driving",
+            "steps": 1,
+            "policy": {"model": "m", "max_model_len": 4096},
+            "tasks": {"family": "a:b"},
+            "rollout": {**sizes, **rollout},
+        }
+    )
+
+
+@asynccontextmanager
+async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family) -> AsyncIterator[loop.Run]:
+    """A `Run` whose rollouts are real; it has neither server nor learner."""
+    store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir, console=False)
+    running = RunningEpisodes(run_dir / "running")
+    chat = ChatFormat(byte_tokenizer())
+    try:
+        yield loop.Run(
+            recipe=recipe,
+            folder=run_dir,
+            tracker=tracker,
+            store=store,
+            running=running,
+            quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            registry=cast(Any, None),
+            family=family,
+            sandboxes=sandboxes,
+            served=cast(Any, AlwaysServed()),
+            groups=loop._group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running),
+            schedule=GroupSchedule(family, recipe.seed),
+            learner=cast(Any, None),
+            stop_at=recipe.steps,
+        )
+    finally:
+        await sandboxes.close()
+        tracker.close()
+        store.close()
+
+
+def scripted(journal: Path) -> SandboxBackend:
+    """Sandboxes that print something new at each call, and write down that they did."""
+
+    def answer(code: str) -> ExecResult:
+        with journal.open("a") as file:
+            file.write(json.dumps({"ran": code}) + "\n")
+        return ExecResult(exit_code=0, stdout=os.urandom(6).hex(), stderr="", wall_s=0.0)
+
+    return ScriptedSandboxes(answer)
+
+
+async def main(run_dir: Path, backend: str, stall: int) -> None:
+    journal = run_dir / "journal.jsonl"
+    sandboxes = scripted(journal) if backend == "scripted" else select_backend(cast(Any, backend), run_label="driving", root=ROOT)
+    async with opened(run_dir, Journaled(journal, stall=stall), sandboxes, make_recipe(), Family()) as run:
+        await loop._roll_out(run)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

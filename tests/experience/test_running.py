@@ -1,0 +1,101 @@
+"""What is kept of running episodes: newest wins, damage is put aside, nothing outlives its group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from agentrl import codec
+from agentrl.experience import RunningEpisodes, running
+from agentrl.protocols import EpisodeKeeper
+from agentrl.records import Episode, EpisodeState, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+
+TURN = Turn(
+    prompt_ids=(1, 2),
+    completion_ids=(3, 4),
+    logprobs=(-0.1, -1e-9),
+    versions=(VersionSpan(version=3, start=0, end=1), VersionSpan(version=2, start=1, end=2)),
+    message=Message(role="assistant", content="ünïcode \ud800".encode("utf-8", "replace").decode()),
+    finish_reason="stop",
+)
+STATE = EpisodeState(
+    episode_id="e", task_key="k", attempt=1, turns=(TURN,), inherited=("d",), prompt_ids=(5,), snapshot=bytes(range(256)), wall_s=1.5
+)
+EPISODE = Episode(id="e", task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=(TURN,), inherited=("d",)),))
+SCORED = ScoredEpisode(episode=EPISODE, score=Score(value=0.5))
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> RunningEpisodes:
+    return RunningEpisodes(tmp_path / "running")
+
+
+async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(keeper: RunningEpisodes, tmp_path: Path) -> None:
+    face: EpisodeKeeper = keeper
+    assert await face.find(0, 0) is None and keeper.groups() == ()
+    await face.keep(0, 0, STATE)
+    later = replace(STATE, turns=(TURN, TURN), prompt_ids=(7,))
+    await face.keep(0, 0, later)
+    await face.keep(0, 1, STATE)
+    again = RunningEpisodes(tmp_path / "running")
+    assert (await again.find(0, 0), await again.find(0, 1), await again.find(1, 0)) == (later, STATE, None)
+    await face.finish(0, 0, SCORED)
+    assert await again.find(0, 0) == SCORED
+    assert sorted(path.name for path in (tmp_path / "running" / "000000").iterdir()) == ["0.scored", "1.state"]
+    assert STATE.oldest_version == 2
+
+
+async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: RunningEpisodes, tmp_path: Path) -> None:
+    for group in (0, 1_000_000):
+        await keeper.keep(group, 0, STATE)
+    assert keeper.groups() == (0, 1_000_000)
+    for group in (0, 0, 1_000_000, 7):
+        keeper.forget(group)
+    assert list((tmp_path / "running").iterdir()) == []
+
+
+def bomb() -> bytes:
+    return zstandard.ZstdCompressor().compress(bytes(running.MAX_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda body: body[: len(body) // 2],
+        lambda body: body[:60] + bytes([body[60] ^ 1]) + body[61:],
+        lambda body: b"",
+        lambda body: zstandard.ZstdCompressor().compress(codec.to_json(SCORED)),
+        lambda body: bomb(),
+    ],
+    ids=["torn", "one bit", "empty", "another record", "too large"],
+)
+async def test_a_damaged_file_is_put_aside_with_a_warning(
+    keeper: RunningEpisodes, tmp_path: Path, damage: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    await keeper.keep(3, 2, STATE)
+    path = tmp_path / "running" / "000003" / "2.state"
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    assert await keeper.find(3, 2) is None
+    assert "damaged" in caplog.text and not path.exists()
+    assert (tmp_path / "running" / "damaged-000003-2.state").exists()
+    await keeper.keep(3, 2, STATE)
+    assert await keeper.find(3, 2) == STATE
+    keeper.forget(3)
+    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
+
+
+async def test_a_state_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "running").write_text("a file where the folder should be")
+    await RunningEpisodes(tmp_path / "running").keep(0, 0, STATE)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "could not be written" in caplog.text
+
+
+async def test_many_at_once(keeper: RunningEpisodes) -> None:
+    await asyncio.gather(*(keeper.keep(group, member, replace(STATE, attempt=member)) for group in range(3) for member in range(20)))
+    found = await asyncio.gather(*(keeper.find(group, member) for group in range(3) for member in range(20)))
+    assert found == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]

@@ -1,0 +1,243 @@
+"""Turns that several episodes share are trained once, with the mean of their advantages, and packed once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.learner.packing import micro_batch, plan
+from agentrl.objective import assemble, build_batch, counted_samples
+from agentrl.recipe import Recipe, build
+from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+
+GONE = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
+
+
+def recipe(**objective: object) -> Recipe:
+    critic = {"critic": {}} if objective.get("advantage") == "gae" else {}
+    return build(
+        {"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": {"normalize_std": False, **objective}, **critic}
+    )
+
+
+def turn(first: int, *, version: int = 0) -> Turn:
+    """Two prompt tokens below 100 and three sampled ones, each its own number and logprob."""
+    sampled = tuple(range(first, first + 3))
+    return Turn(
+        prompt_ids=(first % 7, first % 5),
+        completion_ids=sampled,
+        logprobs=tuple(-float(token) for token in sampled),
+        versions=(VersionSpan(version=version, start=0, end=3),),
+        message=Message(role="assistant", content=""),
+        finish_reason="stop",
+    )
+
+
+def scored(name: str, score: float, *turns: Turn, inherited: tuple[str, ...] = (), failures: tuple[Failure, ...] = ()) -> ScoredEpisode:
+    trajectory = Trajectory(agent="main", turns=turns, inherited=inherited)
+    episode = Episode(id=name, task_id="t", task_key="k", trajectories=(trajectory,), failures=failures)
+    return ScoredEpisode(episode=episode, score=Score(value=score))
+
+
+def group(*episodes: ScoredEpisode) -> Group:
+    return Group(index=0, task_id="t", task_key="k", episodes=episodes)
+
+
+def trained(samples: tuple[Sample, ...]) -> dict[str, dict[int, float]]:
+    """Episode -> trained token -> advantage."""
+    return {
+        sample.episode_id: {
+            token: advantage for token, on, advantage in zip(sample.token_ids, sample.loss_mask, sample.advantages, strict=True) if on
+        }
+        for sample in samples
+    }
+
+
+STEM = turn(100)
+TREE = group(
+    scored("stem", 1.0, STEM, turn(110)),
+    scored("twig", 0.0, STEM, turn(120), inherited=("stem",)),
+    scored("other", 0.0, turn(130), turn(140)),
+    scored("fourth", 0.0, turn(130), turn(150), inherited=("other",)),
+)
+
+
+def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage() -> None:
+    batch = build_batch(0, [TREE], recipe())
+    found = trained(batch.samples)
+    assert found["stem"] == {**dict.fromkeys((100, 101, 102), 0.25), **dict.fromkeys((110, 111, 112), 0.75)}
+    assert found["twig"] == dict.fromkeys((120, 121, 122), -0.25)
+    assert found["other"] == dict.fromkeys((130, 131, 132, 140, 141, 142), -0.25)
+    assert found["fourth"] == dict.fromkeys((150, 151, 152), -0.25)
+    twig = batch.samples[1]
+    assert twig.token_ids[:5] == batch.samples[0].token_ids[:5], "the inherited turn is context, token by token"
+    assert (twig.loss_mask[:7], twig.loss_mask[7:]) == ((False,) * 7, (True,) * 3)
+    assert twig.logprobs == (0.0,) * 7 + (-120.0, -121.0, -122.0) and twig.versions == (-1,) * 7 + (0,) * 3
+    assert batch.denominator == 6 * 3
+
+
+def test_when_the_stem_does_not_count_the_first_branch_that_does_trains_its_turns() -> None:
+    lost = scored("stem", 1.0, STEM, turn(110), failures=(GONE,))
+    found = trained(
+        build_batch(0, [group(lost, *TREE.episodes[1:], scored("good", 1.0, STEM, turn(160), inherited=("stem",)))], recipe()).samples
+    )
+    assert set(found) == {"twig", "other", "fourth", "good"}
+    assert set(found["twig"]) == {100, 101, 102, 120, 121, 122} and set(found["good"]) == {160, 161, 162}
+    assert found["twig"][100] == pytest.approx(fmean((found["twig"][120], found["good"][160])))
+
+
+def test_a_group_from_one_state_says_nothing_about_that_state() -> None:
+    """All attempts have the stem in common, so none of them can tell whether it was good; only what differs is credited."""
+    one = group(*(scored(f"b{n}", float(n == 0), STEM, turn(110 + 10 * n), inherited=("s",)) for n in range(4)))
+    found = trained(build_batch(0, [one], recipe()).samples)
+    assert [found["b0"][token] for token in (100, 101, 102)] == [0.0] * 3
+    assert (found["b0"][110], found["b1"][120]) == (0.75, -0.25)
+
+
+def test_turns_that_agree_by_chance_are_not_shared() -> None:
+    """A policy that is sure of itself says the same again; each time is a sample of its own."""
+    twins = group(scored("a", 1.0, STEM, turn(110)), scored("b", 0.0, STEM, turn(120)))
+    assert [sum(sample.loss_mask) for sample in build_batch(0, [twins], recipe()).samples] == [6, 6]
+    begun_twice = group(  # under the id "stem" there were two lives; the branch is of the one that is lost
+        scored("stem", 1.0, turn(170), turn(110)), scored("twig", 0.0, STEM, turn(120), inherited=("stem",))
+    )
+    assert [sum(sample.loss_mask) for sample in build_batch(0, [begun_twice], recipe()).samples] == [6, 6]
+
+
+def test_branches_of_branches() -> None:
+    second = turn(110)
+    deep = group(
+        scored("a", 1.0, STEM, second, turn(120)),
+        scored("b", 0.0, STEM, turn(130), inherited=("a",)),
+        scored("c", 0.0, STEM, second, turn(140), inherited=("a", "a")),
+        scored("d", 0.0, STEM, second, inherited=("a", "a")),
+    )
+    batch = build_batch(0, [deep], recipe())
+    found = trained(batch.samples)
+    assert {name: len(tokens) for name, tokens in found.items()} == {"a": 9, "b": 3, "c": 3}, "d sampled nothing of its own"
+    assert (found["a"][100], found["a"][110], found["a"][120]) == pytest.approx((0.0, (0.75 - 0.25 - 0.25) / 3, 0.75))
+
+
+def test_turn_rewards_and_age_act_on_shared_turns_once() -> None:
+    rewards = ((0.0, 1.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0))
+    with_rewards = tuple(
+        replace(one, score=Score(value=one.score.value, turn_rewards=(line,))) for one, line in zip(TREE.episodes, rewards, strict=True)
+    )
+    plain, credited = (trained(build_batch(2, [group(*with_rewards)], recipe(turn_coef=coef)).samples) for coef in (0.0, 1.0))
+    mean = fmean(value for line in rewards for value in line)
+    parts = [[sum(value - mean for value in line[place:]) for place in (0, 1)] for line in rewards]
+    assert credited["stem"][100] - plain["stem"][100] == pytest.approx((parts[0][0] + parts[1][0]) / 2)
+    assert credited["twig"][120] - plain["twig"][120] == pytest.approx(parts[1][1])
+    aged = trained(build_batch(2, [TREE], recipe(staleness_decay=0.5)).samples)
+    assert aged["stem"][100] == pytest.approx(0.25 * plain["stem"][100])
+
+
+def test_with_a_critic_shared_turns_keep_the_rewards_of_the_episode_that_trains_them() -> None:
+    found = trained(build_batch(0, [TREE], recipe(advantage="gae")).samples)
+    assert found["stem"] == {**dict.fromkeys((100, 101, 102, 110, 111), 0.0), 112: 1.0}
+    assert set(found["twig"]) == {120, 121, 122}
+
+
+def test_a_penalty_on_scores_is_of_the_whole_episode() -> None:
+    assert [sum(sample.loss_mask) for sample in counted_samples([TREE])] == [6, 6, 6, 6]
+
+
+def test_a_group_of_a_broken_task_is_consumed_without_a_sample() -> None:
+    fault = replace(GONE, blame=Blame.TASK)
+    broken = group(*(scored(str(n), 1.0, failures=(fault,)) for n in range(4)))
+    made = assemble(0, [broken], recipe())
+    assert (made.batch.samples, made.batch.group_indices, made.dropped) == ((), (0,), {0: "broken_task"})
+
+
+@settings(deadline=None)
+@given(
+    stems=st.integers(1, 3),
+    branches=st.integers(1, 4),
+    shared=st.integers(1, 3),
+    seed=st.integers(0, 999),
+    lost=st.sampled_from([0.0, 0.3, 0.6]),
+)
+def test_every_token_that_counts_is_trained_once_and_packed_once(stems: int, branches: int, shared: int, seed: int, lost: float) -> None:
+    rng = random.Random(seed)
+    fresh = iter(range(100, 100_000, 3))
+    episodes = []
+    for stem in range(stems):
+        trunk = [turn(next(fresh)) for _ in range(shared)]
+        for branch in range(branches):
+            own = [turn(next(fresh)) for _ in range(rng.randint(0 if branch else 1, 2))]
+            inherited = (f"s{stem}-b0",) * shared if branch else ()
+            failures = (GONE,) if rng.random() < lost else ()
+            episodes.append(scored(f"s{stem}-b{branch}", rng.random(), *trunk, *own, inherited=inherited, failures=failures))
+    tree = group(*episodes)
+    batch = build_batch(0, [tree], recipe())
+    if not batch.samples:
+        assert len(tree.scored) < 2
+        return
+    counted = {token for one in tree.scored for u in one.episode.trajectories[0].turns for token in u.completion_ids}
+    on = [token for sample in batch.samples for token, here in zip(sample.token_ids, sample.loss_mask, strict=True) if here]
+    assert sorted(on) == sorted(counted) and batch.denominator == len(counted)
+
+    (rows,) = plan(batch.samples, rank=0, ranks=1, max_tokens=100_000)
+    packed = micro_batch(rows, torch.device("cpu"))
+    distinct = {u.completion_ids for sample in batch.samples for one in tree.scored if one.episode.id == sample.episode_id
+                for u in one.episode.trajectories[0].turns}  # fmt: skip
+    sampled = [token for token in packed.input_ids[0].tolist() if token >= 100]
+    assert sorted(sampled) == sorted(token for completion in distinct for token in completion), "an inherited prefix is laid out once"
+    assert len(packed.expand) == len(counted)
+
+
+def chances(p: float, outcomes: tuple[int, ...]) -> float:
+    return math.prod(p if outcome else 1.0 - p for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("stems", "branches"), [(1, 2), (2, 2), (3, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_the_expected_gradient_by_enumeration(stems: int, branches: int, advantage: str) -> None:
+    """A stem takes action s, each continuation c, and the score depends on both. Every outcome of a group is gone through with its
+    probability, so expectations are exact: of the score functions times what the batch says the tokens' advantages are.
+
+    Stems get the true gradient times 1 - 1/stems (GRPO) or (N - B)/(N - 1) (RLOO), continuations times 1 - 1/N or 1, and the mean of
+    the branches has less variance than the first branch alone.
+    """
+    p, q, rewards, n = 0.3, (0.6, 0.2), ((0.1, 1.0), (0.4, -0.5)), stems * branches
+    made = recipe(advantage=advantage)
+    stem_gradient, twig_gradient, second, second_of_first = 0.0, [0.0, 0.0], 0.0, 0.0
+    for actions in itertools.product((0, 1), repeat=stems):
+        for twigs in itertools.product((0, 1), repeat=n):
+            states = [actions[member // branches] for member in range(n)]
+            chance = chances(p, actions) * math.prod(chances(q[s], (c,)) for s, c in zip(states, twigs, strict=True))
+            episodes = [
+                scored(
+                    str(member),
+                    rewards[s][c],
+                    turn(100 + 10 * (member // branches) + 3 * s),
+                    turn(500 + 10 * member + 3 * c),
+                    inherited=(str(member - member % branches),) if member % branches else (),
+                )
+                for member, (s, c) in enumerate(zip(states, twigs, strict=True))
+            ]
+            found = trained(build_batch(0, [group(*episodes)], made).samples)
+            advantages = {token: value for tokens in found.values() for token, value in tokens.items()}
+            at_stems = [advantages.get(100 + 10 * number + 3 * s, 0.0) for number, s in enumerate(actions)]
+            at_twigs = [advantages.get(500 + 10 * member + 3 * c, 0.0) for member, c in enumerate(twigs)]
+            estimate = sum(a * (s - p) for a, s in zip(at_stems, actions, strict=True))
+            of_first = sum(at_twigs[number * branches] * (s - p) for number, s in enumerate(actions))
+            stem_gradient += chance * estimate
+            second, second_of_first = second + chance * estimate**2, second_of_first + chance * of_first**2
+            for a, s, c in zip(at_twigs, states, twigs, strict=True):
+                twig_gradient[s] += chance * a * (c - q[s])
+    values = [(1 - q[s]) * rewards[s][0] + q[s] * rewards[s][1] for s in (0, 1)]
+    shrink = 1 - 1 / stems if advantage == "grpo" else (n - branches) / (n - 1)
+    assert stem_gradient == pytest.approx(stems * shrink * p * (1 - p) * (values[1] - values[0]), abs=1e-12)
+    for s, weight in ((0, 1 - p), (1, p)):
+        true = weight * q[s] * (1 - q[s]) * (rewards[s][1] - rewards[s][0])
+        assert twig_gradient[s] == pytest.approx(n * (1 - 1 / n if advantage == "grpo" else 1.0) * true, abs=1e-12)
+    assert second < second_of_first or branches == 1

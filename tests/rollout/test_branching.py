@@ -1,0 +1,287 @@
+"""Episodes that go on from a state: as themselves, or as branches of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import SandboxError, ServingError
+from agentrl.recipe import BranchingConfig
+from agentrl.records import MAX_SNAPSHOT_BYTES, Blame, Episode, EpisodeState, ExecResult, Limits, Score, ScoredEpisode, Task, Turn
+from agentrl.rollout import Capture, GroupRunner
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+PYTHON = '<tool_call>\n{"name": "python", "arguments": {"code": "print(3)"}}\n</tool_call>'
+SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_call>'
+
+
+class States:
+    """An `on_turn` that captures every state."""
+
+    def __init__(self) -> None:
+        self.seen: list[EpisodeState] = []
+
+    async def __call__(self, turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None and len(state.turns) == turns
+        self.seen.append(state)
+
+
+class Shelf:
+    """An `EpisodeKeeper` in memory, through the wire form of what it keeps."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int], bytes] = {}
+        self.scored: dict[tuple[int, int], ScoredEpisode] = {}
+
+    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+        self.kept[group, member] = codec.to_json(state)
+
+    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        self.scored[group, member] = scored
+
+    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+        kept = self.kept.get((group, member))
+        return self.scored.get((group, member)) or (None if kept is None else codec.from_json(EpisodeState, kept))
+
+
+async def score(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0)
+
+
+def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | None = None, **branching: int) -> GroupRunner:
+    return GroupRunner(
+        runner=runner,
+        score=score,
+        slots=asyncio.Semaphore(size),
+        group_size=size,
+        max_retries=retries,
+        branching=BranchingConfig(**branching) if branching else None,
+        keeper=keeper,
+    )
+
+
+def talkative(tokenizer: Any) -> ScriptedPolicy:
+    """Says something new at each request, so that turns can be told apart; submits in its third turn."""
+    fresh = itertools.count()
+    return ScriptedPolicy(tokenizer, lambda turn, _: f"{next(fresh)} {SUBMIT if turn == 2 else PYTHON}")
+
+
+async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states, sandboxes = States(), ScriptedSandboxes(printing("3\n"))
+    whole = await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
+    state = codec.from_json(EpisodeState, codec.to_json(states.seen[1]))
+    assert [len(seen.turns) for seen in states.seen] == [1, 2] and state == states.seen[1]
+
+    ran: list[str] = []
+    again = ScriptedSandboxes(lambda code: ran.append(code) or printing("4")(code))  # type: ignore[func-returns-value]
+    policy = talkative(tokenizer)
+    rest = await make_runner(policy, again).run(task, episode_id="e", start=state)
+    (before,), (after,) = whole.trajectories, rest.trajectories
+    assert after.turns[:2] == before.turns[:2] and after.inherited == () and rest.answer == "3"
+    assert after.turns[2].prompt_ids == before.turns[2].prompt_ids
+    assert ran == [] and again.opened == [], "no call is made again, and the last turn needs no sandbox"
+    context = tuple(token for turn in before.turns[:2] for token in (*turn.prompt_ids, *turn.completion_ids))
+    assert policy.prompts == [context + state.prompt_ids]
+    assert rest.wall_s >= state.wall_s and rest.sandbox_s >= state.sandbox_s
+
+
+async def test_the_sandbox_is_opened_from_the_snapshot_and_not_filled_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    def edit_files(code: str) -> ExecResult:
+        (sandbox,) = sandboxes.opened
+        sandbox.files = {"b.csv": b"made by the agent"}
+        return printing("3")(code)
+
+    states, sandboxes = States(), ScriptedSandboxes(edit_files)
+    await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
+    again = ScriptedSandboxes(printing("3"))
+    await make_runner(talkative(tokenizer), again).run(task, episode_id="e", start=states.seen[0])
+    assert [sandbox.files for sandbox in again.opened] == [{"b.csv": b"made by the agent"}]
+
+
+async def test_what_was_spent_stays_spent(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states = States()
+    await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
+    late = replace(states.seen[0], wall_s=task.limits.wall_s, program_s=task.limits.wall_s)
+    stalling = Stalling(tokenizer, talkative(tokenizer).script)
+    stalling.stall = 1
+    async with asyncio.timeout(task.limits.wall_s / 2):
+        episode = await make_runner(stalling).run(task, episode_id="e", start=late)
+    assert (episode.trajectories[0].stop_reason, len(episode.trajectories[0].turns), episode.left_out) == ("wall_limit", 1, False)
+    with pytest.raises(ValueError, match="another task"):
+        await make_runner(talkative(tokenizer)).run(replace(task, id="other"), episode_id="e", start=late)
+
+
+async def test_branches_inherit_what_they_did_not_sample(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states, sandboxes = States(), ScriptedSandboxes(printing("3"))
+    runner = make_runner(talkative(tokenizer), sandboxes)
+    await runner.run(task, episode_id="stem", on_turn=states)
+    deeper = States()
+    twigs = await runner.branch(task, states.seen[0], 3, name="twig")
+    await runner.run(task, episode_id="leaf-of", start=states.seen[0], on_turn=deeper)
+    leaf = await runner.run(task, episode_id="leaf", start=deeper.seen[0])
+    assert [twig.id for twig in twigs] == ["twig-b0", "twig-b1", "twig-b2"]
+    lines = [twig.trajectories[0] for twig in twigs]
+    assert [line.turns[:1] for line in lines] == [states.seen[0].turns] * 3 and len({line.turns[1].completion_ids for line in lines}) == 3
+    assert {line.inherited for line in lines} == {("stem",)}
+    assert leaf.trajectories[0].inherited == ("stem", "leaf-of")
+    assert leaf.completion_tokens == len(leaf.trajectories[0].turns[2].completion_ids)
+    assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has a sandbox of its own; the leaf submits and needs none"
+
+
+async def test_a_snapshot_that_is_refused_is_the_infrastructures_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class Refusing(ScriptedSandboxes):
+        async def open(self, *args: Any, snapshot: bytes | None = None, **options: Any) -> Any:
+            raise ValueError("not an archive")
+
+    states = States()
+    await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
+    episode = await make_runner(talkative(tokenizer), Refusing(printing(""))).run(task, episode_id="e", start=states.seen[0])
+    assert [(f.stage, f.blame, f.retryable) for f in episode.failures] == [("sandbox", Blame.INFRASTRUCTURE, True)]
+    assert "not an archive" in episode.failures[0].message
+
+
+async def test_a_working_directory_too_large_to_keep_stops_no_episode(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states = States()
+    await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
+    with pytest.raises(ValueError, match="at most 64 MiB"):
+        replace(states.seen[0], snapshot=bytes(MAX_SNAPSHOT_BYTES + 1))
+
+    class Full(ScriptedSandboxes):
+        async def open(self, *args: Any, **options: Any) -> Any:
+            sandbox = await super().open(*args, **options)
+            sandbox.snapshot = too_large
+            return sandbox
+
+    async def too_large() -> bytes:
+        raise ValueError("larger than a snapshot may be")
+
+    shelf = Shelf()
+    runner = make_runner(talkative(tokenizer), Full(printing("3")))
+    group = await group_runner(runner, size=2, turn=1, branches=2, keeper=shelf).group(0, task)
+    assert len(group.scored) == 2 and shelf.kept == {}
+    assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from: attempts of their own"
+
+
+async def test_a_group_of_stems_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    policy = talkative(tokenizer)
+    group = await group_runner(make_runner(policy), size=6, turn=2, branches=3).group(7, task)
+    lines = [scored.episode.trajectories[0] for scored in group.scored]
+    assert [line.inherited for line in lines] == [(), *[("g000007-0-a0",) * 2] * 2, (), *[("g000007-3-a0",) * 2] * 2]
+    assert lines[0].turns[:2] == lines[1].turns[:2] == lines[2].turns[:2] != lines[3].turns[:2] == lines[5].turns[:2]
+    assert len({line.turns[2].completion_ids for line in lines}) == 6 and len(policy.prompts) == 2 * 3 + 4 * 1, (
+        "shared turns are sampled once"
+    )
+
+
+async def test_a_stem_that_ends_early_leaves_its_places_to_attempts_of_their_own(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    policy = ScriptedPolicy(tokenizer, lambda turn, _: SUBMIT)
+    group = await group_runner(make_runner(policy), size=4, turn=1, branches=2).group(0, task)
+    assert len(group.scored) == 4 and len(policy.prompts) == 4
+    last = replace(task, limits=Limits(turns=1, turn_tokens=200, episode_tokens=2000))
+    short = await group_runner(make_runner(ScriptedPolicy.saying(tokenizer, PYTHON)), size=2, turn=1, branches=2).group(0, last)
+    assert [e.episode.trajectories[0].inherited for e in short.scored] == [(), ()], "after the last turn there is nothing to sample"
+
+
+async def test_a_stem_that_fails_after_the_fork_leaves_its_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    def stem_dies(turn: int, episode: str) -> str:
+        if turn == 1 and episode == "g000000-0-a0":
+            raise ServingError("gone")
+        return SUBMIT if turn == 2 else PYTHON
+
+    group = await group_runner(make_runner(ScriptedPolicy(tokenizer, stem_dies)), size=2, retries=1, turn=1, branches=2).group(0, task)
+    stem, branch = (e.episode for e in group.scored)
+    assert (stem.id, stem.trajectories[0].inherited) == ("g000000-0-a1", ())
+    assert branch.trajectories[0].inherited == ("g000000-0-a0",)
+
+
+async def die_at(runner: GroupRunner, task: Task, ready: Any, *, index: int = 0) -> None:
+    """Runs a group until `ready()`, then cancels it as the death of the process would."""
+    running = asyncio.create_task(runner.group(index, task))
+    while not ready():
+        await asyncio.sleep(0.001)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+class Stalling(ScriptedPolicy):
+    """Never answers turn `stall`, unless the episode's id says otherwise."""
+
+    stall = 2
+    exempt = "-none"
+
+    async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Any:
+        if request_id.endswith(f"-{self.stall}") and self.exempt not in request_id:
+            await asyncio.sleep(3600)
+        return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+
+async def test_a_group_that_died_goes_on_with_the_turns_and_branches_it_had(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    shelf, first = Shelf(), Stalling(tokenizer, talkative(tokenizer).script)
+    first.exempt = "g000000-3-"
+    dying = group_runner(make_runner(first), size=4, keeper=shelf, turn=1, branches=2)
+    await die_at(dying, task, lambda: len(shelf.scored) == 1 and all(len(turns_kept(shelf, m)) == 2 for m in (0, 1, 2)))
+    before = {member: turns_kept(shelf, member) for member in (0, 1, 2)}
+
+    policy = talkative(tokenizer)
+    group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).group(0, task)
+    assert len(policy.prompts) == 3, "only the last turn of the three that had not ended"
+    episodes = [scored.episode for scored in group.scored]
+    assert [episode.trajectories[0].turns[:2] for episode in episodes[:3]] == [before[member] for member in (0, 1, 2)]
+    assert [episode.trajectories[0].inherited for episode in episodes] == [(), ("g000000-0-a0",), (), ("g000000-2-a0",)]
+    assert group.episodes[3] == shelf.scored[0, 3]
+
+
+def turns_kept(shelf: Shelf, member: int) -> tuple[Turn, ...]:
+    kept = shelf.kept.get((0, member))
+    return () if kept is None else codec.from_json(EpisodeState, kept).turns
+
+
+async def test_a_stem_found_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states = States()
+    await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a0", on_turn=states)
+    first, second = states.seen
+    stem = ("g000000-0-a0",)
+    for found, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
+        shelf = Shelf()
+        await shelf.keep(0, 0, found)
+        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).group(0, task)
+        assert [e.episode.trajectories[0].inherited for e in group.scored] == [(), inherited]
+
+
+async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """Staleness counts the oldest version that sampled any token, also before the crash."""
+    states = States()
+    old = talkative(tokenizer)
+    old.version = 3
+    await make_runner(old).run(task, episode_id="g000000-0-a0", on_turn=states)
+    for oldest, other, turns_sampled in ((3, task, 1), (4, task, 3), (3, replace(task, data={}), 3)):
+        shelf = Shelf()
+        await shelf.keep(0, 0, states.seen[1])
+        policy = talkative(tokenizer)
+        policy.version = 4
+        group = await group_runner(make_runner(policy), size=1, keeper=shelf).group(0, other, oldest_version=oldest)
+        assert len(policy.prompts) == turns_sampled
+        assert group.scored[0].episode.oldest_version == (3 if turns_sampled == 1 else 4)
+
+
+async def test_a_continued_attempt_keeps_its_number_and_its_budget_of_retries(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states = States()
+    await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a1", attempt=1, on_turn=states)
+    asked: list[str] = []
+
+    def failing(turn: int, episode: str) -> str:
+        asked.append(f"{episode}/{turn}")
+        raise SandboxError("gone")
+
+    shelf = Shelf()
+    await shelf.keep(0, 0, states.seen[1])
+    await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=shelf).group(0, task)
+    assert asked == ["g000000-0-a1/2", "g000000-0-a2/0"]
