@@ -125,6 +125,7 @@ async def _python_like_the_interpreter(bench: Bench) -> None:
         "import os; os._exit(5)",
         "import sys; print(sys.stdin.read(), os) if False else print(repr(sys.stdin.read()))",
         "print('\\u00e9\\U0001f600')",
+        "import sys; print(sys.path, [name for name, module in sys.modules.items() if '/agentrl' in str(getattr(module, '__file__', ''))])",
     ]
     async with bench.sandbox() as sandbox:
         for code in snippets:

@@ -1,0 +1,226 @@
+"""The server's loop: one request answered at a time; while a program runs, only `pause` and `resume` are taken besides."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+
+from agentrl.sandbox.inside.child import become_program, run_argv, run_snippet
+from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, take_snapshot
+from agentrl.sandbox.inside.program import Program, kill_everything
+from agentrl.sandbox.inside.wire import Body, Refused
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agentrl.sandbox.inside.users import Users
+    from agentrl.sandbox.inside.wire import Answer, Link, Request
+
+DRAIN_S = 0.2
+"""How long output is still read after a program has ended while something it left behind keeps the pipe open."""
+GONE_S = 5.0
+"""How long killed processes may take to disappear; then the server ends, and the kernel ends them."""
+EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
+
+
+class Server:
+    def __init__(self, link: Link, users: Users) -> None:
+        self.link, self.users = link, users
+        self.paused_at: float | None = None
+        self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored for process 1; Python's own handler would end it
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        self.poll = select.poll()
+        self.poll.register(link, select.POLLIN)
+        self.poll.register(self.wake, select.POLLIN)
+
+    def run(self) -> None:
+        self.link.send({"id": 0, "ok": True, "version": 1})
+        while True:
+            for fd, _ in self.poll.poll():
+                if fd == self.link.fileno():
+                    self.answer(self.link.request())
+                elif fd == self.wake:
+                    self.reap(None)
+
+    def answer(self, request: Request) -> None:
+        body = Body(self.link, request["body"])
+        try:
+            if self.paused_at is not None and request["op"] not in ("pause", "resume", "snapshot"):
+                raise Refused("busy", "it is paused")
+            operation = OPERATIONS[request["op"]]
+            with self.users.as_agent() if request["op"] in ON_FILES else contextlib.nullcontext():
+                fields, data = operation(self, request, body)
+            reply = {"id": request["id"], "ok": True, **fields}
+        except Refused as error:
+            reply, data = {"id": request["id"], "ok": False, "error": error.kind, "message": str(error)[:500]}, b""
+        except OSError as error:  # what a program did to its files is its own doing; want of memory or descriptors is ours
+            kind = "refused" if request["op"] in ON_FILES and error.errno not in EXHAUSTED else "failed"
+            reply, data = {"id": request["id"], "ok": False, "error": kind, "message": str(error)[:500]}, b""
+        except MemoryError as error:
+            reply, data = {"id": request["id"], "ok": False, "error": "failed", "message": repr(error)[:500]}, b""
+        body.drain()
+        self.link.send(reply, data)
+
+    # Programs ------------------------------------------------------------------------------------------------------
+
+    def exec(self, request: Request, body: Body) -> Answer:
+        return self.run_program(request, body.read(body.left), lambda: run_argv(request))
+
+    def python(self, request: Request, body: Body) -> Answer:
+        code = body.read(body.left)
+        return self.run_program(request, b"", lambda: run_snippet(code))
+
+    def run_program(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Answer:
+        try:
+            program = self.spawn(request, stdin, child)
+        except OSError as error:  # processes or descriptors used up by programs still running: theirs to answer for, as in a shell
+            text = (f"agentrl: cannot start: {error.strerror}\n").encode()
+            return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
+        for fd in program.outputs:
+            self.poll.register(fd, select.POLLIN)
+        if program.stdin is not None:
+            self.poll.register(program.stdin, select.POLLOUT)
+        try:
+            while self.step(program):
+                pass
+        finally:
+            for fd in [*program.outputs, *([program.stdin] if program.stdin is not None else [])]:
+                self.poll.unregister(fd)
+            program.close()
+        if program.timed_out:
+            self.await_gone()
+        return program.reply()
+
+    def spawn(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Program:
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3 if stdin else 2)]
+        (out_read, out_write), (err_read, err_write) = pipes[:2]
+        in_read, in_write = pipes[2] if stdin else (None, None)
+        try:
+            pid = os.fork()
+        except OSError:
+            for fd in (fd for pipe in pipes for fd in pipe):
+                os.close(fd)
+            raise
+        if pid == 0:
+            become_program(self.users, in_read, out_write, err_write, child)
+        for fd in filter(None, (out_write, err_write, in_read)):
+            os.close(fd)
+        for fd in filter(None, (out_read, err_read, in_write)):
+            os.set_blocking(fd, False)
+        return Program(pid, in_write, out_read, err_read, stdin, request)
+
+    def step(self, program: Program) -> bool:
+        """Waits for one thing to happen to the program; False when it is over and its output read."""
+        now = time.monotonic()
+        running = program.status is None
+        if not running and (not program.outputs or now >= program.ended + DRAIN_S):
+            return False
+        if running and not program.timed_out and self.paused_at is None and now >= program.deadline:
+            program.timed_out = True
+            kill_everything(signal.SIGKILL)
+        ready = self.poll.poll(self.wait_ms(program, now))
+        for fd, _ in ready:
+            if fd == self.link.fileno():
+                self.interrupt(self.link.request(), program)
+            elif fd == self.wake:
+                self.reap(program)
+            elif fd == program.stdin:
+                program.feed()
+                if program.stdin is None:
+                    self.poll.unregister(fd)
+            elif fd in program.outputs and program.take(fd):
+                self.poll.unregister(fd)
+        # A program that has ended has written all it will; what others hold open is only read while data is there at once.
+        return running or any(fd in program.outputs for fd, _ in ready)
+
+    def wait_ms(self, program: Program, now: float) -> float | None:
+        if program.status is not None:
+            return 0
+        if program.timed_out:
+            return 100
+        if self.paused_at is not None:
+            return None
+        return 1.0 + 1000.0 * max(0.0, program.deadline - now)
+
+    def interrupt(self, request: Request, program: Program) -> None:
+        """A request that came while a program runs: pausing and resuming, which also stop its clock."""
+        if request["op"] not in ("pause", "resume"):
+            Body(self.link, request["body"]).drain()
+            self.link.send({"id": request["id"], "ok": False, "error": "busy", "message": "a program is running"})
+            return
+        before = self.paused_at
+        self.answer(request)
+        if before is not None and self.paused_at is None:
+            program.deadline += time.monotonic() - before
+
+    def reap(self, program: Program | None) -> None:
+        """Collects every ended process; orphans of the whole sandbox come to process 1."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wake, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if program is not None and pid == program.pid:
+                program.status, program.ended = status, time.monotonic()
+
+    def await_gone(self) -> None:
+        """Returns once nothing but this process is left; ends the whole sandbox when something does not die."""
+        deadline = time.monotonic() + GONE_S
+        while True:
+            self.reap(None)
+            try:
+                os.kill(-1, 0)
+            except ProcessLookupError:
+                return
+            if time.monotonic() > deadline:
+                os._exit(1)
+            time.sleep(0.001)
+
+    # Pausing -------------------------------------------------------------------------------------------------------
+
+    def pause(self, request: Request, body: Body) -> Answer:
+        if self.paused_at is None:
+            self.paused_at = time.monotonic()
+            kill_everything(signal.SIGSTOP)
+        return {}, b""
+
+    def resume(self, request: Request, body: Body) -> Answer:
+        if self.paused_at is not None:
+            kill_everything(signal.SIGCONT)
+            self.paused_at = None
+        return {}, b""
+
+    # Files ---------------------------------------------------------------------------------------------------------
+
+    def read(self, request: Request, body: Body) -> Answer:
+        return send_file(self.link, request, body)
+
+    def write(self, request: Request, body: Body) -> Answer:
+        return take_files(self.link, request, body)
+
+    def snapshot(self, request: Request, body: Body) -> Answer:
+        if self.paused_at is None:
+            kill_everything(signal.SIGSTOP)
+        try:
+            return send_snapshot(self.link, request, body)
+        finally:
+            if self.paused_at is None:
+                kill_everything(signal.SIGCONT)
+
+    def restore(self, request: Request, body: Body) -> Answer:
+        return take_snapshot(self.link, request, body)
+
+
+ON_FILES = ("read", "write", "snapshot", "restore")
+OPERATIONS = {name: getattr(Server, name) for name in ("exec", "python", "pause", "resume", *ON_FILES)}
