@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import ExecResult
-from agentrl.sandbox.attacks.arena import Arena, Escaped
+from agentrl.sandbox.attacks.arena import Arena, Broken, Escaped
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.place import ChannelSandbox
 
@@ -102,6 +102,18 @@ async def _timeout_leaves_nobody(scene: Scene) -> str:
     if result.exit_code == 126:
         return "it fills its own process limit"
     return await _nobody_is_left(scene)
+
+
+@_step
+async def _others_are_out_of_reach(scene: Scene) -> str:
+    for _ in range(20):
+        _hold(await scene.says("print(1)") == "1", "a program did not run")
+        await asyncio.sleep(0.05)
+    seen, done = (await scene.sandbox.read("reached", max_bytes=1000)).decode().split(" ", 1)
+    if int(seen) == 0:
+        raise Broken("it saw no process of the server's")
+    _hold(done == "", f"it reached a process of the server's: {done}")
+    return f"{seen} processes of the server's were out of reach"
 
 
 @_step

@@ -1,8 +1,10 @@
-"""What a forked child does to become a program: between fork and exec, or as a snippet of Python without an exec."""
+"""What a forked child runs as the agent: a program, or a snippet of Python in the interpreter that it is."""
 
 from __future__ import annotations
 
+import atexit
 import collections
+import contextlib
 import csv
 import datetime
 import errno
@@ -12,49 +14,53 @@ import signal
 import sys
 import types
 
-from agentrl.sandbox.inside.users import ENVIRONMENT, HOME, SERVER_FILES
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import NoReturn
-
-    from agentrl.sandbox.inside.users import Users
-    from agentrl.sandbox.inside.wire import Request
+from agentrl.sandbox.inside.users import ENVIRONMENT
 
 # Imported here only to be warm in the snippets that are forked from this process.
 WARM = (collections, csv, datetime, re)
+NOWHERE = "/dev/null/nowhere"
 
 
-def become_program(users: Users, stdin: int | None, stdout: int, stderr: int, child: Callable[[], int]) -> NoReturn:
-    """Turns a forked child into the leader of a session of its own with its own pipes, and never returns."""
-    status = 70
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        os.setsid()
-        os.dup2(stdin if stdin is not None else os.open("/dev/null", os.O_RDONLY), 0)
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        os.closerange(3, SERVER_FILES)
-        users.become_agent()
-        os.chdir(HOME)
-        status = child()
-    except OSError as error:
-        os.write(2, (f"agentrl: {error}\n").encode())
-    finally:
-        os._exit(status)
+def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
+    """Becomes the program; gives the exit status of a shell when there is none to become."""
+    argv, changes = argument
+    environment = {**ENVIRONMENT, **(changes or {})}
+    refused: int | None = errno.ENOENT
+    for path in places(argv[0], environment):
+        try:
+            os.execve(path, argv, environment)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                refused = error.errno
+    os.write(2, (f"agentrl: {argv[0]}: {os.strerror(refused or 0)}\n").encode("utf-8", "replace"))
+    return 126 if refused == errno.EACCES else 127
 
 
-def run_argv(request: Request) -> int:
-    argv = request["argv"]
-    environment = {**ENVIRONMENT, **(request["env"] or {})}
-    try:
-        os.execvpe(argv[0], argv, environment)
-    except OSError as error:
-        os.write(2, (f"agentrl: {argv[0]}: {error.strerror}\n").encode("utf-8", "replace"))
-        return 126 if error.errno == errno.EACCES else 127
+def places(name: str, environment: dict[str, str]) -> list[str]:
+    """Where a program of that name may be. `os.execvpe` looks there too, and takes a millisecond to import what it warns with."""
+    if "/" in name:
+        return [name]
+    return [f"{folder}/{name}" for folder in environment.get("PATH", os.defpath).split(":")]
+
+
+def look_like_an_interpreter() -> None:
+    """Makes this interpreter, before it has run anyone's code, what `python3 -I -c` would find itself in."""
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    sys.argv = ["-c"]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
+    sys.modules["__main__"] = main
+
+
+def rehearse(kind: str) -> None:
+    """Goes through the motions of such work: the pages that it writes to are then this process's own, not still to be copied."""
+    if kind == "exec":
+        with contextlib.suppress(OSError):
+            os.execve(NOWHERE, [NOWHERE], ENVIRONMENT)
+    else:
+        exec(compile("len(())", "<string>", "exec", dont_inherit=True), {})
+        sys.stdout.flush()
 
 
 def run_snippet(code: bytes) -> int:
@@ -62,15 +68,9 @@ def run_snippet(code: bytes) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(ENVIRONMENT)
-    sys.argv = ["-c"]
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=__builtins__, __annotations__={})
-    sys.modules["__main__"] = main
     status = 0
     try:
-        exec(compile(code, "<string>", "exec", dont_inherit=True), main.__dict__)
+        exec(compile(code, "<string>", "exec", dont_inherit=True), sys.modules["__main__"].__dict__)
     except SystemExit as stop:
         status = exit_status(stop)
     except BaseException as error:
@@ -102,8 +102,6 @@ def finish(status: int) -> int:
     try:
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
-        import atexit
-
         atexit._run_exitfuncs()
     except BaseException as error:
         sys.__excepthook__(type(error), error, error.__traceback__)

@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 
+from agentrl.sandbox.inside.child import look_like_an_interpreter
 from agentrl.sandbox.inside.server import Server
 from agentrl.sandbox.inside.users import Users, leave_root, restrict
 from agentrl.sandbox.inside.wire import Link
@@ -35,6 +36,7 @@ def main() -> None:
     users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
     restrict(options)
     os.umask(0o022)
+    look_like_an_interpreter()
 
     gc.freeze()
     try:

@@ -9,6 +9,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from agentrl.sandbox.inside.spawn import Waiting
     from agentrl.sandbox.inside.wire import Answer, Request
 
 CHUNK = 65536
@@ -49,11 +50,13 @@ class Output:
 class Program:
     """A running program: its process, its pipes, its deadline."""
 
-    def __init__(self, pid: int, stdin: int | None, stdout: int, stderr: int, data: bytes, request: Request) -> None:
-        self.pid = pid
-        self.stdin, self.data = stdin, memoryview(data)
-        self.outputs = {stdout: Output(request["output_bytes"]), stderr: Output(request["output_bytes"])}
-        self.order = (self.outputs[stdout], self.outputs[stderr])
+    def __init__(self, child: Waiting, request: Request, *data: bytes) -> None:
+        """`data` is what the child is to read: its work, and then what is left to the program."""
+        self.pid = child.pid
+        self.stdin: int | None = child.stdin
+        self.data = [memoryview(part) for part in data if part]
+        self.order = (Output(request["output_bytes"]), Output(request["output_bytes"]))
+        self.outputs = {child.stdout: self.order[0], child.stderr: self.order[1]}
         self.started = time.monotonic()
         self.deadline: float = self.started + request["timeout_s"]
         self.oom_kills = oom_kills()
@@ -62,17 +65,18 @@ class Program:
         self.timed_out = False
 
     def feed(self) -> None:
-        """Writes what the program's standard input takes now."""
+        """Writes what the program's standard input takes now, and closes it behind the last byte."""
         assert self.stdin is not None
         try:
-            self.data = self.data[os.write(self.stdin, self.data[:CHUNK]) :]
+            while self.data:
+                left = self.data[0][os.write(self.stdin, self.data[0]) :]
+                self.data[:1] = [left] if left else []
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.data = self.data[:0]
-        if not self.data:
-            os.close(self.stdin)
-            self.stdin = None
+            pass
+        os.close(self.stdin)
+        self.stdin = None
 
     def take(self, fd: int) -> bool:
         """Reads what is there; True when the stream has ended."""
@@ -84,7 +88,7 @@ class Program:
             os.close(fd)
             del self.outputs[fd]
             return True
-        self.order[0 if self.outputs[fd] is self.order[0] else 1].add(data)
+        self.outputs[fd].add(data)
         return False
 
     def close(self) -> None:
@@ -122,14 +126,23 @@ def kill_everything(number: int) -> None:
         os.kill(-1, number)
 
 
-def oom_kills() -> int:
-    """How often the kernel has killed for memory here, as far as the sandbox's own control group shows it."""
+def find_oom_counter() -> int:
+    """Descriptor of the sandbox's own count of kills for memory; -1 where it shows none."""
     for path in OOM_COUNTERS:
-        try:
-            with open(path) as file:
-                for line in file:
-                    if line.startswith("oom_kill "):
-                        return int(line.split()[1])
-        except (OSError, ValueError):
-            continue
-    return 0
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if b"oom_kill " in os.pread(fd, 4096, 0):
+                return fd
+            os.close(fd)
+    return -1
+
+
+OOM_COUNTER = find_oom_counter()
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed for memory here, as far as it is shown."""
+    if OOM_COUNTER < 0:
+        return 0
+    text = os.pread(OOM_COUNTER, 4096, 0)
+    return int(text[text.index(b"oom_kill ") + 9 :].split(b"\n", 1)[0])

@@ -9,15 +9,13 @@ import select
 import signal
 import time
 
-from agentrl.sandbox.inside.child import become_program, run_argv, run_snippet
 from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, take_snapshot
 from agentrl.sandbox.inside.program import Program, kill_everything
+from agentrl.sandbox.inside.spawn import Waiting, work
 from agentrl.sandbox.inside.wire import Body, Refused
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from agentrl.sandbox.inside.users import Users
     from agentrl.sandbox.inside.wire import Answer, Link, Request
 
@@ -32,6 +30,8 @@ class Server:
     def __init__(self, link: Link, users: Users) -> None:
         self.link, self.users = link, users
         self.paused_at: float | None = None
+        self.waiting: Waiting | None = None
+        self.likely = "python"
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored for process 1; Python's own handler would end it
@@ -46,6 +46,7 @@ class Server:
             for fd, _ in self.poll.poll():
                 if fd == self.link.fileno():
                     self.answer(self.link.request())
+                    self.have_a_child_wait()
                 elif fd == self.wake:
                     self.reap(None)
 
@@ -71,18 +72,20 @@ class Server:
     # Programs ------------------------------------------------------------------------------------------------------
 
     def exec(self, request: Request, body: Body) -> Answer:
-        return self.run_program(request, body.read(body.left), lambda: run_argv(request))
+        stdin = body.read(body.left)
+        return self.run_program(request, work("exec", (request["argv"], request["env"]), bool(stdin)), stdin)
 
     def python(self, request: Request, body: Body) -> Answer:
-        code = body.read(body.left)
-        return self.run_program(request, b"", lambda: run_snippet(code))
+        return self.run_program(request, work("python", body.read(body.left)))
 
-    def run_program(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Answer:
+    def run_program(self, request: Request, *data: bytes) -> Answer:
+        self.likely = request["op"]  # the next one is as a rule of the same kind
         try:
-            program = self.spawn(request, stdin, child)
+            program = Program(self.child(), request, *data)
         except OSError as error:  # processes or descriptors used up by programs still running: theirs to answer for, as in a shell
             text = (f"agentrl: cannot start: {error.strerror}\n").encode()
             return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
+        program.feed()
         for fd in program.outputs:
             self.poll.register(fd, select.POLLIN)
         if program.stdin is not None:
@@ -98,23 +101,17 @@ class Server:
             self.await_gone()
         return program.reply()
 
-    def spawn(self, request: Request, stdin: bytes, child: Callable[[], int]) -> Program:
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3 if stdin else 2)]
-        (out_read, out_write), (err_read, err_write) = pipes[:2]
-        in_read, in_write = pipes[2] if stdin else (None, None)
-        try:
-            pid = os.fork()
-        except OSError:
-            for fd in (fd for pipe in pipes for fd in pipe):
-                os.close(fd)
-            raise
-        if pid == 0:
-            become_program(self.users, in_read, out_write, err_write, child)
-        for fd in filter(None, (out_write, err_write, in_read)):
-            os.close(fd)
-        for fd in filter(None, (out_read, err_read, in_write)):
-            os.set_blocking(fd, False)
-        return Program(pid, in_write, out_read, err_read, stdin, request)
+    def child(self) -> Waiting:
+        """The waiting child, which is no longer waiting then, or a new one."""
+        self.reap(None)
+        child, self.waiting = self.waiting or Waiting(self.users, self.likely), None
+        return child
+
+    def have_a_child_wait(self) -> None:
+        """Forks the next program's process ahead of need; without room for one it is forked, or refused, when it is needed."""
+        if self.waiting is None and self.paused_at is None:
+            with contextlib.suppress(OSError):
+                self.waiting = Waiting(self.users, self.likely)
 
     def step(self, program: Program) -> bool:
         """Waits for one thing to happen to the program; False when it is over and its output read."""
@@ -173,6 +170,9 @@ class Server:
                 return
             if program is not None and pid == program.pid:
                 program.status, program.ended = status, time.monotonic()
+            elif self.waiting is not None and pid == self.waiting.pid:
+                self.waiting.close()
+                self.waiting = None
 
     def await_gone(self) -> None:
         """Returns once nothing but this process is left; ends the whole sandbox when something does not die."""

@@ -68,17 +68,22 @@ class Users:
             LIBC.setfsuid(self.server)
             LIBC.setfsgid(self.server)
 
+    def limit_program(self) -> None:
+        """What holds for this process, a forked child, from before it becomes the agent's."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next two lines
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
+        os.close(fd)
+        prctl(PR_SET_DUMPABLE, 0)
+
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""
-        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
-        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own again; the channel is closed by now
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
         if self.server != self.agent:
             os.setresgid(self.agent, self.agent, self.agent)
             os.setresuid(self.agent, self.agent, self.agent)
             set_capabilities(())
-            prctl(PR_SET_DUMPABLE, 1)  # a change of user took it away
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own; the channel is closed by now
 
 
 def mapped(user: int) -> bool:
