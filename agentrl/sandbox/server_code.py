@@ -11,7 +11,7 @@ import base64
 import functools
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 from agentrl.errors import SandboxError
@@ -34,14 +34,14 @@ def parts(name: str = FIRST) -> dict[str, ast.Module]:
     """The modules of the exec server that `name` needs, itself included, each after those that it imports from."""
     tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
     found: dict[str, ast.Module] = {}
-    for node in own_imports(tree):
+    for node in own_imports(tree.body):
         found |= parts(str(node.module).removeprefix(f"{inside.__name__}."))
     return {**found, name: tree}
 
 
-def own_imports(tree: ast.Module) -> Iterator[ast.ImportFrom]:
-    """The imports from other modules of the exec server."""
-    for node in ast.walk(tree):
+def own_imports(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
+    """Those of `nodes` that import from other modules of the exec server. At the top of a module stand those it runs with."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{inside.__name__}."):
             yield node
 
@@ -56,7 +56,7 @@ def _joinable(name: str, tree: ast.Module) -> str:
     """The source of a module with `pass` in the place of imports that its neighbours in the file make needless."""
     lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
     futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    for node in (*futures, *own_imports(tree)):
+    for node in (*futures, *own_imports(ast.walk(tree))):
         lines[node.lineno - 1] = " " * node.col_offset + "pass"
         for number in range(node.lineno, node.end_lineno or node.lineno):
             lines[number] = ""

@@ -63,11 +63,16 @@ def rehearse(kind: str) -> None:
         sys.stdout.flush()
 
 
-def run_snippet(code: bytes) -> int:
-    """What `python3 -I -c` does with `code`, in this forked interpreter; gives the exit status."""
+def heed_signals() -> None:
+    """Signals as an interpreter has them."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_snippet(code: bytes) -> int:
+    """What `python3 -I -c` does with `code`, in this forked interpreter; gives the exit status."""
+    heed_signals()
     status = 0
     try:
         exec(compile(code, "<string>", "exec", dont_inherit=True), sys.modules["__main__"].__dict__)

@@ -9,7 +9,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from agentrl.sandbox.inside.spawn import Waiting
+    from agentrl.sandbox.inside.spawn import Pipes
     from agentrl.sandbox.inside.wire import Answer, Request
 
 CHUNK = 65536
@@ -50,13 +50,13 @@ class Output:
 class Program:
     """A running program: its process, its pipes, its deadline."""
 
-    def __init__(self, child: Waiting, request: Request, *data: bytes) -> None:
-        """`data` is what the child is to read: its work, and then what is left to the program."""
-        self.pid = child.pid
-        self.stdin: int | None = child.stdin
+    def __init__(self, pid: int, pipes: Pipes, request: Request, *data: bytes) -> None:
+        """`data` is what the process is to read."""
+        self.pid = pid
+        self.stdin: int | None = pipes.stdin
         self.data = [memoryview(part) for part in data if part]
         self.order = (Output(request["output_bytes"]), Output(request["output_bytes"]))
-        self.outputs = {child.stdout: self.order[0], child.stderr: self.order[1]}
+        self.outputs = {pipes.stdout: self.order[0], pipes.stderr: self.order[1]}
         self.started = time.monotonic()
         self.deadline: float = self.started + request["timeout_s"]
         self.oom_kills = oom_kills()
@@ -68,15 +68,16 @@ class Program:
         """Writes what the program's standard input takes now, and closes it behind the last byte."""
         assert self.stdin is not None
         try:
-            while self.data:
+            for _ in range(len(self.data)):
                 left = self.data[0][os.write(self.stdin, self.data[0]) :]
                 self.data[:1] = [left] if left else []
         except BlockingIOError:
             return
         except BrokenPipeError:
-            pass
-        os.close(self.stdin)
-        self.stdin = None
+            self.data.clear()
+        if not self.data:
+            os.close(self.stdin)
+            self.stdin = None
 
     def take(self, fd: int) -> bool:
         """Reads what is there; True when the stream has ended."""
@@ -90,6 +91,11 @@ class Program:
             return True
         self.outputs[fd].add(data)
         return False
+
+    def end(self, status: int) -> None:
+        """`status` is of the form that the kernel gives."""
+        if self.status is None:
+            self.status, self.ended = status, time.monotonic()
 
     def close(self) -> None:
         if self.stdin is not None:
@@ -118,6 +124,12 @@ class Program:
             "stdout": len(stdout),
         }
         return fields, stdout + stderr
+
+
+def cannot_start(error: OSError) -> Answer:
+    """Processes or descriptors are used up by programs still running: theirs to answer for, as in a shell."""
+    text = (f"agentrl: cannot start: {error.strerror}\n").encode()
+    return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
 
 
 def kill_everything(number: int) -> None:

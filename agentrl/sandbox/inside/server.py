@@ -10,8 +10,9 @@ import signal
 import time
 
 from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, take_snapshot
-from agentrl.sandbox.inside.program import Program, kill_everything
-from agentrl.sandbox.inside.spawn import Waiting, work
+from agentrl.sandbox.inside.program import Program, cannot_start, kill_everything
+from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
+from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
 from agentrl.sandbox.inside.wire import Body, Refused
 
 TYPE_CHECKING = False
@@ -32,6 +33,7 @@ class Server:
         self.paused_at: float | None = None
         self.waiting: Waiting | None = None
         self.likely = "python"
+        self.sessions: dict[str, Session] = {}
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored for process 1; Python's own handler would end it
@@ -76,26 +78,65 @@ class Server:
         return self.run_program(request, work("exec", (request["argv"], request["env"]), bool(stdin)), stdin)
 
     def python(self, request: Request, body: Body) -> Answer:
-        return self.run_program(request, work("python", body.read(body.left)))
+        code = body.read(body.left)
+        name = request["session"]
+        return self.run_program(request, work("python", code)) if name is None else self.run_in_session(name, request, code)
 
     def run_program(self, request: Request, *data: bytes) -> Answer:
         self.likely = request["op"]  # the next one is as a rule of the same kind
         try:
-            program = Program(self.child(), request, *data)
-        except OSError as error:  # processes or descriptors used up by programs still running: theirs to answer for, as in a shell
-            text = (f"agentrl: cannot start: {error.strerror}\n").encode()
-            return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
+            child = self.child()
+        except OSError as error:
+            return cannot_start(error)
+        child.control.close()
+        return self.watched(Program(child.pid, child.pipes, request, *data), None)
+
+    def run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
+        """Runs `code` in the session `name`, which is started, or started anew, where it does not live."""
+        self.reap(None)
+        before = self.sessions.get(name)
+        if before is None and len(self.sessions) == MAX_SESSIONS:
+            raise Refused("refused", f"a sandbox has at most {MAX_SESSIONS} sessions, and has had {', '.join(self.sessions)}")
+        try:
+            session, program = self.begin_call(before, request, code)
+        except OSError as error:
+            fields, text = cannot_start(error)
+            return {**fields, "restarted": False, "ended": True}, text
+        self.sessions[name] = session
+        fields, output = self.watched(program, session)
+        return {**fields, "restarted": before is not None and session is not before, "ended": not session.alive}, output
+
+    def begin_call(self, session: Session | None, request: Request, code: bytes) -> tuple[Session, Program]:
+        if session is not None and session.alive:
+            pipes = Pipes()
+            begun = session.begin(pipes)
+            pipes.handed_over()
+            if begun:
+                return session, Program(session.pid, pipes, request, code)
+            pipes.close()
+        if session is not None:
+            session.control.close()
+        child = self.child()
+        return Session(child), Program(child.pid, child.pipes, request, work("session", code))
+
+    def watched(self, program: Program, session: Session | None) -> Answer:
+        """Sees a program, or a call in a session, to its end."""
         program.feed()
         for fd in program.outputs:
             self.poll.register(fd, select.POLLIN)
         if program.stdin is not None:
             self.poll.register(program.stdin, select.POLLOUT)
+        if session is not None:
+            self.poll.register(session.control, select.POLLIN)
         try:
-            while self.step(program):
+            while self.step(program, session):
                 pass
         finally:
             for fd in [*program.outputs, *([program.stdin] if program.stdin is not None else [])]:
                 self.poll.unregister(fd)
+            if session is not None:
+                with contextlib.suppress(KeyError):  # it has said what it had to say
+                    self.poll.unregister(session.control)
             program.close()
         if program.timed_out:
             self.await_gone()
@@ -113,7 +154,7 @@ class Server:
             with contextlib.suppress(OSError):
                 self.waiting = Waiting(self.users, self.likely)
 
-    def step(self, program: Program) -> bool:
+    def step(self, program: Program, session: Session | None) -> bool:
         """Waits for one thing to happen to the program; False when it is over and its output read."""
         now = time.monotonic()
         running = program.status is None
@@ -132,8 +173,14 @@ class Server:
                 program.feed()
                 if program.stdin is None:
                     self.poll.unregister(fd)
-            elif fd in program.outputs and program.take(fd):
-                self.poll.unregister(fd)
+            elif fd in program.outputs:
+                if program.take(fd):
+                    self.poll.unregister(fd)
+            elif session is not None and fd == session.control.fileno():
+                self.poll.unregister(fd)  # it has one thing to say in a call
+                said = session.through()
+                if said is not None:
+                    program.end(said << 8)
         # A program that has ended has written all it will; what others hold open is only read while data is there at once.
         return running or any(fd in program.outputs for fd, _ in ready)
 
@@ -169,8 +216,10 @@ class Server:
             if pid == 0:
                 return
             if program is not None and pid == program.pid:
-                program.status, program.ended = status, time.monotonic()
-            elif self.waiting is not None and pid == self.waiting.pid:
+                program.end(status)
+            for session in self.sessions.values():
+                session.alive = session.alive and session.pid != pid
+            if self.waiting is not None and pid == self.waiting.pid:
                 self.waiting.close()
                 self.waiting = None
 

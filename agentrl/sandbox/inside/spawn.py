@@ -1,7 +1,8 @@
 """The start of programs: a child waits, forked and made ready ahead of need, so that a call waits only for the program itself.
 
 The server forks it after a reply, when nobody waits for anything. It is still the server's user, out of reach of programs left
-running, and in the place that the next program has under the limit on processes. While a program runs there is none.
+running, and in the place that the next program has under the limit on processes. While a program runs there is none; during a
+call in a session one goes on waiting.
 What it is to do comes as the first bytes of its standard input; what follows is the program's own.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 import marshal
 import os
 import signal
+import socket
 import struct
 
 from agentrl.sandbox.inside.child import rehearse, run_argv, run_snippet
+from agentrl.sandbox.inside.session import CONTROL, run_session
 from agentrl.sandbox.inside.users import HOME, SERVER_FILES
 
 TYPE_CHECKING = False
@@ -23,32 +26,51 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.users import Users
 
 WORK_SIZE = struct.Struct("=Q")
-KINDS_OF_WORK: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet}
+KINDS_OF_WORK: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
+
+
+class Pipes:
+    """Standard input, output and error of a program: the server's ends, which never block, and the program's, in `theirs`."""
+
+    def __init__(self) -> None:
+        (stdin, self.stdin), (self.stdout, stdout), (self.stderr, stderr) = (os.pipe2(os.O_CLOEXEC) for _ in range(3))
+        self.theirs = [stdin, stdout, stderr]
+        self.ours = [self.stdin, self.stdout, self.stderr]
+        for fd in self.ours:
+            os.set_blocking(fd, False)
+
+    def handed_over(self) -> None:
+        for fd in self.theirs:
+            os.close(fd)
+
+    def close(self) -> None:
+        """For a program that never ran."""
+        for fd in self.ours:
+            os.close(fd)
 
 
 class Waiting:
-    """A child that waits for its work, likely of the kind `likely`, and this side of its pipes. Raises `OSError` without room for one."""
+    """A child that waits for its work, likely of the kind `likely`. Raises `OSError` where there is no room for one."""
 
     def __init__(self, users: Users, likely: str) -> None:
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
-        (stdin, self.stdin), (self.stdout, stdout), (self.stderr, stderr) = pipes
+        self.pipes = Pipes()
+        self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control.setblocking(False)
         try:
             self.pid = os.fork()
         except OSError:
-            for fd in (fd for pipe in pipes for fd in pipe):
-                os.close(fd)
+            self.pipes.handed_over()
+            self.close()
             raise
         if self.pid == 0:
-            wait_and_work(users, likely, stdin, stdout, stderr)
-        for fd in (stdin, stdout, stderr):
-            os.close(fd)
-        for fd in (self.stdin, self.stdout, self.stderr):
-            os.set_blocking(fd, False)
+            wait_and_work(users, likely, self.pipes, control.fileno())
+        self.pipes.handed_over()
+        control.close()
 
     def close(self) -> None:
         """For one that has died waiting."""
-        for fd in (self.stdin, self.stdout, self.stderr):
-            os.close(fd)
+        self.pipes.close()
+        self.control.close()
 
 
 def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
@@ -60,7 +82,7 @@ def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
 # In the child ---------------------------------------------------------------------------------------------------------
 
 
-def wait_and_work(users: Users, likely: str, stdin: int, stdout: int, stderr: int) -> NoReturn:
+def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoReturn:
     """Makes a forked child the leader of a session with its own pipes, waits, does its work as the agent, and never returns."""
     status = 70
     try:
@@ -68,9 +90,10 @@ def wait_and_work(users: Users, likely: str, stdin: int, stdout: int, stderr: in
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        for fd, place in ((stdin, 0), (stdout, 1), (stderr, 2)):
+        for place, fd in enumerate(pipes.theirs):
             os.dup2(fd, place)
-        os.closerange(3, SERVER_FILES)
+        os.dup2(control, CONTROL, inheritable=False)
+        os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)
         users.limit_program()
         rehearse(likely)
@@ -78,6 +101,8 @@ def wait_and_work(users: Users, likely: str, stdin: int, stdout: int, stderr: in
         kind, argument, has_stdin = marshal.loads(taken(size))
         if not has_stdin:
             os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        if kind != "session":
+            os.close(CONTROL)
         users.become_agent()
         status = KINDS_OF_WORK[kind](argument)
     except BaseException as error:

@@ -8,14 +8,15 @@ needs: two users
 
 import os
 import time
+from collections.abc import Iterator
 
 
-def user(pid):
+def user(pid: str) -> int:
     with open(f"/proc/{pid}/status") as file:
         return next(int(line.split()[2]) for line in file if line.startswith("Uid:"))
 
 
-def reached(pid):
+def reached(pid: str) -> Iterator[str]:
     """What this process may do to another."""
     try:
         os.kill(int(pid), 0)
@@ -34,7 +35,8 @@ def reached(pid):
 print("held: lying in wait", flush=True)
 if os.fork() == 0:
     os.setsid()
-    seen, done = set(), set()
+    seen: set[str] = set()
+    done: set[str] = set()
     end = time.monotonic() + 3.0
     while time.monotonic() < end:
         for pid in os.listdir("/proc"):
