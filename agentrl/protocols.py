@@ -50,8 +50,15 @@ class Sandbox(Protocol):
         """Runs a program; after `timeout_s` its whole process tree is killed (`reason="timeout"`)."""
         ...
 
-    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536) -> ExecResult:
-        """Like `exec(["python3", "-I", "-c", code])`, from a warm interpreter: each call starts afresh, without the start-up time."""
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
+        """Like `exec(["python3", "-I", "-c", code])`, from a warm interpreter: each call starts afresh, without the start-up time.
+
+        With `session`, `code` runs in the interpreter of that name instead, which lives on: later calls find the names of
+        earlier ones, and the value of an expression at the end of `code` is printed (its `repr`, unless it is None). Output is
+        each call's own. `sys.exit`, a timeout of any program, or a kill for memory ends a session, and `ExecResult` says so;
+        the next call starts a fresh one. A sandbox has at most four sessions: `ValueError` for a fifth name, or a wrong one.
+        A snapshot does not hold them.
+        """
         ...
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:

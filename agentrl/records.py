@@ -393,7 +393,8 @@ class PolicyVersion:
 class ExecResult:
     """How a program in a sandbox ended. Output is bytes turned to text with replacement; it is hostile input.
 
-    `exit_code` is None when the program was killed for `reason` ("timeout", "memory", "killed").
+    `exit_code` is None when the program was killed for `reason` ("timeout", "memory", "killed"). Of a call in a session it is 0,
+    or 1 after an exception; any other means that the session has ended, as `session_ended` says.
     """
 
     exit_code: int | None
@@ -402,6 +403,8 @@ class ExecResult:
     wall_s: float
     truncated: bool = False
     reason: str = ""
+    restarted: bool = False  # the session had ended before this call, so what earlier calls left in it is gone
+    session_ended: bool = False  # the session did not outlive this call: the next one starts afresh
 
     @property
     def ok(self) -> bool:

@@ -1,13 +1,14 @@
-"""Sandboxes on this machine: ours beside `docker run` and `docker exec`, in one run, with medians and ratios.
+"""Sandboxes on this machine: ours beside `docker run -d` and `docker exec`, in one run, with medians, spread and ratios.
 
-    python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--crowd 200] [--row 1000] [--image sandboxes/tables]
+    python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--crowd 200] [--row 1000] [--markdown FILE] [--image sandboxes/tables]
 
-Each operation is timed alone; the backends and their peers take turns, so that a busy machine slows all of them alike. Then
+Each operation is timed alone, and the subjects take turns at it, so that a busy machine slows all of them alike. Then
 `--parallel` sandboxes at a time are opened, used once and closed. CPU time is the whole machine's: close other programs.
 
 `--crowd N` holds N sandboxes open at once, each of which runs a snippet in its turn, three times over. `--row N` opens and closes
 N, and then counts what is left of them: processes, containers, folders, control groups, mounts, and this process's descriptors.
-Both are left out when 0, their default; the exit status is 1 when one fails or leaves anything.
+Both are left out when 0, their default; the exit status is 1 when one fails or leaves anything. `--markdown FILE` writes all of it
+as a page.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
+import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.errors import SandboxUnavailable
@@ -31,8 +38,35 @@ from agentrl.sandbox.lease import lease
 CODE = "import csv, json\nprint(sum(range(100)))"
 OPEN_S = 120.0
 EXEC_S = 30.0
+SETTLE_S = 0.3
+"""After a sandbox has gone: what the daemon clears up, and a pool that refills, must not be in the next one's time."""
+PEER = "docker CLI"
 
+Backend = DockerBackend | BubblewrapBackend
 Operation = Callable[[], Awaitable[float]]
+OPERATIONS = {
+    "open, cold": "docker run -d",
+    "open, cold, no network": "docker run -d --network=none",
+    "open, from the warm pool": "docker run -d",
+    "exec true": "docker exec true",
+    "exec python3 -c": "docker exec python3 -c",
+    "python snippet": "docker exec python3 -c",
+    "python session call": "docker exec python3 -c",
+}
+"""What is timed -> what is timed beside it."""
+
+
+@dataclass(slots=True)
+class Results:
+    """Everything measured, in the order of measuring."""
+
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # operation -> subject -> one for each repeat
+    lines: list[str] = field(default_factory=list)  # what is no table
+    failed: bool = False
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+        print(line, flush=True)
 
 
 async def timed(work: Awaitable[object]) -> float:
@@ -45,58 +79,111 @@ async def command(*argv: str) -> float:
     process = await asyncio.create_subprocess_exec(*argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL)
     seconds = await timed(asyncio.wait_for(process.wait(), OPEN_S))
     if process.returncode:
-        raise SystemExit(f"{' '.join(argv)} ended with status {process.returncode}")
+        raise SystemExit(f"{shlex.join(argv)} ended with status {process.returncode}")
     return seconds
 
 
-async def cold_open(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec) -> float:
-    """Opens a sandbox and closes it; only the opening is timed."""
-    start = time.perf_counter()
+# Subjects -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def ours(backend: Backend, spec: SandboxSpec) -> AsyncIterator[Mapping[str, Operation]]:
+    """The operations of a backend."""
     sandbox = await backend.open(spec, timeout_s=OPEN_S)
-    seconds = time.perf_counter() - start
-    await sandbox.close()
-    return seconds
-
-
-async def warm_open(pool: WarmPool, spec: SandboxSpec, pause_s: float) -> float:
-    """Takes a ready sandbox; the pool then has time to refill."""
-    start = time.perf_counter()
-    sandbox = await pool.open(spec, files={"a.csv": b"x\n1\n"}, timeout_s=OPEN_S)
-    seconds = time.perf_counter() - start
-    await sandbox.close()
-    await asyncio.sleep(pause_s)
-    return seconds
-
-
-async def single_operations(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, repeat: int) -> dict[str, list[float]]:
-    """Seconds of each operation of `backend`, `repeat` times."""
-    cold = [await cold_open(backend, spec) for _ in range(repeat)]
-    sandbox = await backend.open(spec, timeout_s=OPEN_S)
-    true = [await timed(sandbox.exec(["true"], timeout_s=EXEC_S)) for _ in range(repeat)]
-    python = [await timed(sandbox.exec(["python3", "-I", "-c", CODE], timeout_s=EXEC_S)) for _ in range(repeat)]
-    snippet = [await timed(sandbox.python(CODE, timeout_s=EXEC_S)) for _ in range(repeat)]
-    await sandbox.close()
-    pool = WarmPool(backend, warm=4)
+    pool = WarmPool(backend, warm=2)
     await pool.prepare(spec)
     await asyncio.sleep(2.0)
-    warm = [await warm_open(pool, spec, 3 * statistics.median(cold)) for _ in range(repeat)]
-    return {"open, cold": cold, "open, warm": warm, "exec true": true, "exec python3 -c": python, "python snippet": snippet}
 
+    async def cold() -> float:
+        start = time.perf_counter()
+        opened = await backend.open(spec, timeout_s=OPEN_S)
+        seconds = time.perf_counter() - start
+        await opened.close()
+        await asyncio.sleep(SETTLE_S)
+        return seconds
 
-async def docker_cli(tag: str, repeat: int) -> dict[str, list[float]]:
-    """Seconds of the same operations through the docker command, with Docker's own defaults."""
-    run = [await command("docker", "run", "--rm", "--network=none", tag, "true") for _ in range(repeat)]
-    name = f"agentrl-benchmark-{os.getpid()}"
-    await command("docker", "run", "--rm", "--detach", "--network=none", "--name", name, tag, "sleep", "600")
+    async def warm() -> float:
+        start = time.perf_counter()
+        opened = await pool.open(spec, files={"a.csv": b"x\n1\n"}, timeout_s=OPEN_S)
+        seconds = time.perf_counter() - start
+        await opened.close()
+        await asyncio.sleep(2 * SETTLE_S)
+        return seconds
+
     try:
-        true = [await command("docker", "exec", name, "true") for _ in range(repeat)]
-        python = [await command("docker", "exec", name, "python3", "-I", "-c", CODE) for _ in range(repeat)]
+        await sandbox.python("pass", timeout_s=EXEC_S, session="benchmark")
+        yield {
+            "open, cold": cold,
+            "open, cold, no network": cold,
+            "open, from the warm pool": warm,
+            "exec true": lambda: timed(sandbox.exec(["true"], timeout_s=EXEC_S)),
+            "exec python3 -c": lambda: timed(sandbox.exec(["python3", "-I", "-c", CODE], timeout_s=EXEC_S)),
+            "python snippet": lambda: timed(sandbox.python(CODE, timeout_s=EXEC_S)),
+            "python session call": lambda: timed(sandbox.python(CODE, timeout_s=EXEC_S, session="benchmark")),
+        }
     finally:
-        await command("docker", "rm", "--force", name)
-    return {"open, cold": run, "open, warm": run, "exec true": true, "exec python3 -c": python, "python snippet": python}
+        await sandbox.close()
 
 
-async def many(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, count: int, parallel: int) -> tuple[float, float]:
+@contextlib.asynccontextmanager
+async def docker_cli(tag: str) -> AsyncIterator[Mapping[str, Operation]]:
+    """The same through the docker command, with Docker's own defaults: a container with nothing of ours in it."""
+    numbers = itertools.count()
+
+    async def run(*options: str) -> float:
+        name = f"agentrl-benchmark-{os.getpid()}-{next(numbers)}"
+        try:
+            return await command("docker", "run", "--detach", *options, "--name", name, tag, "sleep", "600")
+        finally:
+            await command("docker", "rm", "--force", name)
+            await asyncio.sleep(SETTLE_S)
+
+    async def execute(*argv: str) -> float:
+        return await command("docker", "exec", container, *argv)
+
+    container = f"agentrl-benchmark-{os.getpid()}"
+    await command("docker", "run", "--detach", "--network=none", "--name", container, tag, "sleep", "86400")
+    try:
+        yield {
+            "docker run -d": run,
+            "docker run -d --network=none": lambda: run("--network=none"),
+            "docker exec true": lambda: execute("true"),
+            "docker exec python3 -c": lambda: execute("python3", "-I", "-c", CODE),
+        }
+    finally:
+        await command("docker", "rm", "--force", container)
+
+
+async def in_turn(subjects: Mapping[str, Mapping[str, Operation]], repeat: int, results: Results) -> None:
+    """Times every operation `repeat` times, one subject after the other each time."""
+    for operation, peer in OPERATIONS.items():
+        seconds = results.seconds[operation] = {name: [] for name in subjects}
+        for _ in range(repeat):
+            for name, operations in subjects.items():
+                seconds[name].append(await operations[peer if name == PEER else operation]())
+        show(operation, seconds)
+
+
+def show(operation: str, seconds: Mapping[str, list[float]]) -> None:
+    for name, values in seconds.items():
+        ratio = f"   ratio {faster(seconds, name):6.1f}" if PEER in seconds and name != PEER else ""
+        print(f"{operation:25} {name:11} {1e3 * statistics.median(values):8.1f} ms  {spread(values):>15}{ratio}", flush=True)
+
+
+def faster(seconds: Mapping[str, list[float]], name: str) -> float:
+    return statistics.median(seconds[PEER]) / statistics.median(seconds[name])
+
+
+def spread(values: list[float]) -> str:
+    """The middle half, in milliseconds."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return f"{1e3 * low:.1f} to {1e3 * high:.1f}"
+
+
+# Many sandboxes -------------------------------------------------------------------------------------------------------
+
+
+async def many(backend: Backend, spec: SandboxSpec, count: int, parallel: int) -> tuple[float, float]:
     """(wall seconds, CPU seconds of the whole machine) per sandbox opened, used once and closed."""
     slots = asyncio.Semaphore(parallel)
 
@@ -113,7 +200,7 @@ async def many(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, co
     return wall / count, (machine_cpu_s() - busy) / count
 
 
-async def crowd(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, count: int) -> tuple[float, list[float]]:
+async def crowd(backend: Backend, spec: SandboxSpec, count: int) -> tuple[float, list[float]]:
     """(seconds to open `count` sandboxes, seconds of each snippet): all stay open while each runs three, one after the other."""
     sandboxes: list[Sandbox] = []
     start = time.perf_counter()
@@ -138,7 +225,7 @@ async def answered(sandbox: Sandbox, number: int) -> float:
     return time.perf_counter() - start
 
 
-async def row(backend: DockerBackend | BubblewrapBackend, spec: SandboxSpec, count: int, parallel: int) -> tuple[float, dict[str, int]]:
+async def row(backend: Backend, spec: SandboxSpec, count: int, parallel: int) -> tuple[float, dict[str, int]]:
     """(wall seconds a sandbox, what is left) of `count` sandboxes opened, used and closed, `parallel` at a time."""
     await many(backend, spec, 2 * parallel, parallel)  # connections to the daemon are opened once and kept
     await settled(backend.name)
@@ -180,13 +267,75 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def show(name: str, ours: dict[str, list[float]], peer: dict[str, list[float]] | None) -> None:
-    for operation, seconds in ours.items():
-        line = f"{name:11} {operation:16} {1e3 * statistics.median(seconds):8.1f} ms"
-        if peer is not None:
-            theirs = statistics.median(peer[operation])
-            line += f"   docker CLI {1e3 * theirs:8.1f} ms   ratio {theirs / statistics.median(seconds):6.1f}"
-        print(line, flush=True)
+async def crowds(backend: Backend, spec: SandboxSpec, options: argparse.Namespace, results: Results) -> None:
+    """What is measured of one backend at a time."""
+    name = f"{backend.name:10}"
+    if options.repeat:
+        wall, cpu = await many(backend, spec, 4 * options.parallel, options.parallel)
+        results.say(f"{name} {options.parallel} at once: {1e3 * wall:.0f} ms wall, {1e3 * cpu:.0f} ms CPU for each sandbox")
+    if options.crowd:
+        opening, seconds = await crowd(backend, spec, options.crowd)
+        median, most = 1e3 * statistics.median(seconds), 1e3 * max(seconds)
+        took = f"a snippet takes {median:.1f} ms, at most {most:.0f} ms"
+        results.say(f"{name} {options.crowd} open at once after {opening:.0f} s, none failed; {took}")
+    if options.row:
+        wall, left = await row(backend, spec, options.row, options.parallel)
+        results.say(f"{name} {options.row} in a row: {1e3 * wall:.0f} ms each; left over: {left or 'nothing'}")
+        results.failed = results.failed or bool(left)
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def page(results: Results) -> str:
+    """Everything measured as Markdown."""
+    text = ["# Sandboxes, measured", "", f"Made by `python {shlex.join(sys.argv)}` on {machine()}."]
+    if results.seconds:
+        names = list(next(iter(results.seconds.values())))
+        mine = [name for name in names if name != PEER]
+        beside = ["beside it", PEER, *(f"{name} is faster by" for name in mine)] if PEER in names else []
+        columns = ["operation", *mine, *beside]
+        text += ["", "Medians in milliseconds, and between which values the middle half of the repeats lies.", ""]
+        text += ["| " + " | ".join(columns) + " |", "| --- " + "| ---: " * (len(columns) - 1) + "|"]
+        text += ["| " + " | ".join([operation, *cells(operation, seconds)]) + " |" for operation, seconds in results.seconds.items()]
+    if results.lines:
+        text += ["", *(f"- {' '.join(line.split())}" for line in results.lines)]
+    return "\n".join(text) + "\n"
+
+
+def cells(operation: str, seconds: Mapping[str, list[float]]) -> Iterator[str]:
+    mine = [name for name in seconds if name != PEER]
+    for name in mine:
+        yield f"{1e3 * statistics.median(seconds[name]):.1f} ({spread(seconds[name])})"
+    if PEER in seconds:
+        yield f"`{OPERATIONS[operation]}`"
+        yield f"{1e3 * statistics.median(seconds[PEER]):.1f} ({spread(seconds[PEER])})"
+        yield from (f"{faster(seconds, name):.1f}x" for name in mine)
+
+
+def machine() -> str:
+    """The machine and the programs that matter, in a line."""
+    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    docker = said("docker", "version", "--format", "Docker {{.Server.Version}}")
+    runtime = said("docker", "info", "--format", "{{.DefaultRuntime}}")
+    found = [
+        f"{len(os.sched_getaffinity(0))} cores ({model or platform.machine()}), {memory:.0f} GiB",
+        f"Linux {platform.release()}",
+        f"cgroup {'v2' if Path('/sys/fs/cgroup/cgroup.controllers').exists() else 'v1'}",
+        f"{docker} with {runtime}" if docker and runtime else "",
+        said("bwrap", "--version"),
+        f"Python {platform.python_version()}",
+    ]
+    return ", ".join(filter(None, found))
+
+
+def said(*argv: str) -> str:
+    """What a program says of itself; nothing when it is not there."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=EXEC_S, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 async def main() -> None:
@@ -198,40 +347,30 @@ async def main() -> None:
     parser.add_argument("--backend", choices=["docker", "bubblewrap"], action="append", help="may be repeated; default: both")
     parser.add_argument("--image", default="sandboxes/tables")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="project root that --image is relative to")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a page")
     options = parser.parse_args()
-    spec = SandboxSpec(image=options.image)
-    peer = None
-    failed = False
-    for name in options.backend or ("docker", "bubblewrap"):
-        try:
-            backend = select_backend(name, run_label="benchmark", root=options.root, progress=print)
-        except SandboxUnavailable as error:
-            print(f"{name}: left out: {error}")
-            continue
-        try:
-            await backend.prepare(spec)
-            if options.repeat:
-                if name == "docker":
-                    peer = await docker_cli(load_image(options.root / options.image).tag, options.repeat)
-                show(name, await single_operations(backend, spec, options.repeat), peer)
-                wall, cpu = await many(backend, spec, 4 * options.parallel, options.parallel)
-                print(
-                    f"{name:11} {options.parallel} at once: {1e3 * wall:.0f} ms wall, {1e3 * cpu:.0f} ms CPU for each sandbox", flush=True
-                )
-            if options.crowd:
-                opening, seconds = await crowd(backend, spec, options.crowd)
-                median, most = 1e3 * statistics.median(seconds), 1e3 * max(seconds)
-                print(
-                    f"{name:11} {options.crowd} open at once after {opening:.0f} s; a snippet takes {median:.1f} ms, at most {most:.0f} ms",
-                    flush=True,
-                )
-            if options.row:
-                wall, left = await row(backend, spec, options.row, options.parallel)
-                print(f"{name:11} {options.row} in a row: {1e3 * wall:.0f} ms each; left over: {left or 'nothing'}", flush=True)
-                failed = failed or bool(left)
-        finally:
-            await backend.close()
-    raise SystemExit(1 if failed else 0)
+    spec, results = SandboxSpec(image=options.image), Results()
+    async with contextlib.AsyncExitStack() as stack:
+        backends: list[Backend] = []
+        for name in options.backend or ("docker", "bubblewrap"):
+            try:
+                backends.append(select_backend(name, run_label="benchmark", root=options.root, progress=print))
+            except SandboxUnavailable as error:
+                results.say(f"{name}: left out: {error}")
+                continue
+            stack.push_async_callback(backends[-1].close)
+            await backends[-1].prepare(spec)
+        if options.repeat:
+            async with contextlib.AsyncExitStack() as used:
+                subjects = {backend.name: await used.enter_async_context(ours(backend, spec)) for backend in backends}
+                if "docker" in subjects:
+                    subjects[PEER] = await used.enter_async_context(docker_cli(load_image(options.root / options.image).tag))
+                await in_turn(subjects, options.repeat, results)
+        for backend in backends:
+            await crowds(backend, spec, options, results)
+    if options.markdown is not None:
+        options.markdown.write_text(page(results), encoding="utf-8")
+    raise SystemExit(1 if results.failed else 0)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,6 +11,9 @@ from agentrl.errors import TaskError
 from agentrl.plugins import resolve
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
+
+MAX_TEXT = 300_000
+"""Characters of a program that a tool runs; a sandbox takes no command line much longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +44,60 @@ def function_schema(name: str, description: str, parameter: str, meaning: str) -
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-class PythonTool:
-    """Runs code in the episode's sandbox; every call is a fresh interpreter in the same working directory."""
+class ProgramTool(abc.ABC):
+    """A tool with one argument, a text, which is run in the episode's sandbox."""
 
-    name = "python"
     needs_sandbox = True
-    schema = function_schema("python", "Run Python code in the sandbox and return what it prints.", "code", "Python source")
+
+    def __init__(self, name: str, description: str, argument: str, meaning: str) -> None:
+        self.name = name
+        self.schema = function_schema(name, description, argument, meaning)
+        self._argument = argument
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        code = arguments.get("code")
-        if not isinstance(code, str):
-            return ToolOutcome(output='error: python needs {"code": "..."}', ok=False)
+        text = arguments.get(self._argument)
+        if not isinstance(text, str):
+            return ToolOutcome(output=f'error: {self.name} needs {{"{self._argument}": "..."}}', ok=False)
+        if "\0" in text or len(text) > MAX_TEXT:
+            return ToolOutcome(output=f"error: {self.name} takes up to {MAX_TEXT} characters without NUL", ok=False)
         assert sandbox is not None, "needs_sandbox is True"
-        result = await sandbox.python(code, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars)
+        result = await self.run(sandbox, text, timeout_s=limits.tool_timeout_s, output_bytes=4 * limits.tool_output_chars)
         return ToolOutcome(output=show(result, limits), ok=result.ok)
+
+    @abc.abstractmethod
+    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
+        """Runs the agent's text."""
+
+
+class PythonTool(ProgramTool):
+    """Runs code in the episode's sandbox; every call is a fresh interpreter in the same working directory."""
+
+    def __init__(self) -> None:
+        super().__init__("python", "Run Python code in the sandbox and return what it prints.", "code", "Python source")
+
+    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
+        return await sandbox.python(text, timeout_s=timeout_s, output_bytes=output_bytes)
+
+
+class PythonSessionTool(ProgramTool):
+    """Runs code in one interpreter for the whole episode, which keeps its variables and shows the value of a last expression."""
+
+    def __init__(self) -> None:
+        description = "Run Python code in a session that keeps its variables, and return what it prints and the value of its last line."
+        super().__init__("python_session", description, "code", "Python source")
+
+    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
+        return await sandbox.python(text, timeout_s=timeout_s, output_bytes=output_bytes, session="agent")
+
+
+class ShellTool(ProgramTool):
+    """Runs a command line with `sh -c` in the sandbox's home; every call is a fresh shell, only files are kept."""
+
+    def __init__(self) -> None:
+        super().__init__("shell", "Run a shell command in the sandbox and return what it prints.", "command", "a command for sh")
+
+    async def run(self, sandbox: Sandbox, text: str, *, timeout_s: float, output_bytes: int) -> ExecResult:
+        return await sandbox.exec(["sh", "-c", text], timeout_s=timeout_s, output_bytes=output_bytes)
 
 
 class SubmitTool:
@@ -70,7 +114,7 @@ class SubmitTool:
         return ToolOutcome(output="submitted", ok=True, answer=str(answer)[: limits.tool_output_chars])
 
 
-BUILT_IN: Mapping[str, Tool] = {"python": PythonTool(), "submit": SubmitTool()}
+BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PythonTool(), PythonSessionTool(), ShellTool(), SubmitTool())}
 
 
 def load_tools(names: Sequence[str]) -> dict[str, Tool]:
@@ -95,6 +139,10 @@ def show(result: ExecResult, limits: Limits) -> str:
         text = f"{text}\nerror: killed ({result.reason or 'unknown'})".lstrip("\n")
     elif result.exit_code != 0 and not result.stderr.strip():
         text = f"{text}\nerror: exit code {result.exit_code}".lstrip("\n")
+    if result.restarted:
+        text = f"note: this is a new session; variables of earlier calls are gone\n{text}".rstrip("\n")
+    if result.session_ended:
+        text = f"{text}\nnote: the session has ended; the next call starts a new one".lstrip("\n")
     return clip(text, limits.tool_output_chars)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import exec_server, seccomp
+from agentrl.sandbox import seccomp
+from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
 RESERVE = 48 * MEBIBYTE
@@ -50,7 +51,7 @@ def inodes(spec: SandboxSpec) -> int:
 
 def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
     """Writes the files that tell programs who they are and what they have; gives where in the sandbox each is shown."""
-    agent, home = options["agent"], exec_server.HOME
+    agent, home = options["agent"], HOME
     (folder / "passwd").write_text(
         f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{home}:/bin/sh\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"

@@ -50,7 +50,7 @@ class ChannelBackend(abc.ABC):
             if spec.image not in self._images:
                 image = images.load_image(self._root / spec.image)
                 tree = await self._ensure(image)
-                from_source = ReadyImage(tree=tree, server=server_code.SOURCE)
+                from_source = ReadyImage(tree=tree, server=server_code.as_source(image))
                 code = await server_code.compiled(image, lambda: self._start(spec, from_source))
                 self._images[spec.image] = ReadyImage(tree=tree, server=code)
 

@@ -23,9 +23,10 @@ from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, cgroups, exec_server, images
+from agentrl.sandbox import allowance, cgroups, images
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
 
@@ -132,7 +133,7 @@ class BubblewrapBackend(ChannelBackend):
         disk, shared = str(allowance.disk_bytes(spec)), str(allowance.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
-        words += ["--setenv", "PATH", exec_server.ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
+        words += ["--setenv", "PATH", ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
         words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]  # in a user namespace some settings are its user's to write
         words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]

@@ -26,6 +26,7 @@ Schema = Mapping[str, tuple[type, ...]]
 EMPTY: Schema = {}
 HELLO: Schema = {"version": (int,)}
 RAN: Schema = {"exit": (int, NoneType), "reason": (str,), "wall_s": (int, float), "truncated": (bool,), "stdout": (int,)}
+RAN_IN_SESSION: Schema = {**RAN, "restarted": (bool,), "ended": (bool,)}
 CHUNK: Schema = {"more": (bool,)}
 FAILURE: Schema = {"error": (str,), "message": (str,)}
 
@@ -90,8 +91,8 @@ def _printable(text: str) -> str:
 
 
 def ran(value: Mapping[str, Any], body: bytes) -> ExecResult:
-    """The result of a program from its reply."""
-    checked = fields(value, RAN)
+    """The result of a program, or of a call in a session, from its reply."""
+    checked = fields(value, RAN_IN_SESSION if "ended" in value else RAN)
     code, reason, wall_s, cut = checked["exit"], checked["reason"], float(checked["wall_s"]), checked["stdout"]
     killed = code is None
     if killed != (reason in _KILLS) or (not killed and (reason != "" or not 0 <= code <= 255)):
@@ -105,4 +106,6 @@ def ran(value: Mapping[str, Any], body: bytes) -> ExecResult:
         wall_s=wall_s,
         truncated=checked["truncated"],
         reason=reason,
+        restarted=checked.get("restarted", False),
+        session_ended=checked.get("ended", False),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from agentrl.errors import SandboxError
@@ -13,6 +14,7 @@ from agentrl.sandbox.channel import Channel
 
 log = logging.getLogger(__name__)
 
+SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 GRACE_S = 10.0
 """How much longer than a program's own limit the layer may take to say so."""
 FILE_S = 30.0
@@ -53,9 +55,15 @@ class ChannelSandbox:
         program = {"argv": list(argv), "env": dict(env) if env else None}
         return await self._run("exec", program, stdin, timeout_s=timeout_s, output_bytes=output_bytes)
 
-    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536) -> ExecResult:
-        """What `python3 -I -c code` gives, from a fork of a warm interpreter that has run nobody's code before."""
-        return await self._run("python", {}, code.encode("utf-8", "surrogatepass"), timeout_s=timeout_s, output_bytes=output_bytes)
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
+        """What `python3 -I -c code` gives, from a fork of a warm interpreter that has run nobody's code before.
+
+        With `session`, in the interpreter of that name, which lives on and keeps its names; four names in the life of a sandbox.
+        """
+        if session and not SESSION_NAME.fullmatch(session):
+            raise ValueError(f"a session is named by up to 64 letters, digits, `_` and `-`, not {session[:100]!r}")
+        program = {"session": session or None}
+        return await self._run("python", program, code.encode("utf-8", "surrogatepass"), timeout_s=timeout_s, output_bytes=output_bytes)
 
     async def _run(self, operation: str, program: Mapping[str, object], body: bytes, *, timeout_s: float, output_bytes: int) -> ExecResult:
         if timeout_s <= 0 or output_bytes < 0:
@@ -65,7 +73,7 @@ class ChannelSandbox:
                 operation,
                 {**program, "timeout_s": timeout_s, "output_bytes": output_bytes},
                 body=body,
-                schema=frames.RAN,
+                schema=frames.RAN_IN_SESSION if program.get("session") else frames.RAN,
                 max_body=2 * (output_bytes + frames.CUT_MARK_BYTES),
                 timeout_s=timeout_s + GRACE_S,
             )

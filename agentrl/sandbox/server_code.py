@@ -1,4 +1,4 @@
-"""The exec server's code as it is handed to sandboxes: compiled once for each image, because compiling it costs every start 8 ms.
+"""The exec server's code as it is handed to sandboxes: one file, compiled once for each image, because compiling costs every start 8 ms.
 
 Only the image's own interpreter can compile for itself, so the first sandbox of an image starts from source and compiles it,
 before any agent's program could have been near. The host stores those bytes and mounts them; it never loads them.
@@ -6,18 +6,21 @@ before any agent's program could have been near. The host stores those bytes and
 
 from __future__ import annotations
 
+import ast
 import base64
+import functools
 import hashlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox
-from agentrl.sandbox import exec_server
+from agentrl.sandbox import inside
 from agentrl.sandbox.images import Image
 
-SOURCE = Path(exec_server.__file__)
+FOLDER = Path(inside.__file__).parent
+FIRST = "main"
 MAX_BYTES = 1 << 20
 COMPILE_S = 60.0
 _COMPILE = (
@@ -27,10 +30,50 @@ _COMPILE = (
 )
 
 
+def parts(name: str = FIRST) -> dict[str, ast.Module]:
+    """The modules of the exec server that `name` needs, itself included, each after those that it imports from."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    found: dict[str, ast.Module] = {}
+    for node in own_imports(tree.body):
+        found |= parts(str(node.module).removeprefix(f"{inside.__name__}."))
+    return {**found, name: tree}
+
+
+def own_imports(nodes: Iterable[ast.AST]) -> Iterator[ast.ImportFrom]:
+    """Those of `nodes` that import from other modules of the exec server. At the top of a module stand those it runs with."""
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{inside.__name__}."):
+            yield node
+
+
+@functools.cache
+def source() -> str:
+    """The exec server as one module: its modules one after the other, without what they import from each other."""
+    return "from __future__ import annotations\n" + "\n\n".join(_joinable(name, tree) for name, tree in parts().items())
+
+
+def _joinable(name: str, tree: ast.Module) -> str:
+    """The source of a module with `pass` in the place of imports that its neighbours in the file make needless."""
+    lines = (FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    for node in (*futures, *own_imports(ast.walk(tree))):
+        lines[node.lineno - 1] = " " * node.col_offset + "pass"
+        for number in range(node.lineno, node.end_lineno or node.lineno):
+            lines[number] = ""
+    return "\n".join(lines) + "\n"
+
+
+def as_source(image: Image) -> Path:
+    """Path of the exec server as source: `<image.folder>/exec_server-<hash of source>.py`."""
+    path = _path(image, ".py")
+    if not path.exists():
+        _place(path, source().encode())
+    return path
+
+
 async def compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbox]]) -> Path:
-    """Path of the exec server compiled by the image's interpreter: `<image folder>/exec_server-<hash of source>.pyc`."""
-    key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    path = image.folder / f"exec_server-{key}.pyc"
+    """Path of the exec server compiled by the image's interpreter: `<image.folder>/exec_server-<hash of source>.pyc`."""
+    path = _path(image, ".pyc")
     if not path.exists():
         sandbox = await open_from_source()
         try:
@@ -43,10 +86,14 @@ async def compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbo
     return path
 
 
+def _path(image: Image, suffix: str) -> Path:
+    return image.folder / f"exec_server-{hashlib.sha256(source().encode()).hexdigest()[:16]}{suffix}"
+
+
 def _place(path: Path, data: bytes) -> None:
     """Written beside and renamed, so that no one sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}")
+    beside = path.with_suffix(f".{os.getpid()}{path.suffix}")
     beside.write_bytes(data)
     beside.chmod(0o644)
     beside.rename(path)

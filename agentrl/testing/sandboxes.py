@@ -23,6 +23,7 @@ class ScriptedSandbox:
         self.id = name
         self.files = dict(files)
         self.closed = False
+        self.sessions: list[str] = []  # of each call so far; empty: without a session
         self._answer = answer
 
     async def exec(
@@ -36,9 +37,10 @@ class ScriptedSandbox:
     ) -> ExecResult:
         return await self.python(" ".join(argv), timeout_s=timeout_s, output_bytes=output_bytes)
 
-    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536) -> ExecResult:
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         if self.closed:
             raise SandboxError("the sandbox is closed")
+        self.sessions.append(session)
         return self._answer(code)
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:

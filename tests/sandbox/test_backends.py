@@ -67,6 +67,54 @@ async def test_a_sandbox_killed_from_outside_is_a_typed_error(backend):
     assert (await again.python("print(1)", timeout_s=30)).stdout == "1\n"
 
 
+async def test_the_waiting_process_may_die_or_stand_still(backend):
+    """The process that waits for the next program, killed from outside, is replaced; one that was paused goes on."""
+    async with asyncio.timeout(30):
+        sandbox = await backend.open(SPEC)
+        for _ in range(3):
+            assert (await sandbox.python("print(1)", timeout_s=10)).stdout == "1\n"
+            await asyncio.sleep(0.1)
+            waiting = [pid for pid in processes_of("exec_server") if lease_of_process(pid) in sandbox.id and inner_pid(pid) > 1]
+            assert len(waiting) == 1
+            os.kill(waiting[0], signal.SIGKILL)
+            while inner_pid(waiting[0]) > 1:
+                await asyncio.sleep(0.01)
+            assert (await sandbox.exec(["echo", "2"], timeout_s=10)).stdout == "2\n"
+        await sandbox.pause()
+        await sandbox.resume()
+        assert (await sandbox.exec(["echo", "3"], timeout_s=10)).stdout == "3\n"
+        await sandbox.snapshot()
+        assert (await sandbox.exec(["echo", "4"], timeout_s=10)).stdout == "4\n"
+
+
+async def test_work_larger_than_a_pipe(backend):
+    """Code and standard input reach the waiting process in pieces, and what is left of them is never the next program's."""
+    sandbox = await backend.open(SPEC)
+    text = "x" * 300_000
+    for session in ("", "s"):
+        assert (await sandbox.python(f"print(len('{text}'))", timeout_s=10, session=session)).stdout == "300000\n"
+    assert (await sandbox.exec(["head", "-c", "3"], stdin=text.encode(), timeout_s=10)).stdout == "xxx"
+    assert (await sandbox.exec(["wc", "-c"], timeout_s=10)).stdout == "0\n"
+    assert (await sandbox.exec(["true"], env={"LONG": text[:100_000]}, stdin=b"y", timeout_s=10)).ok
+    assert (await sandbox.exec(["echo", text], timeout_s=10)).exit_code == 127  # no kernel takes an argument that long
+    assert (await sandbox.python("print(1)", timeout_s=10)).stdout == "1\n"
+
+
+async def test_no_room_for_a_process_is_the_programs_own_fault(backend):
+    sandbox = await backend.open(SPEC)
+    fill = "import os, time\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\nexcept OSError: print('full')"
+    assert (await sandbox.python(fill, timeout_s=10)).stdout == "full\n"
+    fork = "import os\nos.waitpid(os.fork() or os._exit(0), 0)"
+    for session in ("", "s"):
+        result = await sandbox.python(fork, timeout_s=10, session=session)  # the place of the program that has ended is free
+        assert result.exit_code == 1 and "BlockingIOError" in result.stderr
+    result = await sandbox.python("print(1)", timeout_s=10)
+    assert (result.exit_code, result.stderr) == (126, "agentrl: cannot start: Resource temporarily unavailable\n")
+    assert (await sandbox.python("1", timeout_s=10, session="s")).stdout == "1\n"
+    result = await sandbox.python("1", timeout_s=10, session="other")
+    assert result.exit_code == 126 and result.session_ended and not result.restarted
+
+
 async def test_a_cancelled_episode_leaves_nothing(backend):
     opening = [asyncio.create_task(backend.open(SPEC)) for _ in range(4)]
     await asyncio.sleep(0.15)
@@ -164,6 +212,14 @@ def processes_of(word):
         except OSError:
             continue
     return found
+
+
+def inner_pid(pid):
+    """The pid of a process in its own namespace."""
+    try:
+        return int(Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1])
+    except (OSError, IndexError):
+        return 0
 
 
 def lease_of_process(pid):

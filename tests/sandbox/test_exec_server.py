@@ -1,14 +1,19 @@
-"""Parts of the exec server that need no sandbox: its bookkeeping of output, and that it only needs a plain Python."""
+"""Parts of the exec server that need no sandbox: its bookkeeping of output, and that its modules can be joined for a plain Python."""
 
 import ast
+import collections
 import sys
-from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.sandbox import exec_server
-from agentrl.sandbox.exec_server import Output
+from agentrl.sandbox import server_code
+from agentrl.sandbox.inside import program
+from agentrl.sandbox.inside.program import Output
+
+OLDEST = (3, 9)
+PARTS = server_code.parts()
 
 
 @given(st.lists(st.binary(max_size=200), max_size=20), st.integers(0, 100))
@@ -29,12 +34,51 @@ def test_output_keeps_head_and_tail(chunks, limit):
 def test_output_memory_is_bounded():
     output = Output(1000)
     for _ in range(100):
-        output.add(b"x" * exec_server.CHUNK)
-    assert len(output.head) + len(output.tail) <= 1000 + 5 * exec_server.CHUNK
+        output.add(b"x" * program.CHUNK)
+    assert len(output.head) + len(output.tail) <= 1000 + 5 * program.CHUNK
 
 
-def test_standard_library_only():
-    tree = ast.parse(Path(exec_server.__file__).read_text())
+# What is handed to sandboxes ------------------------------------------------------------------------------------------
+
+
+def test_the_joined_file_needs_only_a_plain_python():
+    tree = ast.parse(server_code.source(), feature_version=OLDEST)
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | {"__future__"}
+    compile(tree, "exec_server.py", "exec", dont_inherit=True)
+
+
+def test_every_module_is_joined_and_in_order():
+    assert set(PARTS) == {path.stem for path in server_code.FOLDER.glob("*.py")} - {"__init__"}
+    order = list(PARTS)
+    for name, tree in PARTS.items():
+        for node in server_code.own_imports(tree.body):
+            assert order.index(node.module.rpartition(".")[2]) < order.index(name)
+    assert order[-1] == server_code.FIRST
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_modules_import_names_as_they_are(name):
+    """What joining them takes away must not have given a name another name, or been needed under a module's name."""
+    for node in ast.walk(PARTS[name]):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.startswith("agentrl") for alias in node.names)
+    for node in server_code.own_imports(ast.walk(PARTS[name])):
+        assert all(alias.asname is None and alias.name != "*" for alias in node.names)
+
+
+def test_no_two_modules_define_the_same_name():
+    defined = collections.Counter(name for tree in PARTS.values() for name in set(defined_names(tree)))
+    assert {name for name, times in defined.items() if times > 1} == {"TYPE_CHECKING"}
+
+
+def defined_names(tree):
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+        elif isinstance(node, ast.If):
+            yield from defined_names(node)

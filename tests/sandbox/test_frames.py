@@ -26,6 +26,15 @@ def test_program_result():
     assert (killed.exit_code, killed.reason, killed.ok) == (None, "timeout", False)
 
 
+def test_result_of_a_call_in_a_session():
+    result = frames.ran({**GOOD, "restarted": True, "ended": False}, b"outerr")
+    assert result.restarted and not result.session_ended
+    assert not frames.ran(GOOD, b"outerr").restarted
+    for wrong in ({"ended": True}, {"restarted": 1, "ended": False}, {"restarted": None, "ended": True}):
+        with pytest.raises(FrameError):
+            frames.ran({**GOOD, **wrong}, b"outerr")
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -6,7 +6,7 @@ A program's docstring begins with what it does, and goes on with `key: value` li
     seconds     how long it may run before the sandbox has to end it
     within      seconds in which the answer must be there, where that is less than `seconds`
     ends        how it may end: exit, timeout, memory, killed (default: exit)
-    run         `snippet` to run in the warm interpreter instead of one of its own
+    run         `snippet` to run in the warm interpreter instead of one of its own, `session` to run in a session
     host        what the host does next (`agentrl.sandbox.attacks.host_steps`)
     needs       what must be there for the promise to be made: `control groups`, `two users`, or a machine such as x86_64
 
@@ -26,6 +26,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 HOSTILE_SERVER = Path(hostile_server.__file__)
 KINDS = ("resources", "lifetime", "protocol", "escape", "files", "network", "grader", "between episodes")
 ENDS = ("exit", "timeout", "memory", "killed")
+RUNS = ("", "snippet", "session")
 _KEYS = {"kind", "seconds", "within", "ends", "run", "host", "needs"}
 _SNAPSHOT_TRICKS = ("empty_chunks", "endless_chunks")
 
@@ -42,7 +43,7 @@ class Attack:
     seconds: float = 10.0
     within: float = 10.0
     ends: tuple[str, ...] = ("exit",)
-    snippet: bool = False
+    run: str = ""
     host: str = ""
     needs: str = ""
 
@@ -67,6 +68,8 @@ def program_attack(path: Path) -> Attack:
     ends = tuple(word.strip() for word in keys.get("ends", "exit").split(","))
     if not set(ends) <= set(ENDS):
         raise ValueError(f"{path}: ends: {keys['ends']}; known: {', '.join(ENDS)}")
+    if keys.get("run", "") not in RUNS:
+        raise ValueError(f"{path}: run: {keys['run']}; known: {', '.join(RUNS[1:])}")
     seconds = float(keys.get("seconds", "10"))
     return Attack(
         name=path.stem,
@@ -76,7 +79,7 @@ def program_attack(path: Path) -> Attack:
         seconds=seconds,
         within=float(keys.get("within", seconds)),
         ends=ends,
-        snippet=keys.get("run") == "snippet",
+        run=keys.get("run", ""),
         host=keys.get("host", ""),
         needs=keys.get("needs", ""),
     )

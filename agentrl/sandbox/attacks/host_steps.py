@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import ExecResult
-from agentrl.sandbox.attacks.arena import Arena, Escaped
+from agentrl.sandbox.attacks.arena import Arena, Broken, Escaped
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.place import ChannelSandbox
 
 MEBIBYTE = 1 << 20
 RACE_S = 1.5
+SESSION = "main"
+"""Name of the session that attacks run in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,58 @@ async def _timeout_leaves_nobody(scene: Scene) -> str:
     if result.exit_code == 126:
         return "it fills its own process limit"
     return await _nobody_is_left(scene)
+
+
+@_step
+async def _others_are_out_of_reach(scene: Scene) -> str:
+    for _ in range(20):
+        _hold(await scene.says("print(1)") == "1", "a program did not run")
+        await asyncio.sleep(0.05)
+    seen, done = (await scene.sandbox.read("reached", max_bytes=1000)).decode().split(" ", 1)
+    if int(seen) == 0:
+        raise Broken("it saw no process of the server's")
+    _hold(done == "", f"it reached a process of the server's: {done}")
+    return f"{seen} processes of the server's were out of reach"
+
+
+@_step
+async def _sessions_answer(scene: Scene) -> str:
+    """Of the attacked session any answer will do, in time; when it has been ended, and in another, answers are true."""
+    own = await scene.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
+    said = own.reason or f"exit {own.exit_code}"
+    other = await scene.sandbox.python("6 * 7", timeout_s=10, session="other")
+    _hold((other.exit_code, other.stdout) == (0, "42\n"), f"another session says {other}")
+    slept = await scene.sandbox.exec(["sleep", "60"], timeout_s=0.5)
+    _hold(slept.reason == "timeout", f"sleep ended: {slept}")
+    for code, wanted in (("6 * 7", (0, "42\n")), ("1 / 0", (1, ""))):
+        own = await scene.sandbox.python(code, timeout_s=10, session=SESSION)
+        _hold((own.exit_code, own.stdout) == wanted and own.restarted == (code == "6 * 7"), f"after its end the session says {own}")
+    return f"{said}; true answers after its end"
+
+
+@_step
+async def _session_lies(scene: Scene) -> str:
+    for number in range(500):
+        result = await scene.sandbox.python(f"print({number})", timeout_s=5, session=SESSION)
+        _hold(result.reason != "timeout", f"call {number} of a session that does not listen: {result}")
+        if result.restarted:
+            _hold(result.stdout == f"{number}\n", f"a fresh session says {result}")
+            return f"taken at its word {number} times, then ended; {await _sessions_answer(scene)}"
+    raise Escaped("calls pile up without end in a session that does not listen")
+
+
+@_step
+async def _session_heirs(scene: Scene) -> str:
+    _hold(scene.result is not None and scene.result.session_ended, "the session lives on")
+    await asyncio.sleep(0.5)
+    for number in range(20):
+        result = await scene.sandbox.python(f"print({number}); {number} / {number % 2}", timeout_s=10, session=SESSION)
+        wanted = (0, f"{number}\n{number / 1}\n") if number % 2 else (1, f"{number}\n")
+        _hold((result.exit_code, result.stdout) == wanted, f"call {number} gave {result}")
+        await asyncio.sleep(0.02)
+    taken = await scene.sandbox.read("taken", max_bytes=100)
+    _hold(taken == b"0", f"the heir took the socket of a session {taken!r} times")
+    return "the next session spoke for itself"
 
 
 @_step

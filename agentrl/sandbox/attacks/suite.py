@@ -20,7 +20,7 @@ from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.attacks.arena import Arena, Broken, Escaped, arena, namespace_of, nothing_left
 from agentrl.sandbox.attacks.cases import Attack, attacks, hostile_server_source
-from agentrl.sandbox.attacks.host_steps import STEPS, Scene
+from agentrl.sandbox.attacks.host_steps import SESSION, STEPS, Scene
 from agentrl.sandbox.attacks.hostile_server import PATIENT
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.place import ChannelSandbox
@@ -141,8 +141,8 @@ class _Suite:
         if item.program:
             start = time.monotonic()
             try:
-                if item.snippet:
-                    result = await sandbox.python(item.program, timeout_s=item.seconds)
+                if item.run:
+                    result = await sandbox.python(item.program, timeout_s=item.seconds, session=SESSION if item.run == "session" else "")
                 else:
                     result = await sandbox.exec(["python3", "-I", "program.py"], timeout_s=item.seconds)
             except SandboxError as error:

@@ -1,0 +1,50 @@
+"""The start of the exec server.
+
+    python3 -I exec_server.py connect:/agentrl/link | fd:0  '{"agent": 1879048199, "server": 2013265927, ...}'
+
+It is process 1 of the sandbox's pid namespace, so `kill(-1)` reaches every program in the sandbox, daemons included, and nothing
+else; the kernel makes that call atomic against forks. When the host hangs up, it ends and the kernel ends everything else.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+
+from agentrl.sandbox.inside.child import look_like_an_interpreter
+from agentrl.sandbox.inside.server import Server
+from agentrl.sandbox.inside.users import Users, leave_root, restrict
+from agentrl.sandbox.inside.wire import Link
+
+
+def connect(address: str) -> socket.socket:
+    kind, _, where = address.partition(":")
+    if kind == "fd":
+        return socket.socket(fileno=int(where))
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(where)
+    return sock
+
+
+def main() -> None:
+    options = json.loads(sys.argv[2])
+    sock = connect(sys.argv[1])
+    os.set_inheritable(sock.fileno(), False)
+    users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
+    restrict(options)
+    os.umask(0o022)
+    look_like_an_interpreter()
+
+    gc.freeze()
+    try:
+        Server(Link(sock), users).run()
+    except BaseException as error:  # the host sees the connection end; why is worth a line in the sandbox's log
+        sys.stderr.write(f"exec server: {error!r}\n")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
