@@ -33,7 +33,7 @@ from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, engine, images
+from agentrl.sandbox import allowance, egress, engine, images
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
@@ -82,11 +82,17 @@ class DockerBackend(ChannelBackend):
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
-        with sandbox_folder(name) as folder:
+        with sandbox_folder(name) as folder, contextlib.ExitStack() as undo:
+            door = egress.Door.where_wanted(name, spec, folder)
+            if door is not None:
+                undo.callback(door.abandon)
             reader, writer = await self._connect(spec, image, name, folder)
+            undo.pop_all()
 
         async def destroy(ended: bool) -> None:
             self._open.pop(name, None)
+            if door is not None:
+                await door.close()
             remove_folder(folder)
             if ended:
                 await self._leave(name)
@@ -98,6 +104,8 @@ class DockerBackend(ChannelBackend):
         self._open[name] = sandbox
         try:
             await channel.hello()
+            if door is not None:
+                await door.take()
         except BaseException:
             await sandbox.close()
             raise
