@@ -30,7 +30,7 @@ RECEIVE_BYTES = 1 << 18
 class Bounds:
     """What one sandbox may take of the host's proxy. Times in seconds; the connections past the bound wait."""
 
-    connections: int = 32  # open at once
+    connections: int = 16  # open at once
     pause_s: float = 0.005  # between two that are taken
     head_bytes: int = 16384
     head_s: float = 10.0
@@ -131,8 +131,7 @@ class Proxy:
             async with clock.deadline:
                 if wanted.head:
                     server_writer.write(wanted.head)
-                    up = self._body(reader, server_writer, clock, wanted.body)
-                    await _first(self._pump(server_reader, writer, clock), up)
+                    await _first(self._pump(server_reader, writer, clock), self._body(reader, server_writer, clock, wanted.body))
                 else:
                     writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
                     await _both(self._pump(server_reader, writer, clock), self._pump(reader, server_writer, clock))
@@ -146,14 +145,12 @@ class Proxy:
         writer.write_eof()
 
     async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
-        """Carries the body of a request and nothing that follows it."""
-        while size:
-            data = await reader.read(min(size, CHUNK))
-            if not data:
-                writer.transport.abort()
-                return
-            size -= len(data)
-            await self._move(data, writer, clock)
+        """Carries the body of a request and nothing that follows it; ends when the program hangs up or says more."""
+        with contextlib.suppress(ConnectionError):  # a server may answer before it has read all
+            while size and (data := await reader.read(min(size, CHUNK))):
+                size -= len(data)
+                await self._move(data, writer, clock)
+        await reader.read(1)
 
     async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock) -> None:
         self._left -= len(data)
@@ -186,24 +183,22 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, re
 
 
 async def _both(*works: Coroutine[Any, Any, None]) -> None:
-    """Runs both to their end; when one fails the other is cancelled."""
+    """Runs all to their end; when one fails the others are cancelled."""
+    await _run(works, asyncio.FIRST_EXCEPTION)
+
+
+async def _first(*works: Coroutine[Any, Any, None]) -> None:
+    """Runs all until one ends; the others are cancelled."""
+    await _run(works, asyncio.FIRST_COMPLETED)
+
+
+async def _run(works: Sequence[Coroutine[Any, Any, None]], until: str) -> None:
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        await asyncio.gather(*tasks)
+        done, _ = await asyncio.wait(tasks, return_when=until)
     finally:
-        await _cancelled(tasks)
-
-
-async def _first(main: Coroutine[Any, Any, None], beside: Coroutine[Any, Any, None]) -> None:
-    """Runs `main` to its end with `beside` along; a server may answer before it has read all."""
-    task = asyncio.create_task(beside)
-    try:
-        await main
-    finally:
-        await _cancelled([task])
-
-
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
