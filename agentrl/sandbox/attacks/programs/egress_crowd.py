@@ -5,6 +5,8 @@ seconds: 25
 network: allowed
 """
 
+from __future__ import annotations
+
 import json
 import os
 import socket
@@ -17,15 +19,15 @@ end = time.monotonic() + 14
 counts = dict.fromkeys(("left", "dripped", "poured", "refused"), 0)
 
 
-def link():
+def link() -> socket.socket:
     made = socket.socket()
     made.settimeout(1.0)
     made.connect(("127.0.0.1", 3128))
     return made
 
 
-def leave():
-    kept = []
+def leave() -> None:
+    kept: list[socket.socket] = []
     while time.monotonic() < end:
         try:
             kept.append(link())
@@ -36,7 +38,7 @@ def leave():
             kept = []
 
 
-def drip():
+def drip() -> None:
     while time.monotonic() < end:
         try:
             with link() as one:
@@ -48,7 +50,7 @@ def drip():
             time.sleep(0.05)
 
 
-def pour():
+def pour() -> None:
     while time.monotonic() < end:
         try:
             with link() as one:
@@ -59,7 +61,7 @@ def pour():
             time.sleep(0.05)
 
 
-def never_read():
+def never_read() -> None:
     while time.monotonic() < end:
         try:
             with link() as one:
@@ -70,7 +72,7 @@ def never_read():
             time.sleep(0.05)
 
 
-def refused():
+def refused() -> None:
     while time.monotonic() < end:
         try:
             with link() as one:

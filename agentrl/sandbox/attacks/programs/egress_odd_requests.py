@@ -5,6 +5,8 @@ seconds: 60
 network: allowed
 """
 
+from __future__ import annotations
+
 import json
 import socket
 
@@ -14,7 +16,7 @@ good = f"127.0.0.1:{allowed}"
 bad = f"127.0.0.1:{other}"
 
 
-def ask(request):
+def ask(request: str | bytes) -> str:
     try:
         with socket.create_connection(("127.0.0.1", 3128), timeout=20) as link:
             link.sendall(request if isinstance(request, bytes) else request.encode("latin-1"))

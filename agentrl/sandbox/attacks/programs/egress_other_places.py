@@ -12,10 +12,13 @@ arena = json.load(open("arena.json"))
 other, allowed = arena["tcp_port"], arena["allowed_port"]
 
 
-def ask(request):
-    with socket.create_connection(("127.0.0.1", 3128), timeout=20) as link:
+def ask(request: str) -> str:
+    with socket.create_connection(("127.0.0.1", 3128), timeout=3) as link:
         link.sendall(request.encode("latin-1"))
-        return link.recv(4096).split(b"\r\n")[0].decode("latin-1")
+        try:
+            return link.recv(4096).split(b"\r\n")[0].decode("latin-1")
+        except TimeoutError:
+            return "no refusal"
 
 
 loopback = ["127.0.0.1", "localhost", "127.1", "127.0.1.1", "2130706433", "0x7f000001", "0177.0.0.1", "0.0.0.0", "0", "[::1]", "[::]"]
@@ -31,5 +34,7 @@ for host, port in places:
         answer = ask(request)
         if not answer.startswith(("HTTP/1.1 403", "HTTP/1.1 400")):
             got.append(f"{request.split()[1]}: {answer}")
+    if len(got) > 4:
+        break
 assert ask(f"CONNECT 127.0.0.1:{allowed} HTTP/1.1\r\n\r\n").startswith("HTTP/1.1 200"), "what is allowed cannot be reached"
-print(f"ESCAPED: {got[:5]}" if got else f"held: {2 * len(places)} requests refused, the allowed one served")
+print(f"ESCAPED: {got}" if got else f"held: {2 * len(places)} requests refused, the allowed one served")
