@@ -19,8 +19,10 @@ bad = f"127.0.0.1:{other}"
 def ask(request: str | bytes) -> str:
     try:
         with socket.create_connection(("127.0.0.1", 3128), timeout=20) as link:
-            link.sendall(request if isinstance(request, bytes) else request.encode("latin-1"))
-            link.shutdown(socket.SHUT_WR)
+            data = request if isinstance(request, bytes) else request.encode("latin-1")
+            link.sendall(data)
+            if b"\r\n\r\n" not in data:
+                link.shutdown(socket.SHUT_WR)
             return link.recv(4096).split(b"\r\n")[0].decode("latin-1")
     except OSError as error:
         return repr(error)
@@ -55,7 +57,7 @@ targets += [
     "",
     "\u00b9\u00b2\u00b7.0.0.1:80",
 ]
-requests = [f"CONNECT {target} HTTP/1.1\r\nHost: {good}\r\n\r\n" for target in targets]
+requests: list[str | bytes] = [f"CONNECT {target} HTTP/1.1\r\nHost: {good}\r\n\r\n" for target in targets]
 requests += [
     f"GET http://{target}/forbidden HTTP/1.1\r\nHost: {good}\r\n\r\n" for target in targets if target not in ("127.0.0.1", "127.0.0.1:")
 ]
