@@ -46,6 +46,11 @@ READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tri
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
 API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
+QUICK_S = 15.0
+"""For requests that only look or remove."""
+PREPARE_S = 10.0
+UNDO_S = 5.0
+"""How long a failed opening waits for its own removal; it goes on behind the caller's back."""
 POOLS = 2
 """Connections that each thread keeps: the library has one for each address it asks, and every container has its own addresses."""
 PULL_S = 300.0
@@ -65,16 +70,21 @@ class DockerBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._undoing: set[asyncio.Task[None]] = set()  # openings that failed
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
 
     async def close(self) -> None:
         """Closes every sandbox that is still open, and removes by force what the daemon does not remove by itself."""
-        await super().close()
-        if self._leaving:
-            names = frozenset(self._leaving)
-            await self._call(lambda: _await_removed(names, LEAVING_S))
-            self._leaving.clear()
-        self._threads.shutdown(wait=False)
+        try:
+            await super().close()
+            if self._undoing:
+                await asyncio.wait(self._undoing, timeout=QUICK_S)
+            if self._leaving:
+                names = frozenset(self._leaving)
+                await self._call(lambda: _await_removed(names, LEAVING_S))
+                self._leaving.clear()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ensure(self, image: images.Image) -> str:
         """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
@@ -126,10 +136,11 @@ class DockerBackend(ChannelBackend):
             await asyncio.shield(starting)
             return await self._first(connected, name)
         except BaseException:
-            self._leaving[name] = time.monotonic()  # found again by close() should the next lines be interrupted
-            with contextlib.suppress(SandboxError):
-                await starting
-            await self._discard(name)
+            self._leaving[name] = time.monotonic()  # found again by close() should what follows fail
+            undoing = asyncio.create_task(self._undo(starting, name), name=f"undo {name}")
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            await asyncio.wait([undoing], timeout=UNDO_S)
             raise
         finally:
             listener.close()
@@ -143,6 +154,13 @@ class DockerBackend(ChannelBackend):
                 return connected.result()
             if not await self._call(lambda: _runs(name)):
                 raise SandboxError(f"container {name} ended before its exec server answered; does its image hold python3 (3.9 or later)?")
+
+    async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
+        """Removes a container whose opening failed, once the daemon has answered; close() looks again for what stays."""
+        with contextlib.suppress(SandboxError):
+            await starting
+        with contextlib.suppress(SandboxError):
+            await self._discard(name)
 
     async def _leave(self, name: str) -> None:
         """Leaves the removal to the daemon, and now and then removes by force what it should have removed long ago."""
@@ -167,7 +185,7 @@ class DockerBackend(ChannelBackend):
         except TimeoutError:
             raise SandboxTimeout(f"the Docker daemon gave no answer in {REQUEST_S:.0f} s") from None
         except (DockerException, requests.RequestException) as error:
-            raise SandboxError(f"Docker daemon: {error}") from error
+            raise fault(error) from error
 
     def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
@@ -214,6 +232,8 @@ class DockerBackend(ChannelBackend):
 
 def ensure_image(image: images.Image, progress: images.Progress = images.silent) -> str:
     """The image's tag, after making sure that the daemon has it. Blocking; may take minutes the first time."""
+    if engine.state(PREPARE_S) == "silent":
+        raise engine.silence()
     api = client()
     try:
         if _has(api, image.tag):
@@ -224,17 +244,25 @@ def ensure_image(image: images.Image, progress: images.Progress = images.silent)
                 progress(f"importing sandbox image {image.name} into Docker")
                 _import(api, tarball, image.tag)
     except (DockerException, requests.RequestException) as error:
-        raise SandboxError(f"Docker daemon: {error}") from error
+        raise fault(error) from error
     return image.tag
 
 
-def client() -> docker.APIClient:
+def fault(error: Exception) -> SandboxError:
+    """What went wrong between us and the daemon, as an error of ours."""
+    if isinstance(error, requests.Timeout):
+        return SandboxTimeout(f"the Docker daemon at {engine.address()} gave no answer in time: {error}")
+    return SandboxError(f"Docker daemon: {error}")
+
+
+def client(patience_s: float = REQUEST_S) -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
-    if not hasattr(_local, "api"):
+    if getattr(_local, "address", "") != engine.address():
         api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
         # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
         api.mount("http+docker://", UnixHTTPAdapter(engine.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
-        _local.api = api
+        _local.api, _local.address = api, engine.address()
+    _local.api.timeout = patience_s
     return _local.api
 
 
@@ -266,7 +294,7 @@ def _create_and_start(name: str, container: dict[str, Any]) -> None:
 
 def _runs(name: str) -> bool:
     try:
-        return bool(client().inspect_container(name)["State"]["Running"])
+        return bool(client(QUICK_S).inspect_container(name)["State"]["Running"])
     except NotFound:
         return False
 
@@ -274,7 +302,7 @@ def _runs(name: str) -> bool:
 def remove(name: str) -> None:
     """Kills and removes a container; one that is gone, or on its way, is as good."""
     try:
-        client().remove_container(name, force=True, v=True)
+        client(QUICK_S).remove_container(name, force=True, v=True)
     except NotFound:
         return
     except APIError as error:
@@ -295,7 +323,7 @@ def _await_removed(names: frozenset[str], timeout_s: float) -> None:
 
 def containers(label: str) -> dict[str, dict[str, str]]:
     """Name -> labels of every container, running or not, that carries `label` (`key` or `key=value`)."""
-    found = client().containers(all=True, filters={"label": [label]})
+    found = client(QUICK_S).containers(all=True, filters={"label": [label]})
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in found if item["Names"]}
 
 
