@@ -28,13 +28,14 @@ from typing import Any, TypeVar
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, NotFound
 from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, egress, engine, images
+from agentrl.sandbox import allowance, builds, egress, engine, images
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
+from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
@@ -44,7 +45,6 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
-API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
 QUICK_S = 15.0
 """For requests that only look or remove."""
@@ -59,7 +59,6 @@ LOOK_S = 1.0
 LEAVING_S = 10.0
 SWEEP_AT = 64
 STREAM_BYTES = 1 << 20
-LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
 
 
 class DockerBackend(ChannelBackend):
@@ -185,7 +184,7 @@ class DockerBackend(ChannelBackend):
         except TimeoutError:
             raise SandboxTimeout(f"the Docker daemon gave no answer in {REQUEST_S:.0f} s") from None
         except (DockerException, requests.RequestException) as error:
-            raise fault(error) from error
+            raise engine.fault(error) from error
 
     def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
@@ -225,7 +224,7 @@ class DockerBackend(ChannelBackend):
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "NetworkDisabled": True,
-            "Labels": {LABEL_RUN: self.run_label, LABEL_LEASE: lease()},
+            "Labels": {engine.LABEL_RUN: self.run_label, engine.LABEL_LEASE: lease()},
             "HostConfig": host,
         }
 
@@ -236,29 +235,22 @@ def ensure_image(image: images.Image, progress: images.Progress = images.silent)
         raise engine.silence()
     api = client()
     try:
-        if _has(api, image.tag):
+        if builds.has(api, image.tag):
             return image.tag
         with images.locked(image, "docker"):
-            if not _has(api, image.tag) and not (image.recipe.pull and _pulled(api, image, progress)):
+            if not builds.has(api, image.tag) and not _made(api, image, progress):
                 tarball = images.ensure_tarball(image, progress)
                 progress(f"importing sandbox image {image.name} into Docker")
                 _import(api, tarball, image.tag)
     except (DockerException, requests.RequestException) as error:
-        raise fault(error) from error
+        raise engine.fault(error) from error
     return image.tag
-
-
-def fault(error: Exception) -> SandboxError:
-    """What went wrong between us and the daemon, as an error of ours."""
-    if isinstance(error, requests.Timeout):
-        return SandboxTimeout(f"the Docker daemon at {engine.address()} gave no answer in time: {error}")
-    return SandboxError(f"Docker daemon: {error}")
 
 
 def client(patience_s: float = REQUEST_S) -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
     if getattr(_local, "address", "") != engine.address():
-        api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
+        api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=REQUEST_S)
         # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
         api.mount("http+docker://", UnixHTTPAdapter(engine.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
         _local.api, _local.address = api, engine.address()
@@ -313,7 +305,7 @@ def remove(name: str) -> None:
 def _await_removed(names: frozenset[str], timeout_s: float) -> None:
     """Gives the daemon `timeout_s` to remove the containers `names` of this process by itself, then removes the rest by force."""
     deadline = time.monotonic() + timeout_s
-    while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
+    while left := names & containers(f"{engine.LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:
             for name in left:
                 remove(name)
@@ -327,23 +319,27 @@ def containers(label: str) -> dict[str, dict[str, str]]:
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in found if item["Names"]}
 
 
-def _has(api: docker.APIClient, tag: str) -> bool:
-    try:
-        api.inspect_image(tag)
-    except ImageNotFound:
+def _made(api: docker.APIClient, image: images.Image, progress: images.Progress) -> bool:
+    """Tags the image that the daemon has built or pulled; False when its file tree must be imported instead."""
+    if isinstance(image.recipe, BuildContext):
+        images.ensure_built(image, progress)
+        if builds.plain(image.built):
+            api.tag(image.built, *image.tag.split(":"))
+            return True
         return False
-    return True
+    return bool(image.recipe.pull) and _pulled(api, image, image.recipe.pull, progress)
 
 
-def _pulled(api: docker.APIClient, image: images.Image, progress: images.Progress) -> bool:
+def _pulled(api: docker.APIClient, image: images.Image, reference: str, progress: images.Progress) -> bool:
     """Tries the registry; False when it does not answer or has no such image, which is no fault: the image is built instead."""
-    progress(f"pulling {image.recipe.pull} for sandbox image {image.name}")
-    puller = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=PULL_S)
+    progress(f"pulling {reference} for sandbox image {image.name}")
+    puller = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=PULL_S)
     try:
-        puller.pull(image.recipe.pull)
-        api.tag(image.recipe.pull, *image.tag.split(":"))
+        puller.pull(reference)
+        builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
+        api.tag(reference, *image.tag.split(":"))
     except (APIError, requests.RequestException) as error:
-        progress(f"{image.recipe.pull} cannot be pulled ({str(error)[:120]}); building instead")
+        progress(f"{reference} cannot be pulled ({str(error)[:120]}); building instead")
         return False
     finally:
         puller.close()

@@ -6,10 +6,16 @@ import os
 import socket
 from typing import Literal
 
-from agentrl.errors import SandboxTimeout, SandboxUnavailable
+import requests
+import urllib3
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 
 DEFAULT = "unix:///var/run/docker.sock"
 ANSWER_S = 2.0
+API_VERSION = "1.41"  # Docker Engine 20.10
+LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
+"""Of containers: whose run they belong to, and which driver's."""
 
 State = Literal["answers", "silent", "absent"]
 
@@ -47,3 +53,10 @@ def answers(timeout_s: float = ANSWER_S) -> bool:
 def silence() -> SandboxTimeout:
     """The error for a daemon that is there and does not answer."""
     return SandboxTimeout(f"the Docker daemon at {address()} takes connections and gives no answer; it must be restarted")
+
+
+def fault(error: Exception) -> SandboxError:
+    """What went wrong between us and the daemon, as an error of ours."""
+    if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
+        return SandboxTimeout(f"the Docker daemon at {address()} gave no answer in time: {error}")
+    return SandboxError(f"Docker daemon: {error}")

@@ -39,8 +39,8 @@ def list_open() -> list[OpenSandbox]:
         backend, run = read_mark(folder)
         found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
     for name, labels in _containers().items():
-        lease = labels.get(docker.LABEL_LEASE, "")
-        found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(docker.LABEL_RUN, ""), driver_alive=alive(lease))
+        lease = labels.get(engine.LABEL_LEASE, "")
+        found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
     return sorted(found.values(), key=lambda sandbox: sandbox.name)
 
 
@@ -51,7 +51,7 @@ def prune() -> int:
         for name in dead & _containers().keys():
             docker.remove(name)
     except (DockerException, requests.RequestException) as error:
-        raise docker.fault(error) from error
+        raise engine.fault(error) from error
     for folder in _folders():
         if not alive(folder.parent.name):
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -83,6 +83,6 @@ def _containers() -> dict[str, dict[str, str]]:
     if state == "silent":
         raise engine.silence()
     try:
-        return docker.containers(docker.LABEL_LEASE)
+        return docker.containers(engine.LABEL_LEASE)
     except (DockerException, requests.RequestException) as error:
-        raise docker.fault(error) from error
+        raise engine.fault(error) from error

@@ -159,7 +159,7 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
     finally:
         relay.close()
         monkeypatch.setenv("DOCKER_HOST", real)
-        for name in docker.containers(f"{docker.LABEL_RUN}=test"):
+        for name in docker.containers(f"{engine.LABEL_RUN}=test"):
             docker.remove(name)
 
 
