@@ -43,6 +43,8 @@ def drip() -> None:
         try:
             with link() as one:
                 for byte in b"GET http://127.0.0.1/ HTTP/1.1\r\n" * 100:
+                    if time.monotonic() > end:
+                        break
                     one.send(bytes([byte]))
                     counts["dripped"] += 1
                     time.sleep(0.05)
