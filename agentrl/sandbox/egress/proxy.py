@@ -71,7 +71,7 @@ class Proxy:
     async def serve(self, link: socket.socket) -> None:
         """Answers the one request of a connection, and closes it whatever happens."""
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
-        reader, writer = await asyncio.open_connection(sock=link, limit=self._bounds.head_bytes)
+        reader, writer = await _streams(link, self._bounds.head_bytes)
         try:
             await self._request(reader, writer)
             writer.close()
@@ -121,11 +121,7 @@ class Proxy:
             raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
 
     async def _carry(self, wanted: Wanted, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: socket.socket) -> None:
-        try:
-            server_reader, server_writer = await asyncio.open_connection(sock=link)
-        except BaseException:
-            link.close()
-            raise
+        server_reader, server_writer = await _streams(link, CHUNK)
         clock = _Clock(self._bounds)
         try:
             async with clock.deadline:
@@ -166,6 +162,15 @@ class Proxy:
             where = f"{wanted.host}:{wanted.port}" if wanted is not None else "a malformed request"
             log.warning("sandbox %s: the network was refused to a program: %s: %s", self._name, where, refusal.reason)
         self.refused[refusal.reason] += 1
+
+
+async def _streams(link: socket.socket, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The socket as streams; closed when that fails."""
+    try:
+        return await asyncio.open_connection(sock=link, limit=limit)
+    except BaseException:
+        link.close()
+        raise
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, refusal: Refusal) -> None:
