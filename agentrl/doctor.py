@@ -246,7 +246,7 @@ def _sandboxes() -> list[Check]:
 def _docker() -> Check:
     try:
         socket = Path(engine.address().removeprefix("unix://"))
-        ok = engine.answers(DEADLINE_S)
+        state = engine.state(DEADLINE_S)
     except SandboxUnavailable as error:
         return _check("Docker", False, error.message, error.fix, required=False)
     installed = shutil.which("dockerd") or Path("/usr/sbin/dockerd").exists()
@@ -254,10 +254,13 @@ def _docker() -> Check:
         fix = "as root: apt-get install docker.io crun, then python -m agentrl.sandbox.daemon start"
     elif socket.exists() and not os.access(socket, os.R_OK | os.W_OK):
         fix = f"your user may not open {socket}: as root, usermod -aG docker {os.environ.get('USER', 'USER')}, then log in again"
+    elif state == "silent":
+        fix = "as root: systemctl restart docker, or end that dockerd and start one"
     else:
         fix = f"as root: {sys.executable} -m agentrl.sandbox.daemon start"
-    detail = "daemon answers" if ok else "no daemon answers" if installed else "not installed"
-    return _check("Docker", ok, detail, fix, required=False)
+    said = {"answers": "daemon answers", "silent": f"a daemon at {socket} takes connections and says nothing"}
+    detail = said.get(state) or ("no daemon answers" if installed else "not installed")
+    return _check("Docker", state == "answers", detail, fix, required=False)
 
 
 def _bubblewrap() -> Check:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from agentrl import destinations
+
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
 
@@ -66,7 +68,8 @@ class Message:
 class SandboxSpec:
     """What a sandbox is made of and what it may use: `SandboxSpec(image="sandboxes/tables")`.
 
-    `image` is a folder that holds an `image.toml` recipe (see `agentrl.sandbox.images`), relative to the project root.
+    `image` is a folder that holds an `image.toml` recipe or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the
+    project root. `network` is what programs may reach, through a proxy (see `agentrl.sandbox.egress`): nothing by default.
     """
 
     image: str
@@ -76,11 +79,18 @@ class SandboxSpec:
     disk_mb: int = 64  # of the working directory, and of /tmp; both are memory, and never get all of it
     open_files: int = 256
     runtime: str = ""  # container runtime name, such as "runsc"; empty: the backend's own
+    network: tuple[str, ...] = ()  # allow-list: "pypi.org:443", "*.example.org:443", "10.1.2.3:8080" (see `agentrl.destinations`)
 
     def __post_init__(self) -> None:
         for name in ("memory_mb", "processes", "cpus", "disk_mb", "open_files"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"SandboxSpec.{name} must be positive, got {getattr(self, name)}")
+        if not isinstance(self.network, tuple):  # a list cannot be hashed, and a single text is a tuple of letters
+            raise ValueError(f'SandboxSpec.network must be a tuple such as ("pypi.org:443",), got {self.network!r}')
+        try:
+            destinations.parse_all(self.network)
+        except ValueError as error:
+            raise ValueError(f"SandboxSpec.network: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +151,8 @@ class Task:
         content = asdict(self)
         if self.limits.episode_output_chars is None:  # tasks from before there was this field keep their keys
             del content["limits"]["episode_output_chars"]
+        if not self.sandbox.network:  # tasks from before there was this field keep their keys
+            del content["sandbox"]["network"]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import seccomp
+from agentrl.sandbox import egress, seccomp
 from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
@@ -95,4 +95,4 @@ def server_options(name: str, spec: SandboxSpec) -> dict[str, Any]:
         "open_files": spec.open_files,
         "limits": {"RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
         "filter": seccomp.program().hex() if seccomp.supported() else "",
-    }
+    } | egress.server_options(spec)

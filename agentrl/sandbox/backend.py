@@ -48,7 +48,7 @@ class ChannelBackend(abc.ABC):
         """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it."""
         async with self._preparing:
             if spec.image not in self._images:
-                image = images.load_image(self._root / spec.image)
+                image = await asyncio.to_thread(images.load_image, self._root / spec.image)
                 tree = await self._ensure(image)
                 from_source = ReadyImage(tree=tree, server=server_code.as_source(image))
                 code = await server_code.compiled(image, lambda: self._start(spec, from_source))

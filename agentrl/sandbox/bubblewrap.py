@@ -23,7 +23,7 @@ from typing import Any
 
 from agentrl.errors import SandboxError, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, cgroups, images
+from agentrl.sandbox import allowance, cgroups, egress, images
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.inside.users import ENVIRONMENT
@@ -66,6 +66,9 @@ class BubblewrapBackend(ChannelBackend):
         with contextlib.ExitStack() as undo:
             folder = undo.enter_context(sandbox_folder(name))
             mark_folder(folder, self.name, self.run_label)
+            door = egress.Door.where_wanted(name, spec, folder)
+            if door is not None:
+                undo.push(lambda kind, *_: None if kind is None else door.abandon())
             group = self._hierarchy.make(name, spec) if self._hierarchy is not None else None
             if group is not None:
                 undo.push(lambda kind, *_: None if kind is None else group.remove())
@@ -77,6 +80,8 @@ class BubblewrapBackend(ChannelBackend):
 
             async def destroy(ended: bool) -> None:
                 self._open.pop(name, None)
+                if door is not None:
+                    await door.close()
                 await _end(process)
                 if group is not None:
                     await asyncio.to_thread(group.remove)
@@ -88,6 +93,8 @@ class BubblewrapBackend(ChannelBackend):
             self._open[name] = sandbox
             try:
                 await channel.hello()
+                if door is not None:
+                    await door.take()
             except SandboxError as error:
                 said = _log(folder)
                 await sandbox.close()
@@ -102,7 +109,7 @@ class BubblewrapBackend(ChannelBackend):
     ) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
         options = self._options(name, spec)
-        shown = allowance.describe(folder, options)
+        shown = {**allowance.describe(folder, options), **egress.shown(folder, spec)}
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
             stack.callback(os.close, args_read)
@@ -140,9 +147,9 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--size", "65536", "--tmpfs", "/sys"]
         for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         for place, source in shown.items():
             words += ["--ro-bind", str(source), place]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
         if group is not None and group.memory_events.exists():
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]

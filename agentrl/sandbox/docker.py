@@ -28,13 +28,14 @@ from typing import Any, TypeVar
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, NotFound
 from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, engine, images
+from agentrl.sandbox import allowance, builds, egress, engine, images
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
+from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.place import ChannelSandbox
@@ -44,8 +45,12 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
-API_VERSION = "1.41"  # Docker Engine 20.10
 REQUEST_S = 60.0
+QUICK_S = 15.0
+"""For requests that only look or remove."""
+PREPARE_S = 10.0
+UNDO_S = 5.0
+"""How long a failed opening waits for its own removal; it goes on behind the caller's back."""
 POOLS = 2
 """Connections that each thread keeps: the library has one for each address it asks, and every container has its own addresses."""
 PULL_S = 300.0
@@ -54,7 +59,6 @@ LOOK_S = 1.0
 LEAVING_S = 10.0
 SWEEP_AT = 64
 STREAM_BYTES = 1 << 20
-LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
 
 
 class DockerBackend(ChannelBackend):
@@ -65,16 +69,21 @@ class DockerBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
+        self._undoing: set[asyncio.Task[None]] = set()  # openings that failed
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
 
     async def close(self) -> None:
         """Closes every sandbox that is still open, and removes by force what the daemon does not remove by itself."""
-        await super().close()
-        if self._leaving:
-            names = frozenset(self._leaving)
-            await self._call(lambda: _await_removed(names, LEAVING_S))
-            self._leaving.clear()
-        self._threads.shutdown(wait=False)
+        try:
+            await super().close()
+            if self._undoing:
+                await asyncio.wait(self._undoing, timeout=QUICK_S)
+            if self._leaving:
+                names = frozenset(self._leaving)
+                await self._call(lambda: _await_removed(names, LEAVING_S))
+                self._leaving.clear()
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ensure(self, image: images.Image) -> str:
         """Finds the image in the daemon, pulls it where its recipe names a registry reference, or builds and imports it."""
@@ -82,11 +91,17 @@ class DockerBackend(ChannelBackend):
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
-        with sandbox_folder(name) as folder:
+        with sandbox_folder(name) as folder, contextlib.ExitStack() as undo:
+            door = egress.Door.where_wanted(name, spec, folder)
+            if door is not None:
+                undo.callback(door.abandon)
             reader, writer = await self._connect(spec, image, name, folder)
+            undo.pop_all()
 
         async def destroy(ended: bool) -> None:
             self._open.pop(name, None)
+            if door is not None:
+                await door.close()
             remove_folder(folder)
             if ended:
                 await self._leave(name)
@@ -98,6 +113,8 @@ class DockerBackend(ChannelBackend):
         self._open[name] = sandbox
         try:
             await channel.hello()
+            if door is not None:
+                await door.take()
         except BaseException:
             await sandbox.close()
             raise
@@ -118,10 +135,11 @@ class DockerBackend(ChannelBackend):
             await asyncio.shield(starting)
             return await self._first(connected, name)
         except BaseException:
-            self._leaving[name] = time.monotonic()  # found again by close() should the next lines be interrupted
-            with contextlib.suppress(SandboxError):
-                await starting
-            await self._discard(name)
+            self._leaving[name] = time.monotonic()  # found again by close() should what follows fail
+            undoing = asyncio.create_task(self._undo(starting, name), name=f"undo {name}")
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            await asyncio.wait([undoing], timeout=UNDO_S)
             raise
         finally:
             listener.close()
@@ -135,6 +153,13 @@ class DockerBackend(ChannelBackend):
                 return connected.result()
             if not await self._call(lambda: _runs(name)):
                 raise SandboxError(f"container {name} ended before its exec server answered; does its image hold python3 (3.9 or later)?")
+
+    async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
+        """Removes a container whose opening failed, once the daemon has answered; close() looks again for what stays."""
+        with contextlib.suppress(SandboxError):
+            await starting
+        with contextlib.suppress(SandboxError):
+            await self._discard(name)
 
     async def _leave(self, name: str) -> None:
         """Leaves the removal to the daemon, and now and then removes by force what it should have removed long ago."""
@@ -159,7 +184,7 @@ class DockerBackend(ChannelBackend):
         except TimeoutError:
             raise SandboxTimeout(f"the Docker daemon gave no answer in {REQUEST_S:.0f} s") from None
         except (DockerException, requests.RequestException) as error:
-            raise SandboxError(f"Docker daemon: {error}") from error
+            raise engine.fault(error) from error
 
     def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """The body of the daemon's create request."""
@@ -199,34 +224,37 @@ class DockerBackend(ChannelBackend):
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "NetworkDisabled": True,
-            "Labels": {LABEL_RUN: self.run_label, LABEL_LEASE: lease()},
+            "Labels": {engine.LABEL_RUN: self.run_label, engine.LABEL_LEASE: lease()},
             "HostConfig": host,
         }
 
 
 def ensure_image(image: images.Image, progress: images.Progress = images.silent) -> str:
     """The image's tag, after making sure that the daemon has it. Blocking; may take minutes the first time."""
+    if engine.state(PREPARE_S) == "silent":
+        raise engine.silence()
     api = client()
     try:
-        if _has(api, image.tag):
+        if builds.has(api, image.tag):
             return image.tag
         with images.locked(image, "docker"):
-            if not _has(api, image.tag) and not (image.recipe.pull and _pulled(api, image, progress)):
+            if not builds.has(api, image.tag) and not _made(api, image, progress):
                 tarball = images.ensure_tarball(image, progress)
                 progress(f"importing sandbox image {image.name} into Docker")
                 _import(api, tarball, image.tag)
     except (DockerException, requests.RequestException) as error:
-        raise SandboxError(f"Docker daemon: {error}") from error
+        raise engine.fault(error) from error
     return image.tag
 
 
-def client() -> docker.APIClient:
+def client(patience_s: float = REQUEST_S) -> docker.APIClient:
     """This thread's own connection to the daemon: the library's clients are not safe to share between threads."""
-    if not hasattr(_local, "api"):
-        api = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=REQUEST_S)
+    if getattr(_local, "address", "") != engine.address():
+        api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=REQUEST_S)
         # Its `num_pools` goes unheard for local sockets (docker 7.2), hence the adapter of our own.
         api.mount("http+docker://", UnixHTTPAdapter(engine.address().removeprefix("unix://"), REQUEST_S, pool_connections=POOLS))
-        _local.api = api
+        _local.api, _local.address = api, engine.address()
+    _local.api.timeout = patience_s
     return _local.api
 
 
@@ -258,7 +286,7 @@ def _create_and_start(name: str, container: dict[str, Any]) -> None:
 
 def _runs(name: str) -> bool:
     try:
-        return bool(client().inspect_container(name)["State"]["Running"])
+        return bool(client(QUICK_S).inspect_container(name)["State"]["Running"])
     except NotFound:
         return False
 
@@ -266,7 +294,7 @@ def _runs(name: str) -> bool:
 def remove(name: str) -> None:
     """Kills and removes a container; one that is gone, or on its way, is as good."""
     try:
-        client().remove_container(name, force=True, v=True)
+        client(QUICK_S).remove_container(name, force=True, v=True)
     except NotFound:
         return
     except APIError as error:
@@ -277,7 +305,7 @@ def remove(name: str) -> None:
 def _await_removed(names: frozenset[str], timeout_s: float) -> None:
     """Gives the daemon `timeout_s` to remove the containers `names` of this process by itself, then removes the rest by force."""
     deadline = time.monotonic() + timeout_s
-    while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
+    while left := names & containers(f"{engine.LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:
             for name in left:
                 remove(name)
@@ -287,27 +315,31 @@ def _await_removed(names: frozenset[str], timeout_s: float) -> None:
 
 def containers(label: str) -> dict[str, dict[str, str]]:
     """Name -> labels of every container, running or not, that carries `label` (`key` or `key=value`)."""
-    found = client().containers(all=True, filters={"label": [label]})
+    found = client(QUICK_S).containers(all=True, filters={"label": [label]})
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in found if item["Names"]}
 
 
-def _has(api: docker.APIClient, tag: str) -> bool:
-    try:
-        api.inspect_image(tag)
-    except ImageNotFound:
+def _made(api: docker.APIClient, image: images.Image, progress: images.Progress) -> bool:
+    """Tags the image that the daemon has built or pulled; False when its file tree must be imported instead."""
+    if isinstance(image.recipe, BuildContext):
+        images.ensure_built(image, progress)
+        if builds.plain(image.built):
+            api.tag(image.built, *image.tag.split(":"))
+            return True
         return False
-    return True
+    return bool(image.recipe.pull) and _pulled(api, image, image.recipe.pull, progress)
 
 
-def _pulled(api: docker.APIClient, image: images.Image, progress: images.Progress) -> bool:
+def _pulled(api: docker.APIClient, image: images.Image, reference: str, progress: images.Progress) -> bool:
     """Tries the registry; False when it does not answer or has no such image, which is no fault: the image is built instead."""
-    progress(f"pulling {image.recipe.pull} for sandbox image {image.name}")
-    puller = docker.APIClient(base_url=engine.address(), version=API_VERSION, timeout=PULL_S)
+    progress(f"pulling {reference} for sandbox image {image.name}")
+    puller = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=PULL_S)
     try:
-        puller.pull(image.recipe.pull)
-        api.tag(image.recipe.pull, *image.tag.split(":"))
+        puller.pull(reference)
+        builds.check_python(api, reference, f"image.toml of {image.name}: pull: {reference}")
+        api.tag(reference, *image.tag.split(":"))
     except (APIError, requests.RequestException) as error:
-        progress(f"{image.recipe.pull} cannot be pulled ({str(error)[:120]}); building instead")
+        progress(f"{reference} cannot be pulled ({str(error)[:120]}); building instead")
         return False
     finally:
         puller.close()

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Literal
 
-from agentrl.errors import SandboxUnavailable
+import requests
+import urllib3
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 
 DEFAULT = "unix:///var/run/docker.sock"
+ANSWER_S = 2.0
+API_VERSION = "1.41"  # Docker Engine 20.10
+LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
+"""Of containers: whose run they belong to, and which driver's."""
+
+State = Literal["answers", "silent", "absent"]
 
 
 def address() -> str:
@@ -21,13 +31,32 @@ def address() -> str:
     return named
 
 
-def answers(timeout_s: float = 2.0) -> bool:
-    """True when a Docker daemon answers a ping on its local socket within `timeout_s` seconds."""
+def state(timeout_s: float = ANSWER_S) -> State:
+    """What a ping on the local daemon's socket gives within `timeout_s` seconds; `absent` when nobody listens there."""
     try:
         with socket.socket(socket.AF_UNIX) as link:
             link.settimeout(timeout_s)
             link.connect(address().removeprefix("unix://"))
             link.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
-            return b" 200 " in link.recv(64)
+            return "answers" if b" 200 " in link.recv(64) else "silent"
+    except TimeoutError:
+        return "silent"
     except OSError:
-        return False
+        return "absent"
+
+
+def answers(timeout_s: float = ANSWER_S) -> bool:
+    """True when a Docker daemon answers a ping on its local socket within `timeout_s` seconds."""
+    return state(timeout_s) == "answers"
+
+
+def silence() -> SandboxTimeout:
+    """The error for a daemon that is there and does not answer."""
+    return SandboxTimeout(f"the Docker daemon at {address()} takes connections and gives no answer; it must be restarted")
+
+
+def fault(error: Exception) -> SandboxError:
+    """What went wrong between us and the daemon, as an error of ours."""
+    if isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError)):
+        return SandboxTimeout(f"the Docker daemon at {address()} gave no answer in time: {error}")
+    return SandboxError(f"Docker daemon: {error}")

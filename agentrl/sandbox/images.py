@@ -1,12 +1,13 @@
-"""Sandbox images: a folder with an `image.toml`, built once per content and machine.
+"""Sandbox images: a folder with an `image.toml`, or with a `Dockerfile` and no `image.toml`, built once per content and machine.
 
     suite = "bookworm"            # Debian release
     packages = ["python3"]        # python3 is what the exec server runs on
     pull = "python:3.11-slim"     # optional: tried first by the Docker backend, where a registry answers
 
-The recipe's hash names the result: `<cache>/images/<hash>/base.tar`, extracted beside it for bubblewrap and imported as
-`agentrl/<folder name>:<hash>` for Docker. Both backends therefore run the very same tree. The exec server is not part of an
-image: it is handed to each sandbox when it opens, so a changed one is never served stale.
+The hash of the recipe, or of the whole build context (`agentrl.sandbox.build_context`), names the result:
+`<cache>/images/<hash>/base.tar`, extracted beside it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker.
+Both backends therefore run the very same tree; what a Dockerfile says besides (environment, entry point, user) plays no part. The
+exec server is not part of an image: it is handed to each sandbox when it opens, so a changed one is never served stale.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +30,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import SandboxUnavailable, UserError
+from agentrl.sandbox import build_context, builds
+from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
 LAYOUT = 3
@@ -62,18 +66,32 @@ class ImageRecipe(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+_KEYS = ", ".join(ImageRecipe.model_fields)
+_FORMS = {
+    "suite": 'suite is the name of a Debian release: suite = "bookworm"',
+    "packages": 'packages is a list of names of Debian packages: packages = ["python3", "jq"]',
+    "pull": 'pull is what `docker pull` takes: pull = "python:3.11-slim"',
+    "variant": 'variant can only be "minbase"',
+}
+
+
 class Image(BaseModel):
     """A recipe with its place in the cache: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    recipe: ImageRecipe
+    recipe: ImageRecipe | BuildContext
     cache: Path
 
     @property
     def tag(self) -> str:
         return f"agentrl/{self.name}:{self.recipe.key}"
+
+    @property
+    def built(self) -> str:
+        """The daemon's name for what it has built of a Dockerfile, before anything is made of it."""
+        return f"{self.tag}-built"
 
     @property
     def folder(self) -> Path:
@@ -94,22 +112,33 @@ def cache_folder() -> Path:
 
 
 def load_image(folder: Path, *, cache: Path | None = None) -> Image:
-    """Reads `folder/image.toml`. Raises `UserError` naming the file, the key and the fix."""
+    """Reads `folder/image.toml`, or the build context of `folder/Dockerfile`. Raises `UserError` naming the file, the key and the fix."""
     path = folder / "image.toml"
+    from_dockerfile = not path.exists() and os.path.lexists(folder / build_context.DOCKERFILE)
+    recipe = build_context.read(folder) if from_dockerfile else _read(path)
+    return Image(name=_name(folder.resolve()), recipe=recipe, cache=cache or cache_folder())
+
+
+def _read(path: Path) -> ImageRecipe:
+    example = f'write {path} with the lines: suite = "bookworm" and packages = ["python3"]'
     try:
-        recipe = ImageRecipe.model_validate(tomllib.loads(path.read_text()))
+        return ImageRecipe.model_validate(tomllib.loads(path.read_text()))
     except FileNotFoundError:
-        raise UserError(
-            f"no sandbox image at {folder}: {path} does not exist",
-            fix=f'write {path} with the lines: suite = "bookworm" and packages = ["python3"]',
-        ) from None
+        raise UserError(f"no sandbox image at {path.parent}: {path} does not exist, nor a Dockerfile", fix=example) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}", fix=example) from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from None
+        raise UserError(f"{path} is not TOML: {error}", fix=example) from None
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise UserError(f"{path}: {lines}", fix=f"known keys: {', '.join(ImageRecipe.model_fields)}") from None
-    name = "".join(c if c.isalnum() else "-" for c in folder.resolve().name.lower()).strip("-") or "image"
-    return Image(name=name, recipe=recipe, cache=cache or cache_folder())
+        wrong = dict.fromkeys(str(item["loc"][0]) for item in error.errors())
+        raise UserError(f"{path}: {lines}", fix="; ".join(_FORMS.get(key, f"remove {key}; known keys: {_KEYS}") for key in wrong)) from None
+
+
+def _name(folder: Path) -> str:
+    """What an image is called: its folder's name, or its task's where the folder is a task's `environment`."""
+    name = folder.parent.name if folder.name == "environment" else folder.name
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
 
 
 def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
@@ -118,9 +147,21 @@ def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
         return image.tarball
     with locked(image):
         if not image.tarball.exists():
-            progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
-            _build(image)
+            if isinstance(image.recipe, BuildContext):
+                ensure_built(image, progress)
+                progress(f"taking the file tree of sandbox image {image.name} out of Docker")
+                _export(image)
+            else:
+                progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
+                _build(image)
     return image.tarball
+
+
+def ensure_built(image: Image, progress: Progress = silent) -> None:
+    """Makes sure that the Docker daemon has built the image's Dockerfile (see `agentrl.sandbox.builds.ensure_built`)."""
+    assert isinstance(image.recipe, BuildContext)
+    with locked(image, "build"):
+        builds.ensure_built(image.built, image.recipe, progress)
 
 
 def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
@@ -133,7 +174,10 @@ def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
             progress(f"unpacking sandbox image {image.name}")
             beside = image.folder / f"rootfs.{os.getpid()}"
             beside.mkdir(mode=0o755)
-            _run(["tar", "--extract", f"--file={tarball}", f"--directory={beside}", "--exclude=./dev/*"], beside)
+            _run(
+                ["tar", "--extract", f"--file={tarball}", f"--directory={beside}", "--anchored", "--exclude=./dev/*", "--exclude=dev/*"],
+                beside,
+            )
             beside.rename(image.rootfs)
     return image.rootfs
 
@@ -157,19 +201,45 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
         yield
 
 
+def _export(image: Image) -> None:
+    beside = image.folder / f"base.{os.getpid()}.tar"
+    try:
+        builds.export(image.built, beside)
+    except BaseException:
+        _remove(beside)
+        raise
+    beside.rename(image.tarball)
+
+
 def _build(image: Image) -> None:
+    recipe = image.recipe
+    assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
         raise SandboxUnavailable(
             f"sandbox image {image.name!r} must be built, and mmdebstrap is not installed",
-            fix="apt-get install mmdebstrap  (as root)" + ("" if image.recipe.pull else '; or give image.toml a `pull = "..."` reference'),
+            fix="apt-get install mmdebstrap  (as root)" + ("" if recipe.pull else '; or give image.toml a `pull = "..."` reference'),
         )
     beside = image.folder / f"base.{os.getpid()}.tar"
     folders = " ".join(f'"$1/{path}"' for path in MOUNT_POINTS)
-    command = ["mmdebstrap", f"--variant={image.recipe.variant}", f"--include={','.join(image.recipe.packages)}"]
+    command = ["mmdebstrap", f"--variant={recipe.variant}", f"--include={','.join(recipe.packages)}"]
     command += [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
-    command += [f"--customize-hook=mkdir -p {folders}", image.recipe.suite, str(beside)]
+    command += [f"--customize-hook=mkdir -p {folders}", recipe.suite, str(beside)]
     _run(command, beside)
+    _check_python(beside, image.name)
     beside.rename(image.tarball)
+
+
+def _check_python(tarball: Path, name: str) -> None:
+    """Raises `UserError` when a tree made of Debian packages has no python3 that the exec server runs on; it is removed then."""
+    listing = subprocess.run(["tar", "-tvf", str(tarball), "--occurrence=1", "./usr/bin/python3"], capture_output=True, check=False)
+    found = re.search(rb"-> python3\.(\d+)\s", listing.stdout)
+    if found is None or int(found[1]) < 9:
+        _remove(tarball)
+        problem = "no python3" if found is None else f"python3.{int(found[1])}"
+        raise UserError(
+            f"sandbox image {name}: its packages bring {problem}; the exec server runs on python3, 3.9 or later",
+            fix='add "python3" to packages in image.toml, or name a newer suite',
+        )
 
 
 def _run(command: list[str], target: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import requests
 from docker.errors import DockerException
 
-from agentrl.errors import SandboxError
+from agentrl.errors import SandboxUnavailable
 from agentrl.sandbox import cgroups, docker, engine
 from agentrl.sandbox.lease import alive, read_mark, runtime_folder
 
@@ -29,15 +29,18 @@ class OpenSandbox:
 
 
 def list_open() -> list[OpenSandbox]:
-    """Every sandbox of this user's drivers, those of dead drivers included. Raises `SandboxError` when the daemon misbehaves."""
+    """Every sandbox of this user's drivers, those of dead drivers included.
+
+    Raises `SandboxError` when the daemon misbehaves, `SandboxTimeout` when it is there and does not answer.
+    """
     found: dict[str, OpenSandbox] = {}
     for folder in _folders():
         lease = folder.parent.name
         backend, run = read_mark(folder)
         found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
     for name, labels in _containers().items():
-        lease = labels.get(docker.LABEL_LEASE, "")
-        found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(docker.LABEL_RUN, ""), driver_alive=alive(lease))
+        lease = labels.get(engine.LABEL_LEASE, "")
+        found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
     return sorted(found.values(), key=lambda sandbox: sandbox.name)
 
 
@@ -48,7 +51,7 @@ def prune() -> int:
         for name in dead & _containers().keys():
             docker.remove(name)
     except (DockerException, requests.RequestException) as error:
-        raise SandboxError(f"Docker daemon: {error}") from error
+        raise engine.fault(error) from error
     for folder in _folders():
         if not alive(folder.parent.name):
             shutil.rmtree(folder.parent, ignore_errors=True)
@@ -71,9 +74,15 @@ def _folders() -> list[Path]:
 
 
 def _containers() -> dict[str, dict[str, str]]:
-    if not engine.answers():
-        return {}
     try:
-        return docker.containers(docker.LABEL_LEASE)
+        state = engine.state()
+    except SandboxUnavailable:  # a daemon on another machine, which sandboxes never use
+        return {}
+    if state == "absent":
+        return {}
+    if state == "silent":
+        raise engine.silence()
+    try:
+        return docker.containers(engine.LABEL_LEASE)
     except (DockerException, requests.RequestException) as error:
-        raise SandboxError(f"Docker daemon: {error}") from error
+        raise engine.fault(error) from error

@@ -104,6 +104,18 @@ async def test_a_weak_backend_is_seen(weak, name, evidence, root):
 
 
 @bubblewrap
+async def test_a_proxy_that_lets_everything_through_is_seen(root, monkeypatch):
+    monkeypatch.setattr("agentrl.destinations.Destination.covers", lambda *_: True)
+    monkeypatch.setattr("agentrl.sandbox.egress.addresses.AddressBook._listed", lambda *_: True)
+    backend = BubblewrapBackend(run_label="test", root=root)
+    try:
+        (result,) = await attack(backend, SPEC, only="egress_other_places")
+    finally:
+        await backend.close()
+    assert result.verdict == "ESCAPED" and "127.0.0.1:" in result.evidence, result
+
+
+@bubblewrap
 async def test_a_program_that_does_not_come_to_its_point_is_an_error(root, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text('"""Breaks.\n\nkind: files\n"""\nraise SystemExit("oh")\n')
     monkeypatch.setattr("agentrl.sandbox.attacks.cases.PROGRAMS", tmp_path)

@@ -26,17 +26,19 @@ def test_recipe_names_its_image(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('pakages = ["python3"]', "pakages"),
-        ('packages = "python3"', "packages"),
-        ('suite = "book worm; rm -rf /"', "suite"),
+        ('pakages = ["python3"]', r"pakages: (.|\n)*fix: remove pakages; known keys: suite, packages"),
+        ('packages = "python3"', r'packages: (.|\n)*fix: packages is a list .*\["python3"'),
+        ('suite = "book worm; rm -rf /"', r"suite: (.|\n)*fix: suite is the name of a Debian release"),
+        ('pull = "--all"', r"pull: (.|\n)*fix: pull is what `docker pull` takes"),
         ('packages = ["python3 --option"]', "packages"),
         ('packages = ["--hook=evil"]', "packages"),
-        ("suite = ", "TOML"),
+        ("suite = ", r"image\.toml is not TOML(.|\n)*fix: write"),
     ],
 )
 def test_wrong_recipes_name_the_key(tmp_path, text, said):
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=said) as caught:
         images.load_image(write(tmp_path / "image", text), cache=tmp_path)
+    assert str(tmp_path / "image" / "image.toml") in str(caught.value)
 
 
 def test_a_missing_recipe_names_the_file_and_the_fix(tmp_path):
@@ -79,3 +81,21 @@ def test_parallel_callers_build_once(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(built) == 1
+
+
+@pytest.mark.parametrize(("version", "said"), [("", "no python3"), ("python3.7", r"python3\.7"), ("python3.11", None)])
+def test_packages_must_bring_a_python_that_is_new_enough(tmp_path, monkeypatch, version, said):
+    image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
+    tool = tmp_path / "bin" / "mmdebstrap"
+    tool.parent.mkdir()
+    link = f'ln -s {version} "$top/usr/bin/python3"\n' if version else ""
+    pack = 'tar --create --file="$last" --directory="$top" .\n'
+    tool.write_text(f'#!/bin/sh\nfor last; do :; done\ntop=$(mktemp -d -p {tmp_path})\nmkdir -p "$top/usr/bin"\n{link}{pack}')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    if said is None:
+        assert images.ensure_tarball(image).exists()
+        return
+    with pytest.raises(UserError, match=rf"bring {said}; the exec server(.|\n)*fix: add .python3. to packages"):
+        images.ensure_tarball(image)
+    assert [path.name for path in image.folder.iterdir()] == ["files.lock"]

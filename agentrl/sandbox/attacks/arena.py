@@ -21,6 +21,7 @@ from agentrl.errors import SandboxError
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import cgroups, reaper
+from agentrl.sandbox.attacks.allowed_server import AllowedServer
 
 NEIGHBOUR_S = 20.0
 STANDSTILL_S = 5.0
@@ -49,6 +50,7 @@ class Arena:
     tcp: socket.socket
     local: socket.socket
     abstract: socket.socket
+    allowed: AllowedServer
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     mark: str = field(default_factory=lambda: "agentrl-mark-" + secrets.token_hex(8))
     trouble: list[str] = field(default_factory=list)  # what the watchers saw since last asked
@@ -60,6 +62,7 @@ class Arena:
         known = {
             **asdict(self.spec),
             "tcp_port": self.tcp.getsockname()[1],
+            "allowed_port": self.allowed.port,
             "socket_path": str(self.folder / "socket"),
             "abstract": self.mark,
             "host_pid": self.canary.pid,
@@ -83,8 +86,8 @@ class Arena:
                 link, _ = listener.accept()
                 link.close()
                 raise Escaped(f"someone connected to the host's {listener.getsockname()!r}")
-        if self.trouble:
-            raise Escaped("; ".join(self.trouble[:3]))
+        if trouble := [*self.trouble, *self.allowed.trouble]:
+            raise Escaped("; ".join(trouble[:3]))
 
     def _state(self) -> dict[str, object]:
         stat = Path(f"/proc/{self.canary.pid}/stat").read_text().rpartition(")")[2].split()
@@ -136,7 +139,10 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox) -> AsyncIterator[Arena]:
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         local = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
-        place = Arena(spec=spec, folder=folder, neighbour=neighbour, canary=canary, tcp=tcp, local=local, abstract=abstract)
+        allowed = await stack.enter_async_context(AllowedServer())
+        place = Arena(
+            spec=spec, folder=folder, neighbour=neighbour, canary=canary, tcp=tcp, local=local, abstract=abstract, allowed=allowed
+        )
         local.bind(str(folder / "socket"))
         abstract.bind("\0" + place.mark)
         (folder / "socket").chmod(0o777)

@@ -8,6 +8,7 @@ A program's docstring begins with what it does, and goes on with `key: value` li
     ends        how it may end: exit, timeout, memory, killed (default: exit)
     run         `snippet` to run in the warm interpreter instead of one of its own, `session` to run in a session
     host        what the host does next (`agentrl.sandbox.attacks.host_steps`)
+    network     `allowed` to run with an allow-list of one server of the host, at `allowed_port` of its loopback
     needs       what must be there for the promise to be made: `control groups`, `two users`, or a machine such as x86_64
 
 It prints a line that starts with `ESCAPED:` when it got what it wanted, or `held:` with what it saw instead.
@@ -27,7 +28,7 @@ HOSTILE_SERVER = Path(hostile_server.__file__)
 KINDS = ("resources", "lifetime", "protocol", "escape", "files", "network", "grader", "between episodes")
 ENDS = ("exit", "timeout", "memory", "killed")
 RUNS = ("", "snippet", "session")
-_KEYS = {"kind", "seconds", "within", "ends", "run", "host", "needs"}
+_KEYS = {"kind", "seconds", "within", "ends", "run", "host", "network", "needs"}
 _SNAPSHOT_TRICKS = ("empty_chunks", "endless_chunks")
 
 
@@ -45,6 +46,7 @@ class Attack:
     ends: tuple[str, ...] = ("exit",)
     run: str = ""
     host: str = ""
+    network: bool = False
     needs: str = ""
 
 
@@ -81,6 +83,7 @@ def program_attack(path: Path) -> Attack:
         ends=ends,
         run=keys.get("run", ""),
         host=keys.get("host", ""),
+        network=keys.get("network", "") == "allowed",
         needs=keys.get("needs", ""),
     )
 

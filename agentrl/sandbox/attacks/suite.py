@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
@@ -109,6 +109,7 @@ class _Suite:
         except (Broken, AgentRLError, ValueError, OSError) as error:
             verdict, evidence = ERROR, f"{type(error).__name__}: {error}"
         self._arena.trouble.clear()
+        self._arena.allowed.trouble.clear()
         result = AttackResult(
             name=item.name,
             kind=item.kind,
@@ -123,7 +124,7 @@ class _Suite:
     # Programs ------------------------------------------------------------------------------------------------------
 
     async def _program(self, item: Attack) -> str:
-        sandbox, self._next = self._next or await self._backend.open(self._arena.spec, timeout_s=OPEN_S), None
+        sandbox = await self._opened(item)
         try:
             await sandbox.write_all({"arena.json": self._arena.facts(), "program.py": item.program.encode()})
             namespace = await namespace_of(sandbox)
@@ -135,6 +136,16 @@ class _Suite:
         self._arena.check()
         await self._fresh()
         return evidence
+
+    async def _opened(self, item: Attack) -> ChannelSandbox:
+        """The sandbox that showed itself fresh after the last attack, or one with the allow-list of the attack."""
+        ready, self._next = self._next, None
+        if not item.network:
+            return ready or await self._backend.open(self._arena.spec, timeout_s=OPEN_S)
+        if ready is not None:
+            await ready.close()
+        spec = replace(self._arena.spec, network=(f"127.0.0.1:{self._arena.allowed.port}",))
+        return await self._backend.open(spec, timeout_s=OPEN_S)
 
     async def _play(self, item: Attack, sandbox: ChannelSandbox) -> str:
         result, evidence = None, ""

@@ -3,7 +3,7 @@
 Each check opens what it needs through the public protocol and acts as a hostile program would. `check` runs all of them.
 """
 
-from agentrl.sandbox.conformance import basics, sessions, shares
+from agentrl.sandbox.conformance import basics, network, sessions, shares
 from agentrl.sandbox.conformance.bench import CHECKS, Bench, CheckResult, Unmet, check
 
-__all__ = ["CHECKS", "Bench", "CheckResult", "Unmet", "basics", "check", "sessions", "shares"]
+__all__ = ["CHECKS", "Bench", "CheckResult", "Unmet", "basics", "check", "network", "sessions", "shares"]

@@ -16,8 +16,12 @@ import sys
 
 from agentrl.sandbox.inside.child import look_like_an_interpreter
 from agentrl.sandbox.inside.server import Server
-from agentrl.sandbox.inside.users import Users, leave_root, restrict
+from agentrl.sandbox.inside.users import ENVIRONMENT, Users, leave_root, restrict
 from agentrl.sandbox.inside.wire import Link
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # not at run time: each import costs every sandbox its start-up time
+    from agentrl.sandbox.inside.wire import Request
 
 
 def connect(address: str) -> socket.socket:
@@ -29,12 +33,22 @@ def connect(address: str) -> socket.socket:
     return sock
 
 
+def hand_over(network: Request) -> None:
+    """Opens the listener that the host's proxy answers, and gives it away before any program runs; programs learn where it is."""
+    listener = socket.create_server(("127.0.0.1", network["port"]), backlog=network["backlog"])
+    with listener, connect("connect:" + network["link"]) as link:
+        socket.send_fds(link, [b"\0"], [listener.fileno()])
+    ENVIRONMENT.update(network["environment"])
+
+
 def main() -> None:
     options = json.loads(sys.argv[2])
     sock = connect(sys.argv[1])
     os.set_inheritable(sock.fileno(), False)
     users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
     restrict(options)
+    if "network" in options:
+        hand_over(options["network"])
     os.umask(0o022)
     look_like_an_interpreter()
 

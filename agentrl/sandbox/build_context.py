@@ -1,0 +1,170 @@
+"""A folder with a `Dockerfile`: what a build may take from it, bounded and named by its content.
+
+The archive that goes to the daemon holds regular files, folders and links (as links, never followed), without owners and times,
+and without what `.dockerignore` names. Its hash is the image's key. A base image is named by the Dockerfile alone: where `FROM`
+names a tag that moves, the image that was built first stays in use; name a digest (`FROM debian@sha256:...`) to say which one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import stat
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from docker.utils.build import PatternMatcher
+from pydantic import BaseModel, ConfigDict
+
+from agentrl.errors import TaskError
+
+DOCKERFILE = "Dockerfile"
+LAYOUT = 1
+"""Raised when the way such images are made changes, so that none made the old way is used."""
+MAX_BYTES = 256 << 20
+MAX_ENTRIES = 20_000
+MAX_DEPTH = 64
+PIECE = 1 << 20
+
+
+class BuildContext(BaseModel):
+    """A build context with its content hash: `read(Path("tasks/one/environment"))`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    folder: Path
+    key: str
+    """sha256 (first 16 hex digits) of everything that goes to the daemon."""
+
+    @property
+    def dockerfile(self) -> Path:
+        return self.folder / DOCKERFILE
+
+    @contextlib.contextmanager
+    def archive(self) -> Iterator[IO[bytes]]:
+        """The context as a tar archive in a temporary file. Raises `TaskError` when the folder has changed since it was read."""
+        with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
+            if _pack(self.folder, file) != self.key:
+                raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once it is at rest")
+            file.seek(0)
+            yield file
+
+
+def read(folder: Path) -> BuildContext:
+    """The context in `folder`. Raises `TaskError` naming the file and the bound that it breaks."""
+    return BuildContext(folder=folder, key=_pack(folder, None))
+
+
+def instructions(text: str) -> list[tuple[int, str]]:
+    """(line number, instruction) of each step of a Dockerfile, in the order in which the daemon counts them."""
+    directive = re.match(r"(?:\s*#[^\n]*=[^\n]*\n)*\s*#\s*escape\s*=\s*(`|\\)\s*(?:\n|$)", text, re.IGNORECASE)
+    escape = directive[1] if directive is not None else "\\"
+    found: list[tuple[int, str]] = []
+    going_on = False
+    for number, line in enumerate(text.splitlines(), 1):
+        said = line.strip()
+        if not said or said.startswith("#"):
+            continue
+        more = said.endswith(escape)
+        said = said[:-1].rstrip() if more else said
+        if going_on:
+            found[-1] = (found[-1][0], f"{found[-1][1]} {said}".strip())
+        else:
+            found.append((number, said))
+        going_on = more
+    return found
+
+
+def _pack(folder: Path, target: IO[bytes] | None) -> str:
+    """The key of a context; with a `target`, the archive is written there from the same bytes."""
+    path = folder / DOCKERFILE
+    if not path.is_file() or path.is_symlink():
+        raise TaskError(f"{path} is not a regular file", fix="put a file of its own there")
+    digest = hashlib.sha256(f"agentrl build context {LAYOUT}\0".encode())
+    left = MAX_BYTES
+    try:
+        with contextlib.ExitStack() as stack:
+            archive = stack.enter_context(tarfile.open(fileobj=target, mode="w")) if target is not None else None
+            for member, entry in _members(folder):
+                with _opened(entry) as file:
+                    member.size = os.fstat(file.fileno()).st_size if member.isreg() else 0
+                    left -= member.size
+                    if left < 0:
+                        raise TaskError(f"{folder} holds more than {MAX_BYTES >> 20} MiB", fix=_ignore(folder))
+                    kind = f"{member.name}\0{member.type!r}\0{member.mode}\0{member.linkname}\0{member.size}\0"
+                    digest.update(kind.encode("utf-8", "surrogateescape") + _content(file, member.size))
+                    if archive is not None:
+                        file.seek(0)
+                        archive.addfile(member, file)
+    except OSError as error:
+        raise TaskError(f"{error.filename or folder} cannot be read: {error.strerror or error}") from None
+    return digest.hexdigest()[:16]
+
+
+def _members(folder: Path) -> Iterator[tuple[tarfile.TarInfo, os.DirEntry[str]]]:
+    """Each entry of the context with its place in the archive, still without a size."""
+    for path, entry in _entries(folder):
+        member = tarfile.TarInfo(path)
+        mode = entry.stat(follow_symlinks=False).st_mode
+        member.mode = 0o755 if mode & 0o111 else 0o644
+        if stat.S_ISLNK(mode):
+            member.type, member.linkname, member.mode = tarfile.SYMTYPE, os.readlink(entry.path), 0o777
+        elif stat.S_ISDIR(mode):
+            member.type, member.mode = tarfile.DIRTYPE, 0o755
+        elif not stat.S_ISREG(mode):
+            raise TaskError(f"{entry.path} is not a file, a folder or a link", fix=f"remove it, or {_ignore(folder)}")
+        yield member, entry
+
+
+def _opened(entry: os.DirEntry[str]) -> IO[bytes]:
+    """A regular file, never through a link; nothing to read for a folder or a link."""
+    if not entry.is_file(follow_symlinks=False):
+        return open(os.devnull, "rb")
+    return open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+
+
+def _ignore(folder: Path) -> str:
+    return f"name what the image does not need in {folder / '.dockerignore'}"
+
+
+def _content(file: IO[bytes], size: int) -> bytes:
+    """sha256 of a file's first `size` bytes."""
+    digest = hashlib.sha256()
+    while size and (data := file.read(min(PIECE, size))):
+        digest.update(data)
+        size -= len(data)
+    return digest.digest()
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(path within the folder, entry) of what belongs to the context, folders before what they hold, in a fixed order."""
+    ignored = _ignored(folder)
+    count = 0
+    todo = [""]
+    while todo:
+        within = todo.pop()
+        if within.count("/") > MAX_DEPTH:
+            raise TaskError(f"{folder / within} is nested more than {MAX_DEPTH} deep")
+        with os.scandir(folder / within) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+        for entry in entries:
+            path = within + entry.name
+            if entry.is_dir(follow_symlinks=False):
+                todo.append(path + "/")  # one that is ignored may hold what an exception of the list takes back
+            if path != DOCKERFILE and ignored.matches(path):
+                continue
+            count += 1
+            if count > MAX_ENTRIES:
+                raise TaskError(f"{folder} holds more than {MAX_ENTRIES} entries", fix=_ignore(folder))
+            yield path, entry
+
+
+def _ignored(folder: Path) -> PatternMatcher:
+    path = folder / ".dockerignore"
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() and not path.is_symlink() else []
+    return PatternMatcher([line.strip() for line in lines if line.strip() and not line.startswith("#")])

@@ -1,0 +1,99 @@
+"""From a name and a port that a program asks for to a connection: is it on the list, where does it lead, is that a public place?
+
+A name is looked up only when the list covers it, once, and the connection is made to an address that was judged, not to the
+name; so a name server that answers differently the next time changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+
+from agentrl.destinations import Address, Destination, literal
+from agentrl.sandbox.egress.heads import Refusal
+
+MAX_TRIED = 4
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_MACHINE_SERVICES = frozenset({ipaddress.ip_address("168.63.129.16")})
+"""Of a cloud's own, behind an address that looks public (learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16)."""
+
+# Of its own: a name server that does not answer must not hold up what else the driver does in threads.
+_lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
+
+
+class AddressBook:
+    """The allow-list of one sandbox, and its name look-ups, two at a time."""
+
+    def __init__(self, network: Sequence[Destination]) -> None:
+        self._network = tuple(network)
+        self._turns = asyncio.Semaphore(2)
+
+    async def connect(self, host: str, port: int) -> socket.socket:
+        """A connection to where `host` leads. Raises `Refusal`; the caller bounds the wait."""
+        if not any(entry.covers(host, port) for entry in self._network):
+            raise Refusal(HTTPStatus.FORBIDDEN, "not on the sandbox's allow-list")
+        allowed = [address for address in await self._addresses(host, port) if self._may(address, port)]
+        if not allowed:
+            raise Refusal(HTTPStatus.FORBIDDEN, "the name leads to no public address; list the address too to allow it")
+        for address in allowed[:MAX_TRIED]:
+            try:
+                return await self._connected(address, port)
+            except OSError:
+                continue
+        raise Refusal(HTTPStatus.BAD_GATEWAY, "the host does not answer")
+
+    async def _addresses(self, host: str, port: int) -> list[Address]:
+        address = literal(host)
+        if address is not None:
+            return [address]
+        loop = asyncio.get_running_loop()
+        async with self._turns:
+            try:
+                found = await loop.run_in_executor(_lookups, look_up, host, port)
+            except (OSError, UnicodeError):
+                raise Refusal(HTTPStatus.BAD_GATEWAY, "the name is not known") from None
+        return [address for text in found if (address := literal(text)) is not None]
+
+    def _may(self, address: Address, port: int) -> bool:
+        return public(address) or self._listed(address, port)
+
+    async def _connected(self, address: Address, port: int) -> socket.socket:
+        link = socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
+        try:
+            link.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(link, (str(address), port))
+            reached, own = literal(link.getpeername()[0]), literal(link.getsockname()[0])
+            if reached is None or not self._may(reached, port) or (reached == own and not self._listed(reached, port)):
+                raise Refusal(HTTPStatus.FORBIDDEN, "the name leads to this machine or to no public address; list the address too")
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _listed(self, address: Address, port: int) -> bool:
+        return any(entry.address == address and entry.port == port for entry in self._network)
+
+
+def look_up(host: str, port: int) -> list[str]:
+    """Addresses of a name, in the system's order of preference. Blocking."""
+    return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+
+
+def public(address: Address) -> bool:
+    """Whether `address` is of the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
+
+    An IPv6 address that carries an IPv4 one (mapped, 6to4, Teredo, NAT64) must carry a public one.
+    """
+    inner: list[ipaddress.IPv4Address | None] = []
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        inner += [ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)] if address in _NAT64 or int(address) >> 32 == 0 else []
+        if address.is_site_local:
+            return False
+    if address.is_multicast or (address.is_reserved and address not in _NAT64) or address in _MACHINE_SERVICES:
+        return False
+    return address.is_global and all(public(part) for part in inner if part is not None)

@@ -1,0 +1,209 @@
+"""A forward proxy for the programs of one sandbox: `CONNECT host:port`, and plain HTTP by absolute address. One request a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from agentrl.destinations import Destination
+from agentrl.sandbox.egress import heads
+from agentrl.sandbox.egress.addresses import AddressBook
+from agentrl.sandbox.egress.heads import Refusal, Wanted
+
+log = logging.getLogger(__name__)
+
+CHUNK = 65536
+LINGER_S = 2.0
+LINGER_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 18
+"""Of the kernel, for what a sandbox has sent and nobody has read yet: it is not the sandbox's memory that holds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What one sandbox may take of the host's proxy. Times in seconds; the connections past the bound wait."""
+
+    connections: int = 16  # open at once
+    pause_s: float = 0.005  # between two that are taken
+    head_bytes: int = 16384
+    head_s: float = 10.0
+    connect_s: float = 15.0  # the look-up of the name included
+    idle_s: float = 60.0
+    total_s: float = 900.0  # of one connection
+    total_bytes: int = 1 << 30  # of all connections, both ways, as long as the sandbox lives
+
+
+class Spent(Exception):
+    """The sandbox has moved all the bytes it may."""
+
+
+class _Clock:
+    """The deadline of a connection: `idle_s` after the last byte, and `total_s` after the first."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._idle_s = bounds.idle_s
+        self._end = asyncio.get_running_loop().time() + bounds.total_s
+        self.deadline = asyncio.timeout_at(self._next())
+
+    def _next(self) -> float:
+        return min(self._end, asyncio.get_running_loop().time() + self._idle_s)
+
+    def moved(self) -> None:
+        self.deadline.reschedule(self._next())
+
+
+class Proxy:
+    """Serves the connections of sandbox `name`. `refused` counts the reasons; the first refusal is logged, the rest are summed up."""
+
+    def __init__(self, name: str, network: Sequence[Destination], bounds: Bounds) -> None:
+        self.refused: Counter[str] = Counter()
+        self._name, self._bounds = name, bounds
+        self._book = AddressBook(network)
+        self._left = bounds.total_bytes
+
+    async def serve(self, link: socket.socket) -> None:
+        """Answers the one request of a connection, and closes it whatever happens."""
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
+        reader, writer = await _streams(link, self._bounds.head_bytes)
+        try:
+            await self._request(reader, writer)
+            writer.close()
+            async with asyncio.timeout(self._bounds.idle_s):
+                await writer.wait_closed()
+        except (OSError, Spent):  # either side went away, or the time or the bytes are over (TimeoutError is an OSError)
+            pass
+        finally:
+            writer.transport.abort()
+
+    def sum_up(self) -> None:
+        """Logs how much was refused, when it was more than the one that has been logged."""
+        if self.refused.total() > 1:
+            reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
+            log.warning("sandbox %s: %d requests to the network refused (%s)", self._name, self.refused.total(), reasons)
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        wanted = None
+        try:
+            if self._left <= 0:
+                raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has moved all the {self._bounds.total_bytes} bytes it may")
+            wanted = heads.parse(await self._head(reader))
+            link = await self._connect(wanted)
+        except Refusal as refusal:
+            self._note(refusal, wanted)
+            await _refuse(reader, writer, refusal)
+            return
+        await self._carry(wanted, reader, writer, link)
+
+    async def _head(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            async with asyncio.timeout(self._bounds.head_s):
+                return await reader.readuntil(b"\r\n\r\n")
+        except TimeoutError:
+            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"no whole request in {self._bounds.head_s:.0f} s") from None
+        except asyncio.LimitOverrunError:
+            reason = f"a request head of more than {self._bounds.head_bytes} bytes"
+            raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, reason) from None
+        except asyncio.IncompleteReadError:
+            raise ConnectionError("hung up before the end of the request") from None
+
+    async def _connect(self, wanted: Wanted) -> socket.socket:
+        try:
+            async with asyncio.timeout(self._bounds.connect_s):
+                return await self._book.connect(wanted.host, wanted.port)
+        except TimeoutError:
+            raise Refusal(HTTPStatus.GATEWAY_TIMEOUT, f"no connection in {self._bounds.connect_s:.0f} s") from None
+
+    async def _carry(self, wanted: Wanted, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: socket.socket) -> None:
+        server_reader, server_writer = await _streams(link, CHUNK)
+        clock = _Clock(self._bounds)
+        try:
+            async with clock.deadline:
+                if wanted.head:
+                    server_writer.write(wanted.head)
+                    await _first(self._pump(server_reader, writer, clock), self._body(reader, server_writer, clock, wanted.body))
+                else:
+                    writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                    await _both(self._pump(server_reader, writer, clock), self._pump(reader, server_writer, clock))
+        finally:
+            server_writer.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock) -> None:
+        """Carries bytes until the reader's end, and passes that on."""
+        while data := await reader.read(CHUNK):
+            await self._move(data, writer, clock)
+        writer.write_eof()
+
+    async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
+        """Carries the body of a request and nothing that follows it; ends when the program hangs up or says more."""
+        with contextlib.suppress(ConnectionError):  # a server may answer before it has read all
+            while size and (data := await reader.read(min(size, CHUNK))):
+                size -= len(data)
+                await self._move(data, writer, clock)
+        await reader.read(1)
+
+    async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock) -> None:
+        self._left -= len(data)
+        if self._left < 0:
+            raise Spent
+        clock.moved()
+        writer.write(data)
+        await writer.drain()
+        clock.moved()
+
+    def _note(self, refusal: Refusal, wanted: Wanted | None) -> None:
+        if not self.refused:
+            where = f"{wanted.host}:{wanted.port}" if wanted is not None else "a malformed request"
+            log.warning("sandbox %s: the network was refused to a program: %s: %s", self._name, where, refusal.reason)
+        self.refused[refusal.reason] += 1
+
+
+async def _streams(link: socket.socket, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The socket as streams; closed when that fails."""
+    try:
+        return await asyncio.open_connection(sock=link, limit=limit)
+    except BaseException:
+        link.close()
+        raise
+
+
+async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, refusal: Refusal) -> None:
+    """Tells why, and reads on for a moment: a close with bytes unread would take the answer back."""
+    text = f"agentrl: {refusal.reason}\n".encode()
+    head = f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + text)
+    await writer.drain()
+    writer.write_eof()
+    left = LINGER_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while left > 0 and (data := await reader.read(CHUNK)):
+                left -= len(data)
+
+
+async def _both(*works: Coroutine[Any, Any, None]) -> None:
+    """Runs all to their end; when one fails the others are cancelled."""
+    await _run(works, asyncio.FIRST_EXCEPTION)
+
+
+async def _first(*works: Coroutine[Any, Any, None]) -> None:
+    """Runs all until one ends; the others are cancelled."""
+    await _run(works, asyncio.FIRST_COMPLETED)
+
+
+async def _run(works: Sequence[Coroutine[Any, Any, None]], until: str) -> None:
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=until)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,115 @@
+"""What a build may take from a folder: content-addressed, bounded, safe against links; and how a Dockerfile's steps are counted."""
+
+import os
+import socket
+import tarfile
+
+import pytest
+
+from agentrl.errors import TaskError, UserError
+from agentrl.sandbox import build_context, images
+from agentrl.sandbox.build_context import instructions, read
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "My_Task" / "environment"
+    (folder / "data").mkdir(parents=True)
+    (folder / "Dockerfile").write_text("FROM scratch\n")
+    (folder / "data" / "a").write_text("1")
+    return folder
+
+
+def names(folder):
+    with read(folder).archive() as file, tarfile.open(fileobj=file) as archive:
+        return archive.getnames()
+
+
+def test_the_key_is_that_of_the_content(folder):
+    first = read(folder).key
+    os.utime(folder / "data" / "a", (1, 1))
+    (folder / "data" / "a").chmod(0o600)
+    assert read(folder).key == first
+    seen = {first}
+    for change in (
+        lambda: (folder / "data" / "a").write_text("2"),
+        lambda: (folder / "data" / "a").chmod(0o755),
+        lambda: (folder / "data" / "a").rename(folder / "data" / "b"),
+        lambda: (folder / "data" / "c").symlink_to("b"),
+        lambda: (folder / "empty").mkdir(),
+        lambda: (folder / "Dockerfile").write_text("FROM scratch\n#\n"),
+    ):
+        change()
+        seen.add(read(folder).key)
+    assert len(seen) == 7
+
+
+def test_an_image_is_found_and_named_for_its_task(folder, tmp_path):
+    image = images.load_image(folder, cache=tmp_path)
+    assert image.tag == f"agentrl/my-task:{image.recipe.key}"
+    (folder / "image.toml").write_text("")
+    assert images.load_image(folder, cache=tmp_path).recipe == images.ImageRecipe()  # the recipe goes first
+
+
+def test_ignored_files_do_not_count(folder):
+    before = read(folder).key
+    (folder / "log").write_text("x")
+    (folder / "kept.log").write_text("y")
+    (folder / ".dockerignore").write_text("# comment\n*log\n!kept.log\ndata\n")
+    assert names(folder) == [".dockerignore", "Dockerfile", "kept.log"]
+    after = read(folder).key
+    (folder / "log").write_text("changed")
+    assert read(folder).key == after != before
+
+
+def test_links_go_in_as_links(folder):
+    (folder / "link").symlink_to("/etc")
+    (folder / "loop").symlink_to(".")
+    with read(folder).archive() as file, tarfile.open(fileobj=file) as archive:
+        kinds = {member.name: (member.type, member.linkname) for member in archive}
+    assert kinds["link"] == (tarfile.SYMTYPE, "/etc") and kinds["loop"] == (tarfile.SYMTYPE, ".") and len(kinds) == 5
+
+
+def test_what_is_no_file_or_too_much_is_refused(folder, monkeypatch):
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(TaskError, match=r"pipe is not a file(.|\n)*\.dockerignore"):
+        read(folder)
+    (folder / "pipe").unlink()
+    with socket.socket(socket.AF_UNIX) as local:
+        local.bind(str(folder / "socket"))
+        with pytest.raises(TaskError, match="socket is not a file"):
+            read(folder)
+    (folder / "socket").unlink()
+    with open(folder / "big", "wb") as file:
+        file.truncate(build_context.MAX_BYTES + 1)
+    with pytest.raises(TaskError, match=r"more than 256 MiB(.|\n)*\.dockerignore"):
+        read(folder)
+    (folder / "big").unlink()
+    monkeypatch.setattr(build_context, "MAX_ENTRIES", 2)
+    with pytest.raises(TaskError, match="more than 2 entries"):
+        read(folder)
+    monkeypatch.setattr(build_context, "MAX_ENTRIES", 1000)
+    deep = folder / "/".join("d" * 80)
+    deep.mkdir(parents=True)
+    with pytest.raises(TaskError, match="nested more than 64 deep"):
+        read(folder)
+
+
+def test_a_dockerfile_that_is_a_link_is_refused(folder, tmp_path):
+    (folder / "Dockerfile").rename(tmp_path / "elsewhere")
+    (folder / "Dockerfile").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="Dockerfile is not a regular file"):
+        images.load_image(folder)
+
+
+def test_a_folder_that_changes_before_the_build_is_refused(folder):
+    context = read(folder)
+    (folder / "data" / "a").write_text("later")
+    with pytest.raises(TaskError, match="changed while"), context.archive():
+        pass
+
+
+def test_steps_are_counted_as_the_daemon_counts_them():
+    text = "# syntax=x\n\nARG A=1\nFROM a\n# note\nRUN one && \\\n  # inside\n\n  two\n  COPY a b\n"
+    assert instructions(text) == [(3, "ARG A=1"), (4, "FROM a"), (6, "RUN one && two"), (10, "COPY a b")]
+    assert instructions("# escape=`\nFROM a\nRUN one `\n  two \\\nCMD x") == [(2, "FROM a"), (3, "RUN one two \\"), (5, "CMD x")]

@@ -1,0 +1,162 @@
+"""Images from a Dockerfile, with a real daemon: built once, the same on both backends, and clear about what does not build."""
+
+import re
+import threading
+import time
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, TaskError
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import builds, docker, engine, images, select_backend
+from agentrl.sandbox.conformance import check
+from tests.sandbox.test_silent_daemon import Relay, within
+
+pytestmark = pytest.mark.docker
+SPEC = SandboxSpec(image="environment", memory_mb=128, processes=16, disk_mb=16)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tag of the daemon to build upon, where no registry answers."""
+    folder = tmp_path_factory.mktemp("base") / "image"
+    folder.mkdir()
+    (folder / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    return docker.ensure_image(images.load_image(folder))
+
+
+@pytest.fixture
+def write(tmp_path, base, monkeypatch):
+    """Writes a Dockerfile on top of the base, in a project with a cache of its own, whose images go with the test."""
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    made = []
+
+    def write(*lines, start=None):
+        (folder / "Dockerfile").write_text("\n".join([f"FROM {base}" if start is None else start, *lines]) + "\n")
+        made.append(images.load_image(folder))
+        return made[-1]
+
+    yield write
+    api = docker.client()
+    for image in made:
+        for tag in (image.tag, image.built, f"{image.built}-unchecked"):
+            if builds.has(api, tag):
+                api.remove_image(tag, force=True)
+
+
+@pytest.fixture(params=["docker", pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)])
+async def backend(request, tmp_path, write):
+    said = []
+    backend = select_backend(request.param, run_label="test", root=tmp_path, progress=said.append)
+    backend.said = said
+    yield backend
+    await backend.close()
+
+
+async def test_a_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write, tmp_path):
+    (tmp_path / "environment" / "data.txt").write_text("from the context")
+    write(
+        "COPY data.txt /opt/data.txt",
+        "RUN echo said by the step && echo made > /opt/made",
+        "ENV X=1",
+        'ENTRYPOINT ["false"]',
+        "USER nobody",
+    )
+    await backend.prepare(SPEC)
+    assert "said by the step" in backend.said and any(line.startswith("Step 2/6 : COPY") for line in backend.said)
+    sandbox = await backend.open(SPEC)
+    result = await sandbox.exec(["sh", "-c", "cat /opt/data.txt /opt/made; id -un; pwd"], timeout_s=20)
+    assert result.stdout == "from the contextmade\nagent\n/home/agent\n", result
+    await sandbox.close()
+    again, said = select_backend(backend.name, run_label="test", root=tmp_path, progress=lambda line: said.append(line)), []
+    await again.prepare(SPEC)
+    await again.close()
+    assert said == []
+
+
+async def test_volumes_and_health_checks_bring_nothing_into_a_sandbox(backend, write):
+    write("VOLUME /data /home/agent", "HEALTHCHECK --interval=1s CMD touch /tmp/seen")
+    await backend.prepare(SPEC)
+    assert [(result.name, result.detail) for result in await check(backend, SPEC, only="read_only_root")] == [("read_only_root", "")]
+    sandbox = await backend.open(SPEC)
+    result = await sandbox.exec(["sh", "-c", "sleep 2.5; ls -A /tmp; touch /data/x"], timeout_s=20)
+    assert result.stdout == "" and "touch" in result.stderr, result
+    await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            ["# a comment", "RUN true && \\", "    true", "RUN for n in 1 2 3; do echo line $n; done; echo oh >&2; exit 3"],
+            [r"Dockerfile, line 5 \(RUN for n", "non-zero code: 3", "    line 3", "    oh", "fix: .*docker build"],
+        ),
+        (["COPY none /x"], [r"line 2 \(COPY none /x\)", "file not found in build context"]),
+        (["", "RNU true"], ["Dockerfile, line 3 does not build", "unknown instruction: RNU"]),
+        (["RUN --mount=type=cache,target=/x true"], [r"line 2", "requires BuildKit", "fix: .*classic builder"]),
+        (
+            ["RUN printf '#!/bin/sh\\nexit 1\\n' > /usr/local/bin/python3 && chmod +x /usr/local/bin/python3"],
+            ["too old or does not start", "python3, 3.9 or later", "fix: .*install"],
+        ),
+    ],
+)
+def test_one_that_does_not_build_names_the_line_and_the_last_output(write, lines, said):
+    image = write(*lines)
+    with pytest.raises(TaskError) as caught:
+        docker.ensure_image(image)
+    assert str(image.recipe.dockerfile) in str(caught.value)
+    for words in said:
+        assert re.search(words, str(caught.value)), (words, str(caught.value))
+    assert not builds.has(docker.client(), image.tag)
+
+
+def test_a_base_image_that_cannot_be_had(write):
+    image = write("RUN true", start="FROM registry.invalid/none:1")
+    with pytest.raises(TaskError, match=r"line 1 \(FROM registry.invalid/none:1\)(.|\n)*fix: check the name"):
+        docker.ensure_image(image)
+
+
+def test_an_image_without_python(write):
+    image = write("COPY Dockerfile /", start="FROM scratch")
+    with pytest.raises(TaskError, match=r"Dockerfile: the image holds no python3; sandboxes need python3, 3\.9 or later"):
+        docker.ensure_image(image)
+
+
+@pytest.mark.bubblewrap
+async def test_without_a_daemon_bubblewrap_says_what_is_missing_and_uses_what_is_there(write, tmp_path, monkeypatch):
+    write("RUN true")
+    backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+        with pytest.raises(SandboxUnavailable, match=r"Dockerfile must be built by a Docker daemon(.|\n)*fix: start one .*image\.toml"):
+            await backend.prepare(SPEC)
+    await backend.prepare(SPEC)
+    await backend.close()
+    with monkeypatch.context() as patch:
+        patch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+        other = select_backend("bubblewrap", run_label="test", root=tmp_path)
+        sandbox = await other.open(SPEC)
+        assert (await sandbox.python("print(1)", timeout_s=20)).ok
+        await other.close()
+
+
+def test_a_daemon_that_falls_silent_or_goes_during_a_build(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(builds, "LOOK_S", 0.5)
+    real = engine.address()
+    for ending in ("silent", "gone"):
+        image = write(f"RUN echo {ending} {time.time()} && sleep 20")
+        place = tmp_path / f"{ending}.sock"
+        relay = Relay(str(place), real.removeprefix("unix://"))
+
+        def break_it(line, relay=relay, ending=ending):
+            if line.startswith(ending):
+                threading.Timer(0.2, relay.close if ending == "gone" else lambda: setattr(relay, "silent", True)).start()
+
+        with monkeypatch.context() as patch:
+            patch.setenv("DOCKER_HOST", f"unix://{place}")
+            with within(10), pytest.raises(SandboxError, match="Docker daemon") as caught:
+                images.ensure_built(image, break_it)
+            assert isinstance(caught.value, SandboxTimeout) == (ending == "silent")
+        relay.close()

@@ -1,0 +1,431 @@
+"""The host's proxy for sandboxes with an allow-list: what it carries, what it refuses, what it bounds, and who may hand it a listener."""
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from agentrl.errors import SandboxError
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import allowance, egress
+from agentrl.sandbox.egress import Bounds, Door, addresses, heads
+from agentrl.sandbox.egress.addresses import public
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+
+
+class Server:
+    """A server of the host: notes what it is sent on each connection, and answers each head with `answer`."""
+
+    def __init__(self, answer=ANSWER, *, hang_up=True):
+        self.seen, self._answer, self._hang_up = [], answer, hang_up
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    async def _serve(self, reader, writer):
+        place = len(self.seen)
+        self.seen.append(b"")
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                answered = b"\r\n\r\n" in self.seen[place]
+                self.seen[place] += data
+                if b"\r\n\r\n" in self.seen[place] and not answered:
+                    writer.write(self._answer)
+                    await writer.drain()
+                    if self._hang_up:
+                        writer.write_eof()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def proxied(folder, *network, port=0, **bounds):
+    """A door as for a sandbox with this allow-list, whose listener a stand-in for the exec server has handed over."""
+    door = Door("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
+    listener = hand_over(folder, lambda listener: [listener.fileno()])
+    try:
+        await door.take()
+        door.port = listener
+        yield door
+    finally:
+        await door.close()
+
+
+def hand_over(folder, descriptors):
+    """What the exec server's `hand_over` does; gives the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(folder / "egress"))
+        socket.send_fds(link, [b"\0"], descriptors(listener))
+        return listener.getsockname()[1]
+
+
+async def say(door, data, *, end=False):
+    """What the proxy answers to `data`, all of it; `end`: nothing more will be said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    try:
+        writer.write(data)
+        if end:
+            writer.write_eof()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionResetError:
+        return b"reset"
+    finally:
+        writer.close()
+
+
+def status(answer):
+    return int(answer.split(b" ")[1])
+
+
+# What it carries ------------------------------------------------------------------------------------------------------
+
+
+async def test_plain_http_goes_out_rewritten(tmp_path):
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        asked = (
+            f"GET http://127.0.0.1:{server.port}/a?b=c HTTP/1.1\r\nHost: elsewhere.example\r\nAccept: */*\r\n"
+            "Connection: keep-alive, X-Hop\r\nX-Hop: 1\r\nProxy-Authorization: secret\r\nExpect: 100-continue\r\nUpgrade: websocket\r\n\r\n"
+        )
+        assert await say(door, asked.encode()) == ANSWER
+        want = f"GET /a?b=c HTTP/1.1\r\naccept: */*\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n"
+        assert server.seen == [want.encode()] and not door.proxy.refused
+
+
+async def test_a_tunnel_carries_both_ways_until_both_ends_close(tmp_path):
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        asked = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\n\r\n".encode()
+        big = b"x" * 3_000_000 + b"\r\n\r\n"
+        answer = await say(door, asked + big, end=True)
+        assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n" + ANSWER and server.seen == [big]
+
+
+async def test_a_body_goes_out_whole_and_nothing_after_it(tmp_path):
+    async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}", idle_s=0.5) as door:
+        body = b"b" * 20_000
+        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        smuggled = f"GET http://127.0.0.1:{server.port}/second HTTP/1.1\r\nHost: inner.example\r\n\r\n".encode()
+        assert (await say(door, asked)).startswith(ANSWER)
+        assert server.seen[0].endswith(b"\r\n\r\n" + body)
+        await say(door, asked + smuggled)
+        assert not any(b"second" in seen for seen in server.seen)
+
+
+async def test_a_program_that_hangs_up_or_says_more_ends_its_connection(tmp_path):
+    async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\n\r\n".encode()
+        for more in (b"", asked):  # the server keeps its end open
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            writer.write(asked)
+            assert await reader.readexactly(len(ANSWER)) == ANSWER
+            writer.write(more) if more else writer.write_eof()
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 2) == b""
+            writer.close()
+        assert [seen.count(b"GET") for seen in server.seen] == [1, 1]
+
+
+async def test_a_server_that_answers_before_it_has_read_all(tmp_path):
+    async with Server(b"HTTP/1.1 413 Too Large\r\n\r\n") as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nContent-Length: 100\r\n\r\n".encode()
+        assert status(await say(door, asked)) == 413
+
+
+# What it refuses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CONNECT 127.0.0.1:{other} HTTP/1.1",
+        "CONNECT localhost:{port} HTTP/1.1",
+        "CONNECT 127.0.0.2:{port} HTTP/1.1",
+        "CONNECT [::1]:{port} HTTP/1.1",
+        "CONNECT [::ffff:127.0.0.2]:{port} HTTP/1.1",
+        "CONNECT 169.254.169.254:80 HTTP/1.1",
+        "CONNECT metadata.google.internal:80 HTTP/1.1",
+        "GET http://0.0.0.0:{port}/ HTTP/1.1",
+        "GET http://127.0.0.1/ HTTP/1.1",
+        "GET http://example.com/?http://127.0.0.1:{port}/ HTTP/1.1",
+    ],
+)
+async def test_what_is_not_on_the_list_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(addresses, "look_up", lambda *_: pytest.fail("a name that is not on the list was looked up"))
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        answer = await say(door, (line.format(port=server.port, other=server.port ^ 1) + "\r\n\r\n").encode())
+        assert status(answer) == 403 and b"allow-list" in answer
+        assert server.seen == [] and door.proxy.refused.total() == 1
+
+
+MALFORMED = [
+    "CONNECT user@127.0.0.1:{port} HTTP/1.1\r\n\r\n",
+    "CONNECT http://127.0.0.1:{port} HTTP/1.1\r\n\r\n",
+    "CONNECT 127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
+    "CONNECT 127.0.0.1 HTTP/1.1\r\n\r\n",
+    "CONNECT 127.0.0.1:{port}:80 HTTP/1.1\r\n\r\n",
+    "CONNECT 127.0.0.1:00{port} HTTP/1.1\r\n\r\n",
+    "CONNECT 127.1:{port} HTTP/1.1\r\n\r\n",
+    "CONNECT 2130706433:{port} HTTP/1.1\r\n\r\n",
+    "CONNECT 127.0.0.1%00.example.com:{port} HTTP/1.1\r\n\r\n",
+    "CONNECT 127.0.0.1:{port} HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello",
+    "CONNECT 127.0.0.1:{port} HTTP/2.0\r\n\r\n",
+    "CONNECT\t127.0.0.1:{port}\tHTTP/1.1\r\n\r\n",
+    "GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n",
+    "GET https://127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
+    "GET http://user:pass@127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
+    "GET http://127.0.0.1:{port}#@example.com/ HTTP/1.1\r\n\r\n",
+    "GET http://127.0.0.1:{port}\\@example.com/ HTTP/1.1\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\r\n folded\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX : a\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\nY: b\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\rY: b\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: \0\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nno colon\r\n\r\n",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: +1\r\n\r\na",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: 1, 1\r\n\r\na",
+    "\r\n\r\n",
+    "\x16\x03\x01\x02\x00\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("asked", MALFORMED)
+async def test_what_could_be_read_in_two_ways_is_refused(tmp_path, asked):
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        assert status(await say(door, asked.replace("{port}", str(server.port)).encode("latin-1"))) == 400
+        assert server.seen == []
+
+
+async def test_chunked_bodies_need_a_length(tmp_path):
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+        for extra in ("", "Content-Length: 5\r\n"):
+            head = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nTransfer-Encoding: chunked\r\n{extra}\r\n"
+            assert status(await say(door, head.encode() + b"5\r\nhello\r\n0\r\n\r\n")) == 411
+        assert server.seen == []
+
+
+def test_a_name_in_connection_cannot_take_the_length_away():
+    wanted = heads.parse(b"POST http://a.example/ HTTP/1.1\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n")
+    assert wanted.body == 3 and wanted.head == b"POST / HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
+
+
+# Where names lead -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "127.9.9.9", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "224.0.0.1", "255.255.255.255"),
+        *("100.100.100.200", "168.63.129.16", "192.0.2.1", "198.18.0.1", "240.0.0.1", "::", "::1", "fe80::1", "fec0::1", "fd00:ec2::254"),
+        *("ff02::1", "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1"),
+        *("2002:7f00:1::", "2002:a9fe:a9fe::1", "2001:0:7f00:1::1", "2001:db8::1"),
+    ],
+)
+def test_addresses_that_no_name_may_lead_to(address):
+    assert not public(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "93.184.215.14", "2606:4700::1111", "64:ff9b::808:808", "2002:808:808::1"])
+def test_public_addresses(address):
+    assert public(ipaddress.ip_address(address))
+
+
+async def test_a_name_leads_to_the_loopback_only_where_the_address_is_listed_too(tmp_path, monkeypatch):
+    looked_up = []
+    monkeypatch.setattr(addresses, "look_up", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
+    async with Server() as server:
+        asked = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\n\r\n".encode()
+        (tmp_path / "a").mkdir()
+        async with proxied(tmp_path / "a", f"inner.example:{server.port}", f"127.0.0.1:{server.port ^ 1}") as door:
+            answer = await say(door, asked)
+            assert status(answer) == 403 and b"no public address" in answer and server.seen == []
+        (tmp_path / "b").mkdir()
+        async with proxied(tmp_path / "b", f"inner.example:{server.port}", f"127.0.0.1:{server.port}") as door:
+            assert await say(door, asked) == ANSWER and f"Host: inner.example:{server.port}".encode() in server.seen[0]
+    assert looked_up == ["inner.example", "inner.example"]  # once for each request: there is no second answer to change
+
+
+async def test_the_machines_own_public_address_is_no_way_to_its_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr(addresses, "look_up", lambda *_: ["127.0.0.1"])
+    monkeypatch.setattr(addresses, "public", lambda address: True)  # as if this machine's address were one of the internet
+    async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as door:
+        answer = await say(door, f"CONNECT own.example:{server.port} HTTP/1.1\r\n\r\n".encode())
+        assert status(answer) == 403 and b"this machine" in answer and server.seen in ([], [b""])
+
+
+async def test_a_name_that_is_unknown_or_slow_is_told(tmp_path, monkeypatch):
+    def unknown(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    async with proxied(tmp_path, "a.example:80", "127.0.0.1:1", connect_s=0.3) as door:
+        monkeypatch.setattr(addresses, "look_up", unknown)
+        assert status(await say(door, b"GET http://a.example/ HTTP/1.1\r\n\r\n")) == 502
+        assert status(await say(door, b"GET http://127.0.0.1:1/ HTTP/1.1\r\n\r\n")) == 502
+        monkeypatch.setattr(addresses, "look_up", lambda *_: time.sleep(1.5))
+        assert status(await say(door, b"GET http://a.example/ HTTP/1.1\r\n\r\n")) == 504
+
+
+# What it bounds -------------------------------------------------------------------------------------------------------
+
+
+async def test_heads_are_bounded_in_size_number_and_time(tmp_path):
+    async with proxied(tmp_path, "127.0.0.1:1", head_bytes=4096, head_s=0.5) as door:
+        assert status(await say(door, b"GET http://127.0.0.1:1/" + b"a" * 100_000)) == 431
+        assert status(await say(door, b"GET http://127.0.0.1:1/ HTTP/1.1\r\n" + b"A: b\r\n" * 101 + b"\r\n")) == 431
+        start = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        for byte in b"GET http://127":
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.05)
+        assert status(await reader.read()) == 408 and time.monotonic() - start < 4.0
+        writer.close()
+
+
+async def test_connections_past_the_bound_wait_and_go_on(tmp_path):
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}", connections=3, head_s=0.6) as door:
+        idle = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        asked = asyncio.create_task(say(door, f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\n\r\n".encode()))
+        await asyncio.sleep(0.2)
+        assert server.seen == [] and not asked.done()
+        assert await asked == ANSWER
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_path):
+    async with (
+        Server(hang_up=False) as server,
+        proxied(tmp_path, f"127.0.0.1:{server.port}", idle_s=0.4, total_s=1.2) as door,
+    ):
+        connect = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\n\r\n".encode()
+        start = time.monotonic()
+        await say(door, connect)
+        assert 0.3 < time.monotonic() - start < 1.0
+        _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        writer.write(connect)
+        start = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - start < 5.0:
+                writer.write(b".")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        assert 1.0 < time.monotonic() - start < 2.5
+        writer.close()
+
+
+async def test_all_connections_together_may_move_so_many_bytes(tmp_path):
+    big = b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 60_000
+    async with Server(big) as server, proxied(tmp_path, f"127.0.0.1:{server.port}", total_bytes=100_000) as door:
+        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\n\r\n".encode()
+        assert await say(door, asked) == big
+        assert await say(door, asked) != big
+        answer = await say(door, asked)
+        assert status(answer) == 403 and b"100000 bytes" in answer and len(server.seen) == 2
+
+
+async def test_the_first_refusal_is_logged_and_the_rest_are_counted(tmp_path, caplog):
+    async with proxied(tmp_path, "127.0.0.1:1") as door:
+        for _ in range(5):
+            await say(door, b"CONNECT example.com:443 HTTP/1.1\r\n\r\n")
+        assert [record.getMessage() for record in caplog.records] == [
+            "sandbox test: the network was refused to a program: example.com:443: not on the sandbox's allow-list"
+        ]
+    assert "5 requests to the network refused (not on the sandbox's allow-list: 5)" in caplog.messages[-1]
+    assert len(caplog.messages) == 2
+
+
+# The listener ---------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_ends_everything(tmp_path):
+    def state():
+        return len(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate() if "egress t" in thread.name)
+
+    async with Server(hang_up=False) as server:
+        before = state()
+        async with proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+            links = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(5)]
+            for number, (_, writer) in enumerate(links):
+                writer.write(f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\n\r\n".encode() if number % 2 else b"GET ")
+            await asyncio.sleep(0.3)
+            assert len(state()[1]) == 1 and len(server.seen) == 2
+        for reader, writer in links:
+            with contextlib.suppress(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), 2)
+            writer.close()
+        await door.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", door.port))
+        await asyncio.sleep(0.1)
+        assert state() == before and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["nothing", "two", "pipe", "local", "not listening", "datagrams", "hang up"])
+async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        pipe = os.pipe()
+        stack.callback(lambda: [os.close(end) for end in pipe])
+        local = stack.enter_context(socket.socket(socket.AF_UNIX))
+        local.bind(str(tmp_path / "local"))
+        local.listen()
+        tcp, udp = stack.enter_context(socket.socket()), stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        door = Door("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
+        stack.callback(door.abandon)
+        offered = {"two": [tcp, tcp], "pipe": [pipe[0]], "local": [local], "not listening": [tcp], "datagrams": [udp]}
+        if kind == "hang up":
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect(str(tmp_path / "egress"))
+        else:
+            hand_over(tmp_path, lambda _: [end if isinstance(end, int) else end.fileno() for end in offered.get(kind, [])])
+        with pytest.raises(SandboxError, match="its listener was due"):
+            await asyncio.wait_for(door.take(), 5)
+        await door.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_listener_that_its_maker_plays_with_holds_up_nobody(tmp_path):
+    """The maker keeps a copy, makes `accept` wait, and takes what the host was to take; the driver goes on and closes in time."""
+    kept = []
+    door = Door("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
+    port = hand_over(tmp_path, lambda listener: kept.append(listener.dup()) or [listener.fileno()])
+    await door.take()
+    kept[0].setblocking(True)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port)):
+            kept[0].settimeout(0.01)
+            with contextlib.suppress(OSError):
+                kept[0].accept()
+            kept[0].setblocking(True)
+        await asyncio.wait_for(asyncio.sleep(0), 1)
+    start = time.monotonic()
+    await door.close()
+    assert time.monotonic() - start < 2.0
+    kept[0].close()
+
+
+def test_without_an_allow_list_nothing_changes(tmp_path):
+    spec = SandboxSpec(image="x")
+    assert Door.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert "network" not in allowance.server_options("test", spec) and egress.shown(tmp_path, spec) == {}
+
+
+def test_programs_own_loopback_is_theirs_unless_it_is_given_to_the_host():
+    options = allowance.server_options("test", SandboxSpec(image="x", network=("pypi.org:443",)))
+    environment = options["network"]["environment"]
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "localhost,127.0.0.1,::1"
+    assert environment["HTTPS_PROXY"] == environment["http_proxy"] == "http://127.0.0.1:3128"
+    options = allowance.server_options("test", SandboxSpec(image="x", network=("127.0.0.1:80",)))
+    assert options["network"]["environment"]["NO_PROXY"] == "localhost,::1"

@@ -1,0 +1,169 @@
+"""A Docker daemon that takes connections and never answers, or stops answering: a typed error in time wherever it is asked."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
+from agentrl.recipe import SandboxConfig
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import DockerBackend, docker, engine, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox.docker import UNDO_S
+
+SPEC = SandboxSpec(image="image")
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    return tmp_path
+
+
+@pytest.fixture
+def silent(tmp_path, monkeypatch):
+    """The daemon's place is taken by a socket where everyone is let in and nobody is answered."""
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(tmp_path / "silent.sock"))
+        daemon.listen(64)
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/silent.sock")
+        yield daemon
+
+
+@contextlib.contextmanager
+def within(seconds):
+    start = time.monotonic()
+    yield
+    assert time.monotonic() - start < seconds
+
+
+def test_choosing_a_backend(silent, root):
+    with within(4), pytest.raises(SandboxUnavailable, match=r"takes connections and says nothing(.|\n)*fix: .*restart docker"):
+        select_backend("docker", run_label="test", root=root)
+
+
+@pytest.mark.bubblewrap
+async def test_a_run_on_bubblewrap_does_not_need_it(silent, root, caplog):
+    with within(8), caplog.at_level(logging.WARNING):
+        pool = await open_sandboxes(SandboxConfig(backend="auto", warm=0), run_label="test", root=root)
+        assert pool.name == "bubblewrap" and "takes connections and gives no answer" in caplog.text
+        await pool.close()
+
+
+def test_listing_and_removing(silent):
+    for work in (list_open, prune):
+        with within(4), pytest.raises(SandboxTimeout, match="takes connections and gives no answer"):
+            work()
+
+
+def test_a_daemon_on_another_machine_is_not_asked(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "tcp://192.0.2.1:2375")
+    with within(2):
+        list_open()
+
+
+@pytest.mark.parametrize("command", ["ls", "prune"])
+def test_the_commands(silent, command):
+    with within(20):
+        done = subprocess.run([sys.executable, "-m", "agentrl", "sandbox", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "gives no answer" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_doctor(silent):
+    with within(60):
+        done = subprocess.run([sys.executable, "-m", "agentrl", "doctor", "--json"], capture_output=True, text=True, timeout=90)
+    (check,) = [check for check in json.loads(done.stdout) if check["name"] == "Docker"]
+    assert not check["ok"] and "takes connections and says nothing" in check["detail"] and "restart" in check["fix"]
+
+
+async def test_preparing_opening_and_closing(silent, root, monkeypatch):
+    monkeypatch.setattr(docker, "PREPARE_S", 1.0)
+    backend = DockerBackend(run_label="test", root=root)
+    for work in (backend.prepare, backend.open):
+        with within(4), pytest.raises(SandboxTimeout):
+            await work(SPEC)
+    with within(3):
+        await backend.close()
+
+
+# A daemon that stops answering later ----------------------------------------------------------------------------------
+
+
+class Relay:
+    """Between the real daemon and us, until it falls silent: then it takes everything and passes nothing on."""
+
+    def __init__(self, path, daemon):
+        self.silent = False
+        self._daemon = daemon
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(path)
+        self._door.listen(64)
+        self._links = [self._door]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                link, _ = self._door.accept()
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self._daemon)
+                self._links += [link, far]
+                for ends in ((link, far), (far, link)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if not self.silent:
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+
+
+@pytest.mark.docker
+async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_path, monkeypatch):
+    real = engine.address()
+    relay = Relay(str(tmp_path / "relay.sock"), real.removeprefix("unix://"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
+    monkeypatch.setattr(docker, "LEAVING_S", 3.0)
+    monkeypatch.setattr(docker, "QUICK_S", 4.0)
+    backend = DockerBackend(run_label="test", root=root)
+    try:
+        await backend.prepare(SPEC)
+        good, doomed = await backend.open(SPEC), await backend.open(SPEC)
+        relay.silent = True
+        assert (await good.python("print(1)", timeout_s=10)).ok  # what is open needs no daemon
+        with within(2.0 + UNDO_S + 2), pytest.raises(SandboxTimeout, match=r"in 2\.0 s"):
+            await backend.open(SPEC, timeout_s=2.0)
+        with within(5):
+            await good.close()
+        os.kill(await asyncio.to_thread(pid_of, doomed.id, real), 19)  # its server does not end by itself: only the daemon could help
+        with within(4 + 6):
+            await doomed.close()
+        with within(4 + 3 + 4 + 6), pytest.raises(SandboxError):
+            await backend.close()
+    finally:
+        relay.close()
+        monkeypatch.setenv("DOCKER_HOST", real)
+        for name in docker.containers(f"{engine.LABEL_RUN}=test"):
+            docker.remove(name)
+
+
+def pid_of(name, address):
+    import docker as library
+
+    return library.APIClient(base_url=address, version="1.41").inspect_container(name)["State"]["Pid"]
