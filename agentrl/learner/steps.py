@@ -51,7 +51,8 @@ class Worker:
         self.store = SqliteStore(run_dir / "experience.sqlite")
         self.registry = FolderRegistry(run_dir / "versions")
         self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
-        self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if recipe.critic else None
+        separate = recipe.critic is not None and not recipe.critic.shared
+        self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
         self.consumed: dict[int, tuple[int, ...]] = {}

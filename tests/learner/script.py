@@ -104,13 +104,17 @@ class Scenario:
         return {"weights": gather(engine), "metrics": metrics, "left": left}
 
     def ppo(self, stage: int) -> dict[str, Any]:
+        return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, warmup_steps=1, gamma=0.97, lam=0.9))
+
+    def shared(self, stage: int, **changes: Any) -> dict[str, Any]:
+        """PPO with a head on the policy's trunk. Weight decay makes more groups of parameters, and would show in a frozen trunk."""
+        critic = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)
+        return self._ppo(stage, critic, weight_decay=0.1, **changes)
+
+    def _ppo(self, stage: int, config: CriticConfig, **changes: Any) -> dict[str, Any]:
         """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
-        changes = {
-            "objective": ObjectiveConfig(advantage="gae"),
-            "critic": CriticConfig(lr=1e-2, epochs=2, warmup_steps=1, gamma=0.97, lam=0.9),
-        }
-        made = made.model_copy(update=changes)
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        made = made.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
         store = SqliteStore(self.run_dir / "experience.sqlite")
         batches = [build_batch(step, tuple(store.groups(range(step * 3, step * 3 + 3))), made) for step in range(2)]
         store.close()
@@ -119,7 +123,7 @@ class Scenario:
         metrics = [updater.update(batches[0])]
         warmed = gather(first)
         meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
-        root = self.run_dir / f"checkpoints-ppo-{stage}-{self.ranks.size}"
+        root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}"
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))
         again, critic_again, updater_again = self._actor_and_critic(made)
@@ -132,13 +136,14 @@ class Scenario:
             "warmed": warmed,
             "weights": gather(first),
             "again": gather(again),
+            "heads": [_heads(engine) for engine in (first, again)],
             "metrics": metrics,
         }
 
-    def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic, Updater]:
+    def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic | None, Updater]:
         engine = self.engine(made)
-        torch.manual_seed(0)
-        critic = Critic(self.run_dir / "versions" / "000000", made, self.ranks)
+        assert made.critic is not None
+        critic = None if made.critic.shared else Critic(self.run_dir / "versions" / "000000", made, self.ranks)
         return engine, critic, Updater(engine, critic=critic)
 
     def poisoned(self, stage: int) -> dict[str, Any]:
@@ -167,6 +172,16 @@ class Scenario:
         assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in passes[0].items()] == declared
         grouped = [name for names, _ in source.iter_groups() for name in names]
         return {"sent": passes[0], "again": passes[1], "weights": gather(engine), "grouped": grouped}
+
+
+def _heads(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+    """Parameters that are trained and not published."""
+    found = {}
+    for name, parameter in engine.scorer.named_parameters():
+        if name.startswith("value."):
+            with engine.gathered(parameter) as full:
+                found[name] = full.clone()
+    return found
 
 
 def _poison(module: Any, grad_input: Any, grad_output: Any) -> Any:

@@ -17,11 +17,11 @@ UNLIKE = {"update_s", "tokens_per_s", "tokens_computed"}  # depend on the clock,
 SCENARIOS = {  # two ranks first: one continues what they leave
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
-        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3"),
+        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3", "shared-0", "shared-2", "shared-3", "shared-2-3"),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
-        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "reshape-0", "reshape-2", "reshape-3"),
+        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "shared-0", "shared-3", "shared-0-3", "reshape-0", "reshape-2", "reshape-3"),
     ],
 }
 
@@ -107,6 +107,35 @@ def test_ppo_trains_critic_and_policy_alike_on_ranks_and_stages(
     assert first["value_mean"] == 0.0 and first["return_mean"] == pytest.approx(reference["metrics"][0]["return_mean"])
     for key in ("value_loss", "explained_variance", "advantage_std", "value_mean"):
         assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "shared-0"), (1, "shared-3"), (2, "shared-0"), (2, "shared-2"), (2, "shared-3")])
+def test_a_shared_trunk_trains_policy_and_head_alike_on_ranks_and_stages(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str
+) -> None:
+    found, reference = results[ranks, name], results[1, "shared-0"]
+    assert _gap(found["before"], found["warmed"]) == 0.0, "a head that warms up leaves the trunk alone, weight decay included"
+    assert _gap(found["weights"], found["warmed"]) > 1e-3
+    assert not any("value" in published for published in found["weights"])
+    assert _gap(found["weights"], found["again"]) == 0.0
+    assert _gap(*found["heads"]) == 0.0, "a resumed update is the same bit for bit, the head included"
+    assert _gap(found["weights"], reference["weights"]) < 5e-4
+    assert _gap(found["heads"][0], reference["heads"][0]) < 5e-4
+    first, second = found["metrics"]
+    assert first["optimizer_steps"] == 0 and second["optimizer_steps"] == 1
+    assert first["value_mean"] == 0.0 and abs(second["value_mean"]) > 1e-3
+    for key in ("value_loss", "explained_variance", "advantage_std", "value_mean", "loss", "grad_norm"):
+        assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
+
+
+def test_the_values_of_a_shared_trunk_are_taken_once_before_all_its_optimizer_steps(
+    results: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    one, two, single = results[1, "shared-0-3"], results[2, "shared-2-3"], results[1, "shared-0"]
+    assert one["metrics"][1]["optimizer_steps"] == 3
+    assert _gap(one["weights"], two["weights"]) < 1e-3
+    assert one["metrics"][0]["value_mean"] == 0.0
+    assert _gap(one["heads"][0], single["heads"][0]) > 1e-3
 
 
 def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:
