@@ -71,14 +71,15 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "threads", "keep_checkpoints", "keep_versions"}
+    placement = {"ranks", "zero_stage", "threads", "keep_checkpoints", "keep_versions"}
     free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
     changed = sorted(key for key in before if before[key] != after[key])
     if changed:
         raise RecipeError(
             f"--resume: the recipe differs from the run's own in: {', '.join(changed)}",
-            fix="resume with the same recipe and overrides (steps, sandbox, serving, evaluation, learner.ranks and .threads may change)",
+            fix="resume with the same recipe and overrides"
+            " (steps, sandbox, serving, evaluation, learner.ranks, .zero_stage and .threads may change)",
         )
 
 

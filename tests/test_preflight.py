@@ -39,7 +39,7 @@ def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
     open_run_folder(RECIPE, run, resume=False)
     with pytest.raises(UserError, match="--resume"):
         open_run_folder(RECIPE, run, resume=False)
-    open_run_folder(apply_overrides(RECIPE, ["steps=99", "learner.ranks=2"]), run, resume=True)
+    open_run_folder(apply_overrides(RECIPE, ["steps=99", "learner.ranks=2", "learner.zero_stage=3"]), run, resume=True)
     with pytest.raises(RecipeError, match="differs from the run's own in: learner"):
         open_run_folder(apply_overrides(RECIPE, ["learner.lr=1e-4"]), run, resume=True)
 

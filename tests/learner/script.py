@@ -33,6 +33,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "rloo", "dual_clip": 1.5, "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
 }
 
+SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)
+
 
 class Scenario:
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
@@ -75,7 +77,7 @@ class Scenario:
 
     def resume(self, stage: int) -> dict[str, Any]:
         """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1)
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
@@ -95,35 +97,44 @@ class Scenario:
 
     def reshape(self, stage: int) -> dict[str, Any]:
         """The second update, from the checkpoint that two ranks wrote after the first one in `resume`."""
-        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
-        found = newest(self.run_dir / f"checkpoints-{stage}-2")
+        return self.cross(stage, stage)
+
+    def cross(self, stage: int, source: int) -> dict[str, Any]:
+        """The same from the checkpoint of stage `source`."""
+        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1))
+        found = newest(self.run_dir / f"checkpoints-{source}-2")
         assert found is not None and found.meta.ranks == 2
         restore(found, engine)
         left = [path.name for path in found.folder.parent.iterdir()]
         metrics = Updater(engine).update(self.batches[1])
         return {"weights": gather(engine), "metrics": metrics, "left": left}
 
+    def crossppo(self, stage: int, source: int) -> dict[str, Any]:
+        """The second update of `shared`, in which head and trunk have made different numbers of steps, from another stage's checkpoint."""
+        engine, _, updater = self._actor_and_critic(self._with_critic(stage, SHARED, weight_decay=0.1))
+        found = newest(self.run_dir / f"checkpoints-shared-{source}-2" / "1")
+        assert found is not None
+        restore(found, engine)
+        updater.update(self._ppo_batches(engine.recipe)[1])
+        return {"weights": gather(engine), "heads": _heads(engine)}
+
     def ppo(self, stage: int) -> dict[str, Any]:
         return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, warmup_steps=1, gamma=0.97, lam=0.9))
 
     def shared(self, stage: int, **changes: Any) -> dict[str, Any]:
         """PPO with a head on the policy's trunk. Weight decay makes more groups of parameters, and would show in a frozen trunk."""
-        critic = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)
-        return self._ppo(stage, critic, weight_decay=0.1, **changes)
+        return self._ppo(stage, SHARED, weight_decay=0.1, **changes)
 
     def _ppo(self, stage: int, config: CriticConfig, **changes: Any) -> dict[str, Any]:
         """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
-        made = made.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
-        store = SqliteStore(self.run_dir / "experience.sqlite")
-        batches = [build_batch(step, tuple(store.groups(range(step * 3, step * 3 + 3))), made) for step in range(2)]
-        store.close()
+        made = self._with_critic(stage, config, **changes)
+        batches = self._ppo_batches(made)
         first, critic, updater = self._actor_and_critic(made)
         before = gather(first)
         metrics = [updater.update(batches[0])]
         warmed = gather(first)
         meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
-        root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}"
+        root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))
         again, critic_again, updater_again = self._actor_and_critic(made)
@@ -139,6 +150,13 @@ class Scenario:
             "heads": [_heads(engine) for engine in (first, again)],
             "metrics": metrics,
         }
+
+    def _with_critic(self, stage: int, config: CriticConfig, **changes: Any) -> Recipe:
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        return made.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
+
+    def _ppo_batches(self, made: Recipe) -> list[Batch]:
+        return [build_batch(step, groups, made) for step, groups in enumerate(self.groups)]
 
     def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic | None, Updater]:
         engine = self.engine(made)
@@ -198,8 +216,9 @@ def main() -> None:
     scenario = Scenario(Path(run_dir), ranks)
     for name in names:
         kind, _, argument = name.partition("-")
-        stage, _, minibatches = argument.partition("-")
-        changes = {"tokens" if kind == "objective" else "minibatches": int(minibatches)} if minibatches else {}
+        stage, _, further = argument.partition("-")
+        key = {"objective": "tokens", "cross": "source", "crossppo": "source"}.get(kind, "minibatches")
+        changes = {key: int(further)} if further else {}
         result = getattr(scenario, kind)(int(stage), **changes)
         if ranks.first:
             torch.save(result, Path(out) / f"{name}.pt")
