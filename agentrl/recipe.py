@@ -198,6 +198,8 @@ class CriticConfig(Section):
     """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
     epochs: int = Field(1, ge=1)
     """Passes over each step's batch (trunk=separate)."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of the critic for each of learner.minibatches, in each pass (trunk=separate)."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns; with trunk=shared only its head."""
     vf_coef: float = Field(0.1, gt=0)
@@ -211,9 +213,10 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> CriticConfig:
-        if self.shared and self.epochs != 1:
+        if self.shared and (self.epochs, self.minibatches) != (1, 1):
             raise ValueError(
-                "epochs does nothing with trunk=shared, whose value loss is part of the policy's optimizer steps; set learner.minibatches"
+                "epochs and minibatches do nothing with trunk=shared: its value loss is part of the policy's optimizer steps;"
+                " set learner.minibatches"
             )
         if not self.shared and (self.detach or self.vf_coef != 0.1):
             raise ValueError("detach and vf_coef do nothing with trunk=separate, whose critic has an optimizer of its own")
@@ -310,6 +313,8 @@ class Recipe(Section):
             raise ValueError("objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute")
         if (self.objective.advantage == "gae") != (self.critic is not None):
             raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage")
+        if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
+            raise ValueError("critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step")
         if self.critic is not None and self.objective.staleness_decay < 1:
             raise ValueError("objective.staleness_decay does nothing with objective.advantage=gae: a critic makes its advantages later")
         if self.objective.staleness_decay < 1 and self.max_staleness == 0:

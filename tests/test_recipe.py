@@ -51,6 +51,12 @@ def test_an_override_turns_an_optional_section_on() -> None:
         apply_overrides(BASE, ["objective.advantage=gae", 'critic={"rate": 1}'])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", 32])
+def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
+    with pytest.raises(RecipeError, match=r"policy\.dtype: Input should be 'float32' or 'bfloat16'"):
+        apply_overrides(BASE, [f"policy.dtype={dtype}"])
+
+
 def test_a_transfer_between_gpus_is_refused_without_them() -> None:
     with pytest.raises(RecipeError, match="nccl copies from GPU to GPU"):
         apply_overrides(BASE, ["serving.weight_transfer=nccl", "device=cpu"])

@@ -76,7 +76,8 @@ class Worker:
     def _step(self, groups: tuple[Group, ...]) -> None:
         start = time.perf_counter()
         step = self.next_step
-        penalties = self.updater.penalties(counted_samples(groups)) if self.recipe.objective.kl == "k1_reward" else {}
+        weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
+        penalties = self.updater.penalties(weighed)
         made = assemble(step, groups, self.recipe, penalties=penalties)
         metrics = self.updater.update(made.batch)
         if penalties:

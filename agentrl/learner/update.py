@@ -7,6 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from statistics import fmean, pstdev
 
 import torch
@@ -16,7 +18,7 @@ from agentrl.errors import LearnerError
 from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.packing import MicroBatch, Rows, micro_batch, minibatches, plan
+from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
 from agentrl.learner.reference import ReferencePolicy
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, policy_loss
@@ -32,6 +34,8 @@ class Prepared:
     """A micro-batch with the logprobs [N] of its tokens under the other policies of the objective, and what a critic makes of them."""
 
     batch: MicroBatch
+    piece: int  # which of the critic's optimizer steps it is part of
+    piece_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
     reference: Tensor | None
     returns: Tensor | None = None  # [N]
@@ -108,6 +112,7 @@ class Updater:
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches; their tokens carry the place of their sample in `samples`."""
         ranks = self.engine.ranks
+        check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         places = {id(sample): place for place, sample in enumerate(samples)}
         share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
         rows: list[Rows] = plan(samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
@@ -116,21 +121,34 @@ class Updater:
     def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""
         recomputes = self._recomputes(len(parts))
-        return [(part, [self._before(batch, recomputes) for batch in self._micro_batches(part.samples)]) for part in parts]
+        return [(part, self._pieces(part, recomputes)) for part in parts]
+
+    def _pieces(self, part: Batch, recomputes: bool) -> list[Prepared]:
+        """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller ones."""
+        pieces = minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
+        return [
+            self._before(batch, number, piece.denominator, recomputes)
+            for number, piece in enumerate(pieces)
+            for batch in self._micro_batches(piece.samples)
+        ]
 
     @torch.no_grad()
-    def _before(self, batch: MicroBatch, recomputes: bool) -> Prepared:
+    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> Prepared:
         """A micro-batch as policy, critic and reference see it before the step; a shared trunk is run once for both."""
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
-        reference = None if in_loss is None else in_loss.logprobs(batch)
+        proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
             proximal, _, values = self.critic.score(batch)
-            return Prepared(batch=batch, proximal=proximal, reference=reference, values=values)
+        else:
+            proximal = self.engine.logprobs(batch)[0] if recomputes else None
+            values = None if self.critic is None else self.critic.values(batch)
         return Prepared(
             batch=batch,
-            proximal=self.engine.logprobs(batch)[0] if recomputes else None,
-            reference=reference,
-            values=None if self.critic is None else self.critic.values(batch),
+            piece=piece,
+            piece_tokens=tokens,
+            proximal=proximal,
+            reference=None if in_loss is None else in_loss.logprobs(batch),
+            values=values,
         )
 
     def _recomputes(self, parts: int) -> bool:
@@ -151,18 +169,19 @@ class Updater:
         return judged, metrics
 
     def _learn_values(self, prepared: Plan, critic: Critic | SharedCritic) -> dict[str, float]:
-        """`critic.epochs` times an optimizer step of the critic for each part."""
+        """`critic.epochs` times `critic.minibatches` optimizer steps of the critic for each part."""
         ranks = self.engine.ranks
         losses, norms = [], []
         for part, made in prepared * critic.config.epochs:
-            total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-            for one in made:
-                assert one.returns is not None and one.values is not None, "judged before it is learned"
-                total += critic.learn(one.batch, one.returns, one.values, denominator=float(part.denominator))
-            applied, norm = critic.step(part.step)
-            self._count(applied, part.step)
-            losses.append(ranks.sum(total).item())
-            norms.append(norm)
+            for _, some in groupby(made, key=attrgetter("piece")):
+                total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+                for one in some:
+                    assert one.returns is not None and one.values is not None, "judged before it is learned"
+                    total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
+                applied, norm = critic.step(part.step)
+                self._count(applied, part.step)
+                losses.append(ranks.sum(total).item())
+                norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {"value_loss": fmean(losses)} if losses else {}
         return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})

@@ -118,8 +118,8 @@ class Scenario:
         updater.update(self._ppo_batches(engine.recipe)[1])
         return {"weights": gather(engine), "heads": _heads(engine)}
 
-    def ppo(self, stage: int) -> dict[str, Any]:
-        return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, warmup_steps=1, gamma=0.97, lam=0.9))
+    def ppo(self, stage: int, pieces: int = 1) -> dict[str, Any]:
+        return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, minibatches=pieces, warmup_steps=1, gamma=0.97, lam=0.9))
 
     def shared(self, stage: int, **changes: Any) -> dict[str, Any]:
         """PPO with a head on the policy's trunk. Weight decay makes more groups of parameters, and would show in a frozen trunk."""
@@ -217,7 +217,7 @@ def main() -> None:
     for name in names:
         kind, _, argument = name.partition("-")
         stage, _, further = argument.partition("-")
-        key = {"objective": "tokens", "cross": "source", "crossppo": "source"}.get(kind, "minibatches")
+        key = {"objective": "tokens", "cross": "source", "crossppo": "source", "ppo": "pieces"}.get(kind, "minibatches")
         changes = {key: int(further)} if further else {}
         result = getattr(scenario, kind)(int(stage), **changes)
         if ranks.first:

@@ -17,12 +17,12 @@ UNLIKE = {"update_s", "tokens_per_s", "tokens_computed"}  # depend on the clock,
 SCENARIOS = {  # two ranks first: one continues what they leave
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
-        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3", "shared-0", "shared-2", "shared-3", "shared-2-3"),
+        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3", "ppo-2-3", "shared-0", "shared-2", "shared-3", "shared-2-3"),
         *("resume-1", "cross-3-2", "cross-2-3", "cross-2-0", "cross-0-3", "cross-1-2", "crossppo-3-0", "crossppo-2-3", "crossppo-0-2"),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
-        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "shared-0", "shared-3", "shared-0-3"),
+        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "ppo-0-3", "shared-0", "shared-3", "shared-0-3"),
         *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3"),
     ],
 }
@@ -127,6 +127,15 @@ def test_ppo_trains_critic_and_policy_alike_on_ranks_and_stages(
     assert first["value_mean"] == 0.0 and first["return_mean"] == pytest.approx(reference["metrics"][0]["return_mean"])
     for key in ("value_loss", "explained_variance", "advantage_std", "value_mean"):
         assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
+
+
+def test_minibatches_of_the_critic_are_further_steps_of_it_alone(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    one, two, whole = results[1, "ppo-0-3"], results[2, "ppo-2-3"], results[1, "ppo-0"]
+    assert one["metrics"][1]["optimizer_steps"] == 1
+    assert one["metrics"][0]["advantage_std"] == pytest.approx(whole["metrics"][0]["advantage_std"])
+    assert abs(one["metrics"][1]["value_mean"] - whole["metrics"][1]["value_mean"]) > 1e-3
+    assert _gap(one["weights"], two["weights"]) < 1e-3
+    assert _gap(one["weights"], one["again"]) == 0.0
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "shared-0"), (1, "shared-3"), (2, "shared-0"), (2, "shared-2"), (2, "shared-3")])
