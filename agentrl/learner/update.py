@@ -163,7 +163,8 @@ class Updater:
         everything = [one for _, made in judged for one in made]
         metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
         shift, scale = advantage_scale([one.batch.advantages for one in everything], ranks)
-        metrics["advantage_std"] = scale
+        if metrics:  # there was a token to judge
+            metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
             judged = [(part, [_scaled(one, shift, scale) for one in made]) for part, made in judged]
         return judged, metrics

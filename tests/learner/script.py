@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
@@ -22,6 +24,7 @@ from agentrl.learner.update import Updater
 from agentrl.objective import assemble, build_batch, counted_samples
 from agentrl.recipe import CriticConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
+from tests.learner.building import random_group
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1, "kl": "k3", "kl_coef": 0.1},
@@ -178,6 +181,35 @@ class Scenario:
         clean = self.engine(made)
         Updater(clean).update(self.batches[0])
         return {"before": before, "after": after, "metrics": metrics, "then": gather(engine), "clean": gather(clean)}
+
+    def odd(self, stage: int) -> dict[str, Any]:
+        """Batches at the edge of what there is: empty ones, completions of one token, groups of one, a token that no model has."""
+        plain = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        separate = self._with_critic(stage, CriticConfig())
+        found: dict[str, Any] = {"empty": {}}
+        for name, made in (("plain", plain), ("separate", separate), ("shared", self._with_critic(stage, SHARED))):
+            engine, _, updater = self._actor_and_critic(made) if made.critic else (self.engine(made), None, Updater(self.engine(made)))
+            before = gather(engine)
+            metrics = updater.update(Batch(step=1, samples=(), denominator=0, group_indices=(0, 1)))
+            found["empty"][name] = {"before": before, "after": gather(engine), "metrics": metrics}
+        short = [random_group(index, size=size, lengths=(1, 1), turns=1) for index, size in ((40, 4), (41, 1), (42, 1))]
+        alone = plain.model_copy(
+            update={
+                "objective": ObjectiveConfig(advantage="reinforce++"),
+                "rollout": plain.rollout.model_copy(update={"min_group_size": 1}),
+            }
+        )
+        engine = self.engine(alone)
+        before = gather(engine)
+        batch = build_batch(0, [replace(group, index=place) for place, group in enumerate(short)], alone)
+        metrics = Updater(engine).update(batch)
+        found["short"] = {"before": before, "after": gather(engine), "metrics": metrics, "samples": len(batch.samples)}
+        strange = replace(batch.samples[0], token_ids=(*batch.samples[0].token_ids[:-1], 5000))
+        try:
+            Updater(engine).update(replace(batch, samples=(strange, *batch.samples[1:])))
+        except LearnerError as error:
+            found["strange"] = str(error)
+        return found
 
     def source(self, stage: int) -> dict[str, Any]:
         """What vLLM's weight transfer would be given, walked twice on every rank."""

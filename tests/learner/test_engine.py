@@ -18,12 +18,23 @@ SCENARIOS = {  # two ranks first: one continues what they leave
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
         *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3", "ppo-2-3", "shared-0", "shared-2", "shared-3", "shared-2-3"),
-        *("resume-1", "cross-3-2", "cross-2-3", "cross-2-0", "cross-0-3", "cross-1-2", "crossppo-3-0", "crossppo-2-3", "crossppo-0-2"),
+        *(
+            "resume-1",
+            "cross-3-2",
+            "cross-2-3",
+            "cross-2-0",
+            "cross-0-3",
+            "cross-1-2",
+            "crossppo-3-0",
+            "crossppo-2-3",
+            "crossppo-0-2",
+            "odd-2",
+        ),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
         *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "ppo-0-3", "shared-0", "shared-3", "shared-0-3"),
-        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3"),
+        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0"),
     ],
 }
 
@@ -165,6 +176,20 @@ def test_the_values_of_a_shared_trunk_are_taken_once_before_all_its_optimizer_st
     assert _gap(one["weights"], two["weights"]) < 1e-3
     assert one["metrics"][0]["value_mean"] == 0.0
     assert _gap(one["heads"][0], single["heads"][0]) > 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "odd-0"), (2, "odd-2")])
+def test_batches_at_the_edge_have_a_defined_end(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    found = results[ranks, name]
+    for kind, empty in found["empty"].items():
+        assert _gap(empty["before"], empty["after"]) == 0.0, kind
+        assert (empty["metrics"]["optimizer_steps"], empty["metrics"]["updates_set_aside"]) == (0, 0), kind
+        assert "advantage_std" not in empty["metrics"] and "value_loss" not in empty["metrics"], kind
+    short = found["short"]
+    assert short["samples"] == short["metrics"]["tokens_trained"] == 6, "completions of one token, two of them in groups of one"
+    assert short["metrics"]["optimizer_steps"] == 1 and short["metrics"]["grad_norm"] > 0
+    assert _gap(short["before"], short["after"]) > 1e-3
+    assert "holds token 5000, and the policy's vocabulary has 97" in found["strange"]
 
 
 def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:
