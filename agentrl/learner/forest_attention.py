@@ -154,9 +154,9 @@ def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, 
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
     # One gather for all batches: its gradient is one sum, where a gather for each would make as many tensors of all tokens and add them.
-    queries = F.embedding(forest.queries, _rows(query)).split([batch.queries.numel() for batch in forest.batches])
+    queries = torch.split(F.embedding(forest.queries, _rows(query)), [batch.queries.numel() for batch in forest.batches])
     sizes = [batch.keys.numel() for batch in forest.batches]
-    keys, values = (F.embedding(forest.keys, _rows(tensor)).split(sizes) for tensor in (key, value))
+    keys, values = (torch.split(F.embedding(forest.keys, _rows(tensor)), sizes) for tensor in (key, value))
     outputs = []
     for batch, q, k, v in zip(forest.batches, queries, keys, values, strict=True):
         rows, length = batch.queries.shape
