@@ -24,7 +24,7 @@ from agentrl.failure import Quarantine
 from agentrl.gpus import place
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
-from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
+from agentrl.preflight import check_model, export_model, find_model, open_run_folder, place_base_version
 from agentrl.protocols import Policy, SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import Group, PolicyVersion, Split, SwapReport, Task, VersionState
@@ -95,6 +95,7 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
     family = open_family(recipe.tasks, seed=recipe.seed)
     gpus = place(recipe)
     model = find_model(recipe.policy.model, root)
+    check_model(model, recipe)
     chat = load_chat(str(model))
     scorer = TaskScorer()
     scorer.load(family.task(Split.TRAIN, 0).verifiers)

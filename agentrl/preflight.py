@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -32,6 +33,53 @@ def find_model(model: str, root: Path) -> Path:
         wanted = ", ".join([*missing, *([] if list(folder.glob("*.safetensors")) else ["*.safetensors"])])
         raise UserError(f"policy.model: {folder} lacks {wanted}", fix="save it with save_pretrained for the model and for its tokenizer")
     return folder
+
+
+def check_model(folder: Path, recipe: Recipe) -> None:
+    """Raises `UserError` for a model that cannot be trained as the recipe says: its context, its weights or its vocabulary do not fit."""
+    config = _json(folder / "config.json")
+    inner = config.get("text_config") or config
+    longest, stretched = inner.get("max_position_embeddings"), _stretched(inner)
+    if longest is not None and not stretched and recipe.policy.max_model_len > longest:
+        raise UserError(
+            f"policy.max_model_len={recipe.policy.max_model_len}, but the model in {folder} has a context of {longest} tokens",
+            fix=f"set policy.max_model_len={longest} or less",
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "integers")
+        raise UserError(f"the weights in {folder} are quantized ({method}) and cannot be trained", fix="use the model's float weights")
+    vocabulary, largest = inner.get("vocab_size"), _largest_token(folder / "tokenizer.json")
+    if vocabulary is not None and largest is not None and largest >= vocabulary:
+        raise UserError(
+            f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
+            fix="model.resize_token_embeddings(len(tokenizer)), or save the tokenizer that belongs to the model",
+        )
+
+
+def _stretched(config: dict[str, Any]) -> bool:
+    """Whether positions are scaled, so that the context is longer than the configuration's number."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return "factor" in scaling
+
+
+def _largest_token(path: Path) -> int | None:
+    """The largest token id of a tokenizer.json; None where there is none to read it from."""
+    if not path.is_file():
+        return None
+    tokenizer = _json(path)
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))  # a list: its places are the ids
+    return max([*ids, *(added["id"] for added in tokenizer.get("added_tokens", []))], default=None)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}", fix="save the model and its tokenizer again with save_pretrained") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is not a JSON object", fix="save the model and its tokenizer again with save_pretrained")
+    return found
 
 
 def _download(model: str) -> Path:
@@ -71,7 +119,7 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "threads", "keep_checkpoints", "keep_versions"}
+    placement = {"ranks", "zero_stage", "threads", "keep_checkpoints", "keep_versions"}
     safety = {"checkpoint_turns", "max_quarantined"}
     free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement, "rollout": safety}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)

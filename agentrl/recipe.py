@@ -200,10 +200,12 @@ class ObjectiveConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of `objective.advantage=gae`: its own weights, started from the policy's, in the learner's processes."""
+    """The value model of `objective.advantage=gae`, in the learner's processes: docs/objectives.md says which trunk to choose."""
 
+    trunk: Literal["separate", "shared"] = "separate"
+    """separate: a model of its own that starts from the policy's weights. shared: a head on the policy, one forward pass for both."""
     lr: float = Field(1e-3, gt=0)
-    """Learning rate of its AdamW, at its highest; everything else about its optimizer is the learner's."""
+    """Learning rate of its AdamW, at its highest (trunk=shared: of the head); everything else about its optimizer is the learner's."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount from one sampled token to the next; tool output takes no time."""
     lam: float = Field(1.0, ge=0, le=1)
@@ -211,9 +213,30 @@ class CriticConfig(Section):
     value_clip: float | None = Field(0.2, gt=0)
     """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
     epochs: int = Field(1, ge=1)
-    """Passes over each step's batch."""
+    """Passes over each step's batch (trunk=separate)."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of the critic for each of learner.minibatches, in each pass (trunk=separate)."""
     warmup_steps: int = Field(0, ge=0)
-    """First steps in which only the critic learns."""
+    """First steps in which only the critic learns; with trunk=shared only its head."""
+    vf_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss beside the policy's (trunk=shared)."""
+    detach: bool = False
+    """The value loss trains the head alone; the trunk learns from the policy's loss only (trunk=shared)."""
+
+    @property
+    def shared(self) -> bool:
+        return self.trunk == "shared"
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> CriticConfig:
+        if self.shared and (self.epochs, self.minibatches) != (1, 1):
+            raise ValueError(
+                "epochs and minibatches do nothing with trunk=shared: its value loss is part of the policy's optimizer steps;"
+                " set learner.minibatches"
+            )
+        if not self.shared and (self.detach or self.vf_coef != 0.1):
+            raise ValueError("detach and vf_coef do nothing with trunk=separate, whose critic has an optimizer of its own")
+        return self
 
 
 class LearnerConfig(Section):
@@ -308,6 +331,8 @@ class Recipe(Section):
             raise ValueError("objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute")
         if (self.objective.advantage == "gae") != (self.critic is not None):
             raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage")
+        if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
+            raise ValueError("critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step")
         if self.critic is not None and self.objective.staleness_decay < 1:
             raise ValueError("objective.staleness_decay does nothing with objective.advantage=gae: a critic makes its advantages later")
         if self.objective.staleness_decay < 1 and self.max_staleness == 0:

@@ -28,7 +28,7 @@ recipe = Recipe(
     evaluation=EvalConfig(heldout=160, heldout_real=96, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(advantage="gae", clip_low=0.2, clip_high=0.28),
-    critic=CriticConfig(lr=1e-3, epochs=4, warmup_steps=2),
+    critic=CriticConfig(lr=1e-3, epochs=2, minibatches=8, warmup_steps=2),
     learner=LearnerConfig(lr=3e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),
 )
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import RecipeError, UserError
-from agentrl.preflight import export_model, find_model, open_run_folder, place_base_version
+from agentrl.preflight import check_model, export_model, find_model, open_run_folder, place_base_version
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
@@ -34,12 +35,57 @@ def test_incomplete_model_folder_names_what_is_missing(tmp_path: Path) -> None:
         find_model("m", tmp_path)
 
 
+def _described(path: Path, config: dict[str, object], tokenizer: dict[str, object]) -> Path:
+    folder = model_folder(path)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+WORDS = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}
+FITS = {"max_position_embeddings": 1024, "vocab_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "wrong"),
+    [
+        (FITS, WORDS, None),
+        ({**FITS, "max_position_embeddings": 1023}, WORDS, r"max_model_len=1024, but .* context of 1023"),
+        ({**FITS, "max_position_embeddings": 512, "rope_scaling": {"factor": 2.0}}, WORDS, None),
+        ({"text_config": {**FITS, "max_position_embeddings": 512}}, WORDS, "context of 512"),
+        ({**FITS, "quantization_config": {"quant_method": "gptq"}}, WORDS, r"quantized \(gptq\)"),
+        ({**FITS, "vocab_size": 2}, WORDS, "knows token 2, but the model's vocabulary has 2"),
+        ({**FITS, "vocab_size": 2}, {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, "knows token 2"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_recipe_is_refused(
+    config: dict[str, object], tokenizer: dict[str, object], wrong: str | None, tmp_path: Path
+) -> None:
+    folder = _described(tmp_path / "m", config, tokenizer)
+    if wrong is None:
+        check_model(folder, RECIPE)
+    else:
+        with pytest.raises(UserError, match=wrong):
+            check_model(folder, RECIPE)
+
+
+def test_the_base_policy_fits() -> None:
+    root = Path(__file__).resolve().parent.parent
+    quickstart = RECIPE.model_copy(update={"policy": PolicyConfig(model="recipes/models/tables-base", max_model_len=512)})
+    check_model(find_model("recipes/models/tables-base", root), quickstart)
+
+
+def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json is not JSON"):
+        check_model(model_folder(tmp_path / "m"), RECIPE)
+
+
 def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
     run = tmp_path / "run"
     open_run_folder(RECIPE, run, resume=False)
     with pytest.raises(UserError, match="--resume"):
         open_run_folder(RECIPE, run, resume=False)
-    open_run_folder(apply_overrides(RECIPE, ["steps=99", "learner.ranks=2"]), run, resume=True)
+    open_run_folder(apply_overrides(RECIPE, ["steps=99", "learner.ranks=2", "learner.zero_stage=3"]), run, resume=True)
     with pytest.raises(RecipeError, match="differs from the run's own in: learner"):
         open_run_folder(apply_overrides(RECIPE, ["learner.lr=1e-4"]), run, resume=True)
 

@@ -45,10 +45,16 @@ def test_wrong_overrides_name_the_key_and_what_is_allowed(override: str, named: 
 def test_an_override_turns_an_optional_section_on() -> None:
     made = apply_overrides(BASE, ["objective.advantage=gae", "critic.lr=0.5"])
     assert made.critic == CriticConfig(lr=0.5)
-    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: epochs, gamma, lam, lr"):
+    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: detach, epochs, gamma, lam, lr"):
         apply_overrides(BASE, ["critic.rate=1"])
-    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: epochs, gamma, lam, lr"):
+    with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: detach, epochs, gamma, lam, lr"):
         apply_overrides(BASE, ["objective.advantage=gae", 'critic={"rate": 1}'])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "int8", 32])
+def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
+    with pytest.raises(RecipeError, match=r"policy\.dtype: Input should be 'float32' or 'bfloat16'"):
+        apply_overrides(BASE, [f"policy.dtype={dtype}"])
 
 
 def test_a_transfer_between_gpus_is_refused_without_them() -> None:

@@ -11,15 +11,12 @@ There is no pointer to the newest one. It is found by looking: the highest numbe
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from agentrl.learner.critic import Critic
 from agentrl.learner.durable import commit_folder, part_folder
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.reshape import layout, layout_of, load_reshaped
 from agentrl.version import folder_manifest
 
 _MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "critic"
@@ -102,64 +100,33 @@ def newest(root: Path) -> Checkpoint | None:
 def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
     """Loads weights, optimizer and random state. All ranks call it.
 
-    With as many ranks as wrote it the next update is the same bit for bit; with more or fewer it is the same up to rounding, and the
-    random state starts anew. Raises `LearnerError` when the checkpoint was written at another ZeRO stage.
+    With the ranks and the ZeRO stage that wrote it the next update is the same bit for bit; with others it is the same up to
+    rounding, and other ranks' random state starts anew. Raises `LearnerError` when the checkpoint is not one of this recipe's model
+    and critic.
     """
-    ranks, meta, stage = engine.ranks, checkpoint.meta, engine.recipe.learner.zero_stage
-    if meta.zero_stage != stage:
-        raise LearnerError(
-            f"checkpoint {checkpoint.folder} was written with learner.zero_stage={meta.zero_stage}, the recipe says {stage};"
-            " resume with the former"
-        )
+    ranks, meta = engine.ranks, checkpoint.meta
     same = ranks.size == meta.ranks
     parts = [(engine.deepspeed, _STATE)] + ([(critic.deepspeed, _CRITIC)] if critic is not None else [])
     for part, tag in parts:
-        if same or stage == 0:  # at stage 0 every rank holds everything
+        kind = _kind(checkpoint.folder, tag)
+        if kind == layout(part.zero_optimization_stage()) and (same or kind == "whole"):  # whole: every rank holds everything
             _load(part, checkpoint.folder, tag)
         else:
-            _load_reshaped(part, checkpoint.folder, tag, ranks)
+            load_reshaped(part, checkpoint.folder, tag, ranks)
     if same:
         _set_random_state(torch.load(checkpoint.folder / _rng_name(ranks.rank), weights_only=False), ranks)
+
+
+def _kind(folder: Path, tag: str) -> str:
+    if not (folder / tag).is_dir():
+        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings that it was made with")
+    return layout_of(folder / tag)
 
 
 def _load(engine: Any, folder: Path, tag: str) -> None:
     loaded, _ = engine.load_checkpoint(str(folder), tag=tag)
     if loaded is None:
         raise LearnerError(f"DeepSpeed found nothing to load in {folder / tag}")
-
-
-def _load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
-    """Through DeepSpeed's universal format, in which every parameter's state is whole; written beside, and removed again."""
-    whole = folder.with_name(f".{folder.name}.whole")
-    try:
-        if ranks.first:
-            shutil.rmtree(whole, ignore_errors=True)
-            _convert(folder / tag, whole / tag)
-        ranks.barrier()
-        engine._config.load_universal_checkpoint = True  # fixed when the engine is made, and true of this one load only
-        _load(engine, whole, tag)
-        ranks.barrier()
-    finally:
-        engine._config.load_universal_checkpoint = False
-        if ranks.first:
-            shutil.rmtree(whole, ignore_errors=True)
-
-
-def _convert(source: Path, target: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    target.parent.mkdir(parents=True)
-    arguments = SimpleNamespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    with contextlib.redirect_stdout(sys.stderr):
-        ds_to_universal.main(arguments)
 
 
 def _folders(root: Path) -> list[Path]:

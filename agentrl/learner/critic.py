@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner.engine import apply_gradient, deepspeed_config, load_model, make_optimizer
+from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, load_model, make_optimizer
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.value_head import value_head, values_of
 from agentrl.objective.gae import gae
 from agentrl.objective.values import rows_of, value_loss
 from agentrl.recipe import CriticConfig, Recipe
@@ -23,20 +24,17 @@ EPS = 1e-8
 
 
 class ValueScorer(nn.Module):
-    """The trunk of a causal language model with one output per token. It starts at 0 everywhere: the head's weights are zeros."""
+    """The trunk of a causal language model with one output per token."""
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.trunk = lm.base_model
-        self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = value_head(lm)
 
     def forward(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor) -> Tensor:
         """Float32 values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`."""
         output = self.trunk(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
-        values: Tensor = self.head(output.last_hidden_state[0, positions]).squeeze(-1)
-        return values if values.dtype == torch.float64 else values.float()
+        return values_of(self.head, output.last_hidden_state[0, positions])
 
 
 class Critic:
@@ -69,15 +67,6 @@ class Critic:
         values: Tensor = self.deepspeed(batch.input_ids, batch.layout, batch.positions)
         return values[batch.expand]
 
-    @torch.no_grad()
-    def judge(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages, returns and values [N] of the batch's trained tokens, whose rewards are in `batch.advantages`; constant."""
-        values = self.values(batch)
-        rewards, mask = rows_of(batch.advantages.to(values.dtype), batch.sequence)
-        rows, _ = rows_of(values, batch.sequence)
-        advantages, returns = gae(rewards, rows, mask, gamma=self.config.gamma, lam=self.config.lam)
-        return advantages[mask], returns[mask], values
-
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
         """Adds the gradient of the value loss of a micro-batch; returns this rank's share of the loss, float64 []."""
         loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
@@ -87,6 +76,55 @@ class Critic:
     def step(self, number: int) -> tuple[bool, float]:
         """Applies the accumulated gradient; as `PolicyEngine.step`."""
         return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self._learner, self._steps, number))
+
+
+class SharedCritic:
+    """A value head on the policy's own trunk, inside the policy's engine (`critic.trunk=shared`). Every method is a collective.
+
+    Its values come with the logprobs, and it learns in the policy's optimizer steps. `learn` and `step` are the steps of its
+    warm-up, in which the trunk is a fixed function: no gradient reaches it, its weights stay as they are bit for bit, and its
+    optimizer is that of a policy which has made no step.
+    """
+
+    def __init__(self, engine: PolicyEngine) -> None:
+        assert engine.recipe.critic is not None, "a recipe without a critic has no use for one"
+        self.engine = engine
+        self.config: CriticConfig = engine.recipe.critic
+
+    def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Logprobs, entropies and values [N] of the batch's trained tokens, from one forward pass, with gradient."""
+        arguments = (batch.input_ids, batch.layout, batch.positions, batch.targets, self.engine.temperature)
+        logprobs, entropy, values = self.engine.deepspeed(*arguments)
+        return logprobs[batch.expand], entropy[batch.expand], values[batch.expand]
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Values [N] of the states before the batch's trained tokens, with gradient for the head alone."""
+        (values,) = self.engine.deepspeed(batch.input_ids, batch.layout, batch.positions, None, self.engine.temperature)
+        found: Tensor = values[batch.expand]
+        return found
+
+    def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
+        """As `Critic.learn`, for the head alone."""
+        loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
+        self.engine.backward(loss)
+        return loss.detach().double()
+
+    def step(self, number: int) -> tuple[bool, float]:
+        """Applies the head's accumulated gradient and nothing else; as `PolicyEngine.step`."""
+        done = self.engine.step(number, head_alone=True)
+        for state in self.engine.optimizer.state.values():
+            if not state["exp_avg"].any():  # never had a gradient: its bias correction must not count this step
+                state["step"] = state["step"] * 0
+        return done
+
+
+@torch.no_grad()
+def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [N] of the batch's trained tokens, whose rewards are in `batch.advantages`, from values [N]."""
+    rewards, mask = rows_of(batch.advantages.to(values.dtype), batch.sequence)
+    rows, _ = rows_of(values, batch.sequence)
+    advantages, returns = gae(rewards, rows, mask, gamma=config.gamma, lam=config.lam)
+    return advantages[mask], returns[mask]
 
 
 def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from agentrl.learner import forest_attention
 from agentrl.learner.logprobs import TokenScorer, check_scorer
-from agentrl.learner.optimizer import BETAS, EPS, GuardedAdamW, learning_rate, parameter_groups
+from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.value_head import ValuedScorer
 from agentrl.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -39,11 +40,13 @@ class PolicyEngine:
         self.ranks = ranks
         self.recipe = recipe
         self.temperature = recipe.rollout.temperature
-        self.scorer = TokenScorer(load_model(folder, recipe, ranks.device))
+        self.scorer = make_scorer(load_model(folder, recipe, ranks.device), recipe)
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
-        parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
-        size = sum(parameter.numel() for parameter in parameters)
-        self.optimizer = make_optimizer(parameters, recipe)
+        head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
+        apart = {id(parameter) for parameter in head}
+        parameters: list[Tensor] = [one for one in self.scorer.parameters() if one.requires_grad and id(one) not in apart]
+        size = sum(parameter.numel() for parameter in (*parameters, *head))
+        self.optimizer = make_optimizer(parameters, recipe, head=head)
         self.deepspeed, *_ = deepspeed.initialize(
             model=self.scorer, optimizer=self.optimizer, config=deepspeed_config(recipe, ranks, size), dist_init_required=False
         )
@@ -65,13 +68,14 @@ class PolicyEngine:
         """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""
         self.deepspeed.backward(loss * self.ranks.size)
 
-    def step(self, number: int) -> tuple[bool, float]:
+    def step(self, number: int, *, head_alone: bool = False) -> tuple[bool, float]:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
         Returns whether it was applied, and its global norm before clipping. A gradient that is not finite is not applied: weights
-        and optimizer state stay as they were.
+        and optimizer state stay as they were. `head_alone`: a value head moves, everything else has a rate of 0.
         """
-        return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self.recipe.learner, self.recipe.steps, number))
+        rate = learning_rate(self.recipe.learner, self.recipe.steps, number)
+        return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Name, local tensor and full shape of every parameter, in the model's own order; tied ones once, under their first name."""
@@ -92,20 +96,20 @@ class PolicyEngine:
     def _row_logprobs(self, row: tuple[int, ...]) -> tuple[float, ...]:
         ids, layout = text(row, self.ranks.device)
         with torch.no_grad():
-            logprobs, _ = self.deepspeed(ids, layout, torch.arange(len(row) - 1, device=ids.device), ids[0, 1:], 1.0)
+            logprobs, *_ = self.deepspeed(ids, layout, torch.arange(len(row) - 1, device=ids.device), ids[0, 1:], 1.0)
         return tuple(logprobs.tolist())
 
 
 def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
-    logprobs, entropy = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature)
+    logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature)
     return logprobs[batch.expand], entropy[batch.expand]
 
 
-def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float) -> tuple[bool, float]:
+def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float, *, head_alone: bool = False) -> tuple[bool, float]:
     """One optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
     engine.step()
     if isinstance(optimizer, GuardedAdamW):
         norm = optimizer.grad_norm
@@ -137,10 +141,22 @@ def _disable_dropout(lm: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def make_optimizer(parameters: list[Tensor], recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW that never applies a gradient which is not finite; from ZeRO stage 1 on DeepSpeed sees to that."""
+def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
+    """What the engine trains: the language model, and a value head on it where the recipe's critic shares its trunk."""
+    if recipe.critic is not None and recipe.critic.shared:
+        return ValuedScorer(lm, detach=recipe.critic.detach)
+    return TokenScorer(lm)
+
+
+def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[Tensor] = ()) -> torch.optim.AdamW:
+    """AdamW that never applies a gradient which is not finite; from ZeRO stage 1 on DeepSpeed sees to that.
+
+    `head` are the parameters of a value head: a group with the critic's learning rate, without weight decay.
+    """
     learner = recipe.learner
     groups = parameter_groups(parameters, learner.weight_decay)
+    if head and recipe.critic is not None:
+        groups.append({"params": list(head), "weight_decay": 0.0, RATE_SCALE: recipe.critic.lr / learner.lr})
     if _zero_stage(recipe) == 0:
         return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm)
     return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS)

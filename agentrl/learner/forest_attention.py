@@ -22,6 +22,7 @@ NAME = "agentrl_forest"
 _WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
 _SLACK = 2**15  # ... plus this many: below it one more kernel call costs more than the padding
 _PIECE = 128  # queries of one row
+_KEPT = 2**23  # elements of a mask that is kept as numbers, 32 MiB of them
 _BLOCK = 128  # FlexAttention's tile
 
 
@@ -38,6 +39,8 @@ class ForestLayout:
             rows = torch.cat([batch.queries[batch.real] for batch in self.batches])
             self.order = torch.empty_like(rows)
             self.order[rows] = torch.arange(len(rows))
+            self.queries = torch.cat([batch.queries.flatten() for batch in self.batches])
+            self.keys = torch.cat([batch.keys.flatten() for batch in self.batches])
         self._block_masks: dict[int | None, Any] = {}
 
     def block_mask(self, window: int | None) -> Any:
@@ -71,18 +74,25 @@ class _Batch:
         self.shared = torch.tensor([branch.shared for branch in branches], device=device)
         new = torch.tensor([branch.new for branch in branches], device=device)
         self.real = torch.arange(longest, device=device) < new[:, None]  # [B, L]
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
-    def mask(self, heads: int, window: int | None) -> Tensor:
-        """[B, 1, heads * L, K] True where a query sees a key; a padded query sees what a real one at its place would."""
-        if (heads, window) not in self._masks:
+    def mask(self, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[B, 1, heads * L, K] what is added to the scores: 0 where a query sees a key, else -inf. A padded query sees what a real
+        one at its place would.
+
+        A large one is True and False instead, which the kernel turns into numbers anew in every layer, forward and backward.
+        """
+        if (heads, window, dtype) not in self._masks:
             at = self.shared[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
             key = torch.arange(self.keys.shape[1], device=self.keys.device)
             seen = key <= at[..., None]
             if window is not None:
                 seen = seen & (at[..., None] - key < window)
-            self._masks[heads, window] = seen.repeat(1, heads, 1)[:, None]
-        return self._masks[heads, window]
+            seen = seen.repeat(1, heads, 1)[:, None]
+            if seen.numel() <= _KEPT:
+                seen = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+            self._masks[heads, window, dtype] = seen
+        return self._masks[heads, window, dtype]
 
 
 def _pieces(branches: Sequence[Branch]) -> list[Branch]:
@@ -143,15 +153,17 @@ def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, 
     """Query heads that share a key head become further queries of it, so keys are gathered once and never repeated."""
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
-    queries, keys, values = (_rows(tensor) for tensor in (query, key, value))
+    # One gather for all batches: its gradient is one sum, where a gather for each would make as many tensors of all tokens and add them.
+    queries = torch.split(F.embedding(forest.queries, _rows(query)), [batch.queries.numel() for batch in forest.batches])
+    sizes = [batch.keys.numel() for batch in forest.batches]
+    keys, values = (torch.split(F.embedding(forest.keys, _rows(tensor)), sizes) for tensor in (key, value))
     outputs = []
-    for batch in forest.batches:
+    for batch, q, k, v in zip(forest.batches, queries, keys, values, strict=True):
         rows, length = batch.queries.shape
-        q = F.embedding(batch.queries, queries).view(rows, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)
-        k = F.embedding(batch.keys, keys).view(rows, -1, kv_heads, width).transpose(1, 2)
-        v = F.embedding(batch.keys, values).view(rows, -1, kv_heads, width).transpose(1, 2)
-        seen = batch.mask(group, window)
-        out = F.scaled_dot_product_attention(q.reshape(rows, kv_heads, group * length, width), k, v, attn_mask=seen, scale=scaling)
+        q = q.view(rows, length, kv_heads, group, width).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * length, width)
+        k, v = (part.view(rows, -1, kv_heads, width).transpose(1, 2) for part in (k, v))
+        seen = batch.mask(group, window, query.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
         out = out.view(rows, kv_heads, group, length, width).permute(0, 3, 1, 2, 4).reshape(rows, length, heads * width)
         outputs.append(out[batch.real])
     return torch.cat(outputs)[forest.order].view(1, -1, heads, width)

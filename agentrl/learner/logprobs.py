@@ -39,9 +39,15 @@ class TokenScorer(nn.Module):
             positions: [N] index into [T] of the token that predicts.
             targets: [N] ids of the predicted tokens.
         """
-        output = self.lm.base_model(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
-        logprobs, entropy = self.head(output.last_hidden_state[0, positions], targets, temperature)
+        logprobs, entropy = self.head(self.hidden(input_ids, layout, positions), targets, temperature)
         return logprobs, entropy
+
+    def hidden(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, *, frozen: bool = False) -> Tensor:
+        """The trunk's last hidden states [N, H] at `positions`; without gradient when `frozen`."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            output = self.lm.base_model(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
+        states: Tensor = output.last_hidden_state[0, positions]
+        return states
 
 
 class LogprobHead(nn.Module):
@@ -134,7 +140,7 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
             ids, at = torch.tensor([row], device=device), torch.from_numpy(path).to(device)
             reference = scorer.lm(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
             targets = ids[0, 1:]
-            found, _ = scorer(torch.from_numpy(forest.token_ids)[None].to(device), layout, at[:-1], targets, 1.0)
+            found, *_ = scorer(torch.from_numpy(forest.token_ids)[None].to(device), layout, at[:-1], targets, 1.0)
             gap = max(gap, (found - reference.gather(-1, targets[:, None]).squeeze(-1)).abs().max().item())
     if not gap <= tolerance:
         raise UserError(

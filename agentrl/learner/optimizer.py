@@ -13,6 +13,7 @@ from agentrl.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
+RATE_SCALE = "rate_scale"  # key of a parameter group whose learning rate is so many times the others'
 
 
 class GuardedAdamW(torch.optim.AdamW):

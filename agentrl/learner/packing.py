@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.errors import LearnerError
 from agentrl.learner.forest import Forest, common_prefix, lay_out
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.records import Batch, Sample
@@ -106,6 +107,17 @@ def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None 
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
         sequence=torch.tensor(sequence, dtype=torch.long, device=device),
     )
+
+
+def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
+    """Raises `LearnerError` for a token that a model with an embedding of `size` rows does not have."""
+    for sample in samples:
+        if sample.token_ids and not 0 <= min(sample.token_ids) <= max(sample.token_ids) < size:
+            wrong = next(token for token in sample.token_ids if not 0 <= token < size)
+            raise LearnerError(
+                f"episode {sample.episode_id} holds token {wrong}, and the policy's vocabulary has {size}: server and learner do not run"
+                " the same model, or its tokenizer is larger than its embedding. Start the run again with one model folder for both"
+            )
 
 
 def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:

@@ -51,7 +51,8 @@ class Worker:
         self.store = SqliteStore(run_dir / "experience.sqlite")
         self.registry = FolderRegistry(run_dir / "versions")
         self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
-        self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if recipe.critic else None
+        separate = recipe.critic is not None and not recipe.critic.shared
+        self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
         self.consumed: dict[int, tuple[int, ...]] = {}
@@ -75,7 +76,8 @@ class Worker:
     def _step(self, groups: tuple[Group, ...]) -> None:
         start = time.perf_counter()
         step = self.next_step
-        penalties = self.updater.penalties(counted_samples(groups)) if self.recipe.objective.kl == "k1_reward" else {}
+        weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
+        penalties = self.updater.penalties(weighed)
         made = assemble(step, groups, self.recipe, penalties=penalties)
         metrics = self.updater.update(made.batch)
         if penalties:

@@ -7,21 +7,25 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from statistics import fmean, pstdev
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
-from agentrl.learner.critic import Critic, advantage_scale, critic_metrics
+from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.optimizer import learning_rate
-from agentrl.learner.packing import MicroBatch, Rows, micro_batch, minibatches, plan
+from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
 from agentrl.learner.reference import ReferencePolicy
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.kl import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, summarize
+from agentrl.objective.values import value_loss
+from agentrl.recipe import CriticConfig
 from agentrl.records import Batch, Sample
 
 
@@ -30,6 +34,8 @@ class Prepared:
     """A micro-batch with the logprobs [N] of its tokens under the other policies of the objective, and what a critic makes of them."""
 
     batch: MicroBatch
+    piece: int  # which of the critic's optimizer steps it is part of
+    piece_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
     reference: Tensor | None
     returns: Tensor | None = None  # [N]
@@ -47,7 +53,8 @@ class Updater:
 
     def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None, bad_in_a_row: int = 0) -> None:
         self.engine = engine
-        self.critic = critic
+        config = engine.recipe.critic
+        self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
         self.bad_in_a_row = bad_in_a_row
         self._objective = engine.recipe.objective
         self._learner = engine.recipe.learner
@@ -65,11 +72,14 @@ class Updater:
         parts = minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
+        warming = self.critic is not None and batch.step < self.critic.config.warmup_steps
         if self.critic is not None:
             prepared, found = self._judged(prepared, self.critic)
-            metrics |= found | self._learn_values(prepared, self.critic)
+            metrics |= found
+            if warming or isinstance(self.critic, Critic):
+                metrics |= self._learn_values(prepared, self.critic)
         passes: list[dict[str, float]] = []
-        if self.critic is None or batch.step >= self.critic.config.warmup_steps:
+        if not warming:
             for part, made in prepared:
                 passes.append(self._optimize(part, made))
         wall_s = time.perf_counter() - start
@@ -102,6 +112,7 @@ class Updater:
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches; their tokens carry the place of their sample in `samples`."""
         ranks = self.engine.ranks
+        check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         places = {id(sample): place for place, sample in enumerate(samples)}
         share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
         rows: list[Rows] = plan(samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
@@ -110,67 +121,79 @@ class Updater:
     def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""
         recomputes = self._recomputes(len(parts))
-        in_loss = self._reference if self._objective.kl != "k1_reward" else None
+        return [(part, self._pieces(part, recomputes)) for part in parts]
+
+    def _pieces(self, part: Batch, recomputes: bool) -> list[Prepared]:
+        """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller ones."""
+        pieces = minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
         return [
-            (
-                part,
-                [
-                    Prepared(
-                        batch=batch,
-                        proximal=self._frozen(batch) if recomputes else None,
-                        reference=None if in_loss is None else in_loss.logprobs(batch),
-                    )
-                    for batch in self._micro_batches(part.samples)
-                ],
-            )
-            for part in parts
+            self._before(batch, number, piece.denominator, recomputes)
+            for number, piece in enumerate(pieces)
+            for batch in self._micro_batches(piece.samples)
         ]
+
+    @torch.no_grad()
+    def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> Prepared:
+        """A micro-batch as policy, critic and reference see it before the step; a shared trunk is run once for both."""
+        in_loss = self._reference if self._objective.kl != "k1_reward" else None
+        proximal, values = None, None
+        if recomputes and isinstance(self.critic, SharedCritic):
+            proximal, _, values = self.critic.score(batch)
+        else:
+            proximal = self.engine.logprobs(batch)[0] if recomputes else None
+            values = None if self.critic is None else self.critic.values(batch)
+        return Prepared(
+            batch=batch,
+            piece=piece,
+            piece_tokens=tokens,
+            proximal=proximal,
+            reference=None if in_loss is None else in_loss.logprobs(batch),
+            values=values,
+        )
 
     def _recomputes(self, parts: int) -> bool:
         """A batch that turns out to make a single optimizer step needs no proximal policy, unless the correction weighs one."""
         needed = self._objective.correction == "mask" or self._objective.is_level == "sequence"
         return self._objective.recomputes(self._learner.minibatches if needed else parts)
 
-    def _judged(self, prepared: Plan, critic: Critic) -> tuple[Plan, dict[str, float]]:
+    def _judged(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
         """The same micro-batches with the critic's advantages in place of rewards, and how good the critic was."""
         ranks = self.engine.ranks
-        judged = [(part, [_with_values(one, *critic.judge(one.batch)) for one in made]) for part, made in prepared]
+        judged = [(part, [_judged(one, critic.config) for one in made]) for part, made in prepared]
         everything = [one for _, made in judged for one in made]
         metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
         shift, scale = advantage_scale([one.batch.advantages for one in everything], ranks)
-        metrics["advantage_std"] = scale
+        if metrics:  # there was a token to judge
+            metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
             judged = [(part, [_scaled(one, shift, scale) for one in made]) for part, made in judged]
         return judged, metrics
 
-    def _learn_values(self, prepared: Plan, critic: Critic) -> dict[str, float]:
-        """`critic.epochs` times an optimizer step of the critic for each part."""
+    def _learn_values(self, prepared: Plan, critic: Critic | SharedCritic) -> dict[str, float]:
+        """`critic.epochs` times `critic.minibatches` optimizer steps of the critic for each part."""
         ranks = self.engine.ranks
         losses, norms = [], []
         for part, made in prepared * critic.config.epochs:
-            total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-            for one in made:
-                assert one.returns is not None and one.values is not None, "judged before it is learned"
-                total += critic.learn(one.batch, one.returns, one.values, denominator=float(part.denominator))
-            applied, norm = critic.step(part.step)
-            self._count(applied, part.step)
-            losses.append(ranks.sum(total).item())
-            norms.append(norm)
+            for _, some in groupby(made, key=attrgetter("piece")):
+                total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+                for one in some:
+                    assert one.returns is not None and one.values is not None, "judged before it is learned"
+                    total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
+                applied, norm = critic.step(part.step)
+                self._count(applied, part.step)
+                losses.append(ranks.sum(total).item())
+                norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {"value_loss": fmean(losses)} if losses else {}
         return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    @torch.no_grad()
-    def _frozen(self, batch: MicroBatch) -> Tensor:
-        return self.engine.logprobs(batch)[0]
-
     def _optimize(self, part: Batch, micro_batches: list[Prepared]) -> dict[str, float]:
         ranks = self.engine.ranks
-        sums = torch.zeros(len(SUM_NAMES) + 1, dtype=torch.float64, device=ranks.device)
+        sums = torch.zeros(len(SUM_NAMES) + 2, dtype=torch.float64, device=ranks.device)  # and the two losses
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
         total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
-            logprobs, entropy = self.engine.logprobs(one.batch)
+            logprobs, entropy, values = self._forward(one.batch)
             tokens = TrainedTokens(
                 logprobs=logprobs,
                 behaviour=one.batch.behaviour,
@@ -181,16 +204,33 @@ class Updater:
                 entropy=entropy,
             )
             result = policy_loss(tokens, self._objective, denominator=total_weight)
-            self.engine.backward(result.loss)
-            sums[:-1] += result.sums
-            sums[-1] += result.loss.detach()
+            value, weight = self._value_loss(one, values)
+            value = value / part.denominator
+            self.engine.backward(result.loss + weight * value if weight else result.loss)
+            sums += torch.cat((result.sums, torch.stack((value.detach().double(), result.loss.detach().double()))))
             maxima = torch.maximum(maxima, result.maxima)
         applied, norm = self.engine.step(part.step)
         self._count(applied, part.step)
         total = ranks.sum(sums)
         with_reference = self._objective.kl in ("k1", "k2", "k3")
-        metrics = {**summarize(total[:-1], ranks.max(maxima), with_reference=with_reference), "loss": total[-1].item(), "grad_norm": norm}
+        metrics = {**summarize(total[:-2], ranks.max(maxima), with_reference=with_reference), "loss": total[-1].item(), "grad_norm": norm}
+        if isinstance(self.critic, SharedCritic):
+            metrics["value_loss"] = total[-2].item()
         return {name: value for name, value in metrics.items() if math.isfinite(value)} | {"applied": float(applied)}
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logprobs, entropies and, from a shared trunk, values [N] of the batch's trained tokens."""
+        if isinstance(self.critic, SharedCritic):
+            return self.critic.score(batch)
+        return *self.engine.logprobs(batch), None
+
+    def _value_loss(self, one: Prepared, values: Tensor | None) -> tuple[Tensor, float]:
+        """Sum over a micro-batch's tokens, and its weight beside the policy's loss; 0 and 0 where the trunk has no value head."""
+        if values is None:
+            return torch.zeros((), device=self.engine.ranks.device), 0.0
+        assert self.critic is not None and one.returns is not None and one.values is not None, "judged before it is learned"
+        loss = value_loss(values, one.values, one.returns, clip=self.critic.config.value_clip)
+        return loss.sum(), self.critic.config.vf_coef
 
     def _count(self, applied: bool, step: int) -> None:
         self.bad_in_a_row = 0 if applied else self.bad_in_a_row + 1
@@ -201,8 +241,10 @@ class Updater:
             )
 
 
-def _with_values(one: Prepared, advantages: Tensor, returns: Tensor, values: Tensor) -> Prepared:
-    return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns, values=values)
+def _judged(one: Prepared, config: CriticConfig) -> Prepared:
+    assert one.values is not None, "a critic has seen it"
+    advantages, returns = credit(one.batch, one.values, config)
+    return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns)
 
 
 def _scaled(one: Prepared, shift: float, scale: float) -> Prepared:

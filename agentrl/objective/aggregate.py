@@ -41,12 +41,23 @@ class Segments:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over each token's sequence, float64 [N]; constant."""
-        added = torch.zeros(len(self.tokens), dtype=torch.float64, device=values.device)
-        return added.index_add_(0, self.index, values.detach().double())[self.index]
+        return sum_segments(values.detach().double(), self.index, len(self.tokens))[self.index]
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over each token's sequence, float64 [N]; constant."""
         return self.sum(values) / self.tokens[self.index]
+
+
+def sum_segments(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sums [count] of the values [N] with the same number in `index` [N], added in their order.
+
+    On CUDA too, where `index_add_` adds in the order that threads arrive in, and a resumed update would not be the same bit for bit.
+    """
+    if not len(index):
+        return values.new_zeros(count)
+    lengths = torch.bincount(index, minlength=count)
+    added: Tensor = torch.segment_reduce(values[index.argsort(stable=True)], "sum", lengths=lengths)
+    return added
 
 
 def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from agentrl.objective.aggregate import sum_segments
+
 Estimator = Literal["k1", "k2", "k3"]
 
 
@@ -47,4 +49,4 @@ def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, cou
         sequence: [N] number of each token's sequence, in [0, count).
     """
     gap = k1(behaviour.double(), reference.double())
-    return gap.new_zeros(count).index_add_(0, sequence, gap)
+    return sum_segments(gap, sequence, count)

@@ -36,9 +36,9 @@ def build_batch(step: int, groups: Sequence[Group], recipe: Recipe) -> Batch:
 def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
     """One sample per trajectory of every episode that counts, and the reason for each group that gave none.
 
-    A group with a score or logprob that is not a finite number, or with a trajectory that starts without a prompt, is set aside
-    whole, before any mean is taken: half a group would shift its baseline. `Batch.group_indices` holds all the groups, those set
-    aside included, because the step consumes them.
+    A group with a score or logprob that is not a finite number, or with a trajectory that starts without a prompt or is longer than
+    the policy's context, is set aside whole, before any mean is taken: half a group would shift its baseline.
+    `Batch.group_indices` holds all the groups, those set aside included, because the step consumes them.
 
     Args:
         penalties: taken off the score of the episode with that id; see `counted_samples`.
@@ -46,7 +46,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     Raises:
         RecipeError: `objective.turn_coef` asks for turn rewards that an episode's score does not have.
     """
-    dropped = {group.index: reason for group in groups if (reason := _unfit(group))}
+    dropped = {group.index: reason for group in groups if (reason := _unfit(group, recipe.policy.max_model_len))}
     fit = [group for group in groups if group.index not in dropped]
     samples: list[Sample] = []
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
@@ -64,26 +64,29 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     return Assembled(batch=batch, dropped=dropped)
 
 
-def counted_samples(groups: Sequence[Group]) -> tuple[Sample, ...]:
-    """The token sequences of every episode that counts, with advantages of zero: what a penalty on scores is computed from."""
+def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
+    """The token sequences of every episode that counts, with advantages of zero: what a penalty on scores is computed from.
+
+    `longest`: the policy's context in tokens, as `assemble` takes it from the recipe.
+    """
     return tuple(
         _sample(scored.episode.id, group.index, trajectory, [0.0] * len(trajectory.turns))
         for group in groups
-        if not _unfit(group)
+        if not _unfit(group, longest)
         for scored in group.scored
         for trajectory in scored.episode.trajectories
         if any(turn.completion_ids for turn in trajectory.turns)
     )
 
 
-def _unfit(group: Group) -> str:
+def _unfit(group: Group, longest: int | None) -> str:
     """Why none of the group's tokens can be trained, whatever its scores are; empty when they can."""
     if group.fault is not None:
         return "broken_task"
     for scored in group.scored:
         if not all(math.isfinite(reward) for line in scored.score.turn_rewards for reward in line):
             return "non_finite_score"
-        if reason := _fault(scored.episode):
+        if reason := _fault(scored.episode, longest):
             return f"{reason} in episode {scored.episode.id}"
     turns = [turn for scored in group.scored for trajectory in scored.episode.trajectories for turn in trajectory.turns]
     return "" if not group.scored or any(turn.completion_ids for turn in turns) else "no_sampled_token"
@@ -138,8 +141,10 @@ def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list
     return {scored.episode.id: part for scored, part in zip(group.scored, parts, strict=True)}
 
 
-def _fault(episode: Episode) -> str:
+def _fault(episode: Episode, longest: int | None) -> str:
     for trajectory in episode.trajectories:
+        if longest is not None and sum(len(turn.prompt_ids) + len(turn.completion_ids) for turn in trajectory.turns) > longest:
+            return "too_long"
         if trajectory.turns and trajectory.turns[0].completion_ids and not trajectory.turns[0].prompt_ids:
             return "no_prompt"
         if not all(math.isfinite(value) for turn in trajectory.turns for value in turn.logprobs):

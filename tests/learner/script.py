@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
@@ -22,6 +24,7 @@ from agentrl.learner.update import Updater
 from agentrl.objective import assemble, build_batch, counted_samples
 from agentrl.recipe import CriticConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
+from tests.learner.building import random_group
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1, "kl": "k3", "kl_coef": 0.1},
@@ -32,6 +35,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05, "staleness_decay": 0.5},
     "rloo": {"advantage": "rloo", "dual_clip": 1.5, "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
 }
+
+SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)
 
 
 class Scenario:
@@ -75,7 +80,7 @@ class Scenario:
 
     def resume(self, stage: int) -> dict[str, Any]:
         """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1)
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
@@ -95,31 +100,44 @@ class Scenario:
 
     def reshape(self, stage: int) -> dict[str, Any]:
         """The second update, from the checkpoint that two ranks wrote after the first one in `resume`."""
-        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
-        found = newest(self.run_dir / f"checkpoints-{stage}-2")
+        return self.cross(stage, stage)
+
+    def cross(self, stage: int, source: int) -> dict[str, Any]:
+        """The same from the checkpoint of stage `source`."""
+        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1))
+        found = newest(self.run_dir / f"checkpoints-{source}-2")
         assert found is not None and found.meta.ranks == 2
         restore(found, engine)
         left = [path.name for path in found.folder.parent.iterdir()]
         metrics = Updater(engine).update(self.batches[1])
         return {"weights": gather(engine), "metrics": metrics, "left": left}
 
-    def ppo(self, stage: int) -> dict[str, Any]:
+    def crossppo(self, stage: int, source: int) -> dict[str, Any]:
+        """The second update of `shared`, in which head and trunk have made different numbers of steps, from another stage's checkpoint."""
+        engine, _, updater = self._actor_and_critic(self._with_critic(stage, SHARED, weight_decay=0.1))
+        found = newest(self.run_dir / f"checkpoints-shared-{source}-2" / "1")
+        assert found is not None
+        restore(found, engine)
+        updater.update(self._ppo_batches(engine.recipe)[1])
+        return {"weights": gather(engine), "heads": _heads(engine)}
+
+    def ppo(self, stage: int, pieces: int = 1) -> dict[str, Any]:
+        return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, minibatches=pieces, warmup_steps=1, gamma=0.97, lam=0.9))
+
+    def shared(self, stage: int, **changes: Any) -> dict[str, Any]:
+        """PPO with a head on the policy's trunk. Weight decay makes more groups of parameters, and would show in a frozen trunk."""
+        return self._ppo(stage, SHARED, weight_decay=0.1, **changes)
+
+    def _ppo(self, stage: int, config: CriticConfig, **changes: Any) -> dict[str, Any]:
         """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
-        changes = {
-            "objective": ObjectiveConfig(advantage="gae"),
-            "critic": CriticConfig(lr=1e-2, epochs=2, warmup_steps=1, gamma=0.97, lam=0.9),
-        }
-        made = made.model_copy(update=changes)
-        store = SqliteStore(self.run_dir / "experience.sqlite")
-        batches = [build_batch(step, tuple(store.groups(range(step * 3, step * 3 + 3))), made) for step in range(2)]
-        store.close()
+        made = self._with_critic(stage, config, **changes)
+        batches = self._ppo_batches(made)
         first, critic, updater = self._actor_and_critic(made)
         before = gather(first)
         metrics = [updater.update(batches[0])]
         warmed = gather(first)
         meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
-        root = self.run_dir / f"checkpoints-ppo-{stage}-{self.ranks.size}"
+        root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))
         again, critic_again, updater_again = self._actor_and_critic(made)
@@ -132,13 +150,21 @@ class Scenario:
             "warmed": warmed,
             "weights": gather(first),
             "again": gather(again),
+            "heads": [_heads(engine) for engine in (first, again)],
             "metrics": metrics,
         }
 
-    def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic, Updater]:
+    def _with_critic(self, stage: int, config: CriticConfig, **changes: Any) -> Recipe:
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        return made.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
+
+    def _ppo_batches(self, made: Recipe) -> list[Batch]:
+        return [build_batch(step, groups, made) for step, groups in enumerate(self.groups)]
+
+    def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic | None, Updater]:
         engine = self.engine(made)
-        torch.manual_seed(0)
-        critic = Critic(self.run_dir / "versions" / "000000", made, self.ranks)
+        assert made.critic is not None
+        critic = None if made.critic.shared else Critic(self.run_dir / "versions" / "000000", made, self.ranks)
         return engine, critic, Updater(engine, critic=critic)
 
     def poisoned(self, stage: int) -> dict[str, Any]:
@@ -156,6 +182,35 @@ class Scenario:
         Updater(clean).update(self.batches[0])
         return {"before": before, "after": after, "metrics": metrics, "then": gather(engine), "clean": gather(clean)}
 
+    def odd(self, stage: int) -> dict[str, Any]:
+        """Batches at the edge of what there is: empty ones, completions of one token, groups of one, a token that no model has."""
+        plain = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        separate = self._with_critic(stage, CriticConfig())
+        found: dict[str, Any] = {"empty": {}}
+        for name, made in (("plain", plain), ("separate", separate), ("shared", self._with_critic(stage, SHARED))):
+            engine, _, updater = self._actor_and_critic(made) if made.critic else (self.engine(made), None, Updater(self.engine(made)))
+            before = gather(engine)
+            metrics = updater.update(Batch(step=1, samples=(), denominator=0, group_indices=(0, 1)))
+            found["empty"][name] = {"before": before, "after": gather(engine), "metrics": metrics}
+        short = [random_group(index, size=size, lengths=(1, 1), turns=1) for index, size in ((40, 4), (41, 1), (42, 1))]
+        alone = plain.model_copy(
+            update={
+                "objective": ObjectiveConfig(advantage="reinforce++"),
+                "rollout": plain.rollout.model_copy(update={"min_group_size": 1}),
+            }
+        )
+        engine = self.engine(alone)
+        before = gather(engine)
+        batch = build_batch(0, [replace(group, index=place) for place, group in enumerate(short)], alone)
+        metrics = Updater(engine).update(batch)
+        found["short"] = {"before": before, "after": gather(engine), "metrics": metrics, "samples": len(batch.samples)}
+        strange = replace(batch.samples[0], token_ids=(*batch.samples[0].token_ids[:-1], 5000))
+        try:
+            Updater(engine).update(replace(batch, samples=(strange, *batch.samples[1:])))
+        except LearnerError as error:
+            found["strange"] = str(error)
+        return found
+
     def source(self, stage: int) -> dict[str, Any]:
         """What vLLM's weight transfer would be given, walked twice on every rank."""
         from agentrl.learner.weight_source import DeepSpeedWeightSource
@@ -167,6 +222,16 @@ class Scenario:
         assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in passes[0].items()] == declared
         grouped = [name for names, _ in source.iter_groups() for name in names]
         return {"sent": passes[0], "again": passes[1], "weights": gather(engine), "grouped": grouped}
+
+
+def _heads(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+    """Parameters that are trained and not published."""
+    found = {}
+    for name, parameter in engine.scorer.named_parameters():
+        if name.startswith("value."):
+            with engine.gathered(parameter) as full:
+                found[name] = full.clone()
+    return found
 
 
 def _poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
@@ -183,8 +248,9 @@ def main() -> None:
     scenario = Scenario(Path(run_dir), ranks)
     for name in names:
         kind, _, argument = name.partition("-")
-        stage, _, minibatches = argument.partition("-")
-        changes = {"tokens" if kind == "objective" else "minibatches": int(minibatches)} if minibatches else {}
+        stage, _, further = argument.partition("-")
+        key = {"objective": "tokens", "cross": "source", "crossppo": "source", "ppo": "pieces"}.get(kind, "minibatches")
+        changes = {key: int(further)} if further else {}
         result = getattr(scenario, kind)(int(stage), **changes)
         if ranks.first:
             torch.save(result, Path(out) / f"{name}.pt")

@@ -17,11 +17,24 @@ UNLIKE = {"update_s", "tokens_per_s", "tokens_computed"}  # depend on the clock,
 SCENARIOS = {  # two ranks first: one continues what they leave
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
-        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3"),
+        *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3", "ppo-2-3", "shared-0", "shared-2", "shared-3", "shared-2-3"),
+        *(
+            "resume-1",
+            "cross-3-2",
+            "cross-2-3",
+            "cross-2-0",
+            "cross-0-3",
+            "cross-1-2",
+            "crossppo-3-0",
+            "crossppo-2-3",
+            "crossppo-0-2",
+            "odd-2",
+        ),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
-        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "reshape-0", "reshape-2", "reshape-3"),
+        *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "ppo-0-3", "shared-0", "shared-3", "shared-0-3"),
+        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0"),
     ],
 }
 
@@ -69,7 +82,7 @@ def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: 
     assert _gap(one["weights"], results[1, "stage-2"]["weights"]) > 1e-3
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-2"), (2, "resume-3")])
+@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-1"), (2, "resume-2"), (2, "resume-3")])
 def test_the_update_after_a_resume_is_the_same_bit_for_bit(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert _gap(found["weights"], found["again"]) == 0.0
@@ -80,6 +93,24 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, st
     found, reference = results[1, f"reshape-{stage}"], results[2, f"resume-{stage}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
     assert found["left"] == ["000001"], "nothing is left beside the checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(2, f"cross-{pair}") for pair in ("3-2", "2-3", "2-0", "0-3", "1-2")] + [(1, f"cross-{pair}") for pair in ("3-0", "0-2")],
+)
+def test_another_zero_stage_goes_on_from_a_checkpoint(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    """With as many ranks and with fewer. Weight decay makes two groups of parameters, each with its options and its step count."""
+    found, reference = results[ranks, name], results[2, f"resume-{name[-1]}"]
+    assert _gap(found["weights"], reference["weights"]) < 1e-4
+    assert found["left"] == ["000001"], "nothing is left beside the checkpoint"
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "crossppo-3-0"), (2, "crossppo-2-3"), (2, "crossppo-0-2"), (1, "crossppo-0-3")])
+def test_another_zero_stage_goes_on_with_a_value_head(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    found, reference = results[ranks, name], results[2, f"shared-{name[-1]}"]
+    assert _gap(found["weights"], reference["weights"]) < 1e-4
+    assert _gap(found["heads"], reference["heads"][0]) < 1e-5
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(1, "poisoned-0"), (1, "poisoned-2"), (1, "poisoned-3"), (2, "poisoned-0"), (2, "poisoned-2")])
@@ -107,6 +138,58 @@ def test_ppo_trains_critic_and_policy_alike_on_ranks_and_stages(
     assert first["value_mean"] == 0.0 and first["return_mean"] == pytest.approx(reference["metrics"][0]["return_mean"])
     for key in ("value_loss", "explained_variance", "advantage_std", "value_mean"):
         assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
+
+
+def test_minibatches_of_the_critic_are_further_steps_of_it_alone(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    one, two, whole = results[1, "ppo-0-3"], results[2, "ppo-2-3"], results[1, "ppo-0"]
+    assert one["metrics"][1]["optimizer_steps"] == 1
+    assert one["metrics"][0]["advantage_std"] == pytest.approx(whole["metrics"][0]["advantage_std"])
+    assert abs(one["metrics"][1]["value_mean"] - whole["metrics"][1]["value_mean"]) > 1e-3
+    assert _gap(one["weights"], two["weights"]) < 1e-3
+    assert _gap(one["weights"], one["again"]) == 0.0
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "shared-0"), (1, "shared-3"), (2, "shared-0"), (2, "shared-2"), (2, "shared-3")])
+def test_a_shared_trunk_trains_policy_and_head_alike_on_ranks_and_stages(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str
+) -> None:
+    found, reference = results[ranks, name], results[1, "shared-0"]
+    assert _gap(found["before"], found["warmed"]) == 0.0, "a head that warms up leaves the trunk alone, weight decay included"
+    assert _gap(found["weights"], found["warmed"]) == pytest.approx(1e-2, rel=0.02), "Adam's first step: the warm-up is not counted"
+    assert not any("value" in published for published in found["weights"])
+    assert _gap(found["weights"], found["again"]) == 0.0
+    assert _gap(*found["heads"]) == 0.0, "a resumed update is the same bit for bit, the head included"
+    assert _gap(found["weights"], reference["weights"]) < 5e-4
+    assert _gap(found["heads"][0], reference["heads"][0]) < 5e-4
+    first, second = found["metrics"]
+    assert first["optimizer_steps"] == 0 and second["optimizer_steps"] == 1
+    assert first["value_mean"] == 0.0 and abs(second["value_mean"]) > 1e-3
+    for key in ("value_loss", "explained_variance", "advantage_std", "value_mean", "loss", "grad_norm"):
+        assert second[key] == pytest.approx(reference["metrics"][1][key], rel=5e-3, abs=1e-5), key
+
+
+def test_the_values_of_a_shared_trunk_are_taken_once_before_all_its_optimizer_steps(
+    results: dict[tuple[int, str], dict[str, Any]],
+) -> None:
+    one, two, single = results[1, "shared-0-3"], results[2, "shared-2-3"], results[1, "shared-0"]
+    assert one["metrics"][1]["optimizer_steps"] == 3
+    assert _gap(one["weights"], two["weights"]) < 1e-3
+    assert one["metrics"][0]["value_mean"] == 0.0
+    assert _gap(one["heads"][0], single["heads"][0]) > 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "odd-0"), (2, "odd-2")])
+def test_batches_at_the_edge_have_a_defined_end(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
+    found = results[ranks, name]
+    for kind, empty in found["empty"].items():
+        assert _gap(empty["before"], empty["after"]) == 0.0, kind
+        assert (empty["metrics"]["optimizer_steps"], empty["metrics"]["updates_set_aside"]) == (0, 0), kind
+        assert "advantage_std" not in empty["metrics"] and "value_loss" not in empty["metrics"], kind
+    short = found["short"]
+    assert short["samples"] == short["metrics"]["tokens_trained"] == 6, "completions of one token, two of them in groups of one"
+    assert short["metrics"]["optimizer_steps"] == 1 and short["metrics"]["grad_norm"] > 0
+    assert _gap(short["before"], short["after"]) > 1e-3
+    assert "holds token 5000, and the policy's vocabulary has 97" in found["strange"]
 
 
 def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, str], dict[str, Any]]) -> None:

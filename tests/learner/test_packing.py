@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.learner.packing import micro_batch, minibatches, plan
+from agentrl.errors import LearnerError
+from agentrl.learner.packing import check_vocabulary, micro_batch, minibatches, plan
 from agentrl.records import Batch, Sample
 
 CPU = torch.device("cpu")
@@ -75,6 +77,15 @@ def test_no_samples_are_padding_that_trains_nothing() -> None:
     made = micro_batch((), CPU)
     assert made.input_ids.shape == (1, 2)
     assert made.positions.shape == made.targets.shape == made.expand.shape == (0,)
+
+
+@pytest.mark.parametrize("token", [97, -1])
+def test_a_token_that_the_model_does_not_have_is_refused_with_its_episode(token: int) -> None:
+    good, bad = _sample(0, 5, first=92), replace(_sample(1, 3), token_ids=(0, token, 2))
+    check_vocabulary([good], 97)
+    check_vocabulary([], 97)
+    with pytest.raises(LearnerError, match=rf"episode 1 holds token {token}, and the policy's vocabulary has 97"):
+        check_vocabulary([good, bad], 97)
 
 
 def test_minibatches_share_the_groups_and_have_their_own_denominators() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import codec
@@ -119,6 +120,31 @@ async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_prefere
     assert update["weights_changed"] == 1.0
     assert update["kl_penalty_mean"] != 0.0
     assert update["groups_trained"] == 3
+
+
+async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_zero_stage(tmp_path: Path) -> None:
+    sections = {"objective": {"advantage": "gae"}, "critic": {"trunk": "shared"}}
+    made = recipe(**sections).model_copy(update={"steps": 1})
+    write_run(tmp_path, made, [random_group(index) for index in range(6)])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    await learner.wait(timeout_s=90)
+    saved = torch.load(tmp_path / "checkpoints" / "000001" / "state" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert saved["module"]["value.weight"].any()
+
+    again = recipe(**sections, learner={"zero_stage": 3})
+    (tmp_path / "recipe.json").write_text(again.model_dump_json())
+    learner = LearnerProcess(tmp_path, again)
+    await learner.start()
+    await learner.wait(timeout_s=90)
+    assert "resumed after 1 steps" in learner.log_tail()
+    names = []
+    for number in range(3):
+        with safe_open(tmp_path / "versions" / f"{number:06d}" / "model.safetensors", "pt") as weights:
+            names.append(set(weights.keys()))
+    assert names[0] == names[1] == names[2], "the policy's parameters and nothing else"
+    update = json.loads((tmp_path / "versions" / "000002" / "update.json").read_text())
+    assert update["value_loss"] > 0 and update["value_mean"] != 0
 
 
 async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path) -> None:

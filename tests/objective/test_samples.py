@@ -122,6 +122,19 @@ def test_a_one_token_completion_is_a_sample() -> None:
     assert [sample.loss_mask for sample in build_batch(0, [group], RECIPE).samples] == [(False, True)] * 2
 
 
+def test_an_episode_longer_than_the_context_sets_its_group_aside() -> None:
+    longest = RECIPE.policy.max_model_len
+    fits = _scored("a", 1.0, [_turn([1] * (longest - 1), [2])])
+    over = _scored("b", 0.0, [_turn([1], [2])], [_turn([1] * (longest - 1), [2]), _turn([], [3])])
+    groups = [_group(0, fits, _scored("b", 0.0, [_turn([1], [2])])), _group(1, fits, over)]
+    made = assemble(0, groups, RECIPE)
+    assert {sample.group_index for sample in made.batch.samples} == {0}
+    assert made.dropped == {1: "too_long in episode b"}
+    assert made.batch.group_indices == (0, 1)
+    assert len(counted_samples(groups)) == 5
+    assert len(counted_samples(groups, longest=longest)) == 2
+
+
 def _with(**objective: object) -> Recipe:
     return build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": objective})
 

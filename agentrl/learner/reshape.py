@@ -1,0 +1,208 @@
+"""Loading a checkpoint that was written with another number of ranks, or at another ZeRO stage.
+
+Through DeepSpeed's universal format: a folder for every parameter with its float32 weights, its two moments and its step count,
+each whole. DeepSpeed's own converter makes it from stages 1 to 3, and engines of those stages read it; stage 0 keeps everything
+in one file, which is taken apart and put together here. What the converter of 0.19.8 leaves undone for another stage than the
+checkpoint's is done here too: stage 3's step counts, the file name and the headers that the other stage looks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import LearnerError
+from agentrl.learner.ranks import Ranks
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_PARAM = "param"  # DeepSpeed's key of the tensor in each of these files
+
+
+def layout(stage: int) -> str:
+    """Stages of one layout read each other's files as they are."""
+    return {0: "whole", 3: "weights"}.get(stage, "states")
+
+
+def layout_of(folder: Path) -> str:
+    """The layout of the engine that wrote a checkpoint folder."""
+    if any(folder.glob("zero_pp_rank_*_model_states.pt")):
+        return "weights"
+    return "states" if any(folder.glob("*_optim_states.pt")) else "whole"
+
+
+def load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
+    """Loads `folder/tag` into a DeepSpeed engine of any stage; what is written for it beside the folder is removed again.
+
+    Raises `LearnerError` when the checkpoint cannot be taken apart, or is one of other parameters.
+    """
+    whole = folder.with_name(f".{folder.name}.whole")
+    refusal: str | None = None
+    try:
+        if ranks.first:
+            shutil.rmtree(whole, ignore_errors=True)
+            refusal = _take_apart(folder / tag, whole / tag, engine)
+        if ranks.decide(int(refusal is not None)):
+            raise LearnerError(f"checkpoint {folder} cannot be read at another ZeRO stage or with other ranks: {refusal or 'see rank 0'}")
+        _put_together(engine, whole, tag)
+        ranks.barrier()
+    finally:
+        if ranks.first:
+            shutil.rmtree(whole, ignore_errors=True)
+
+
+def _take_apart(source: Path, target: Path, engine: Any) -> str | None:
+    """Writes the universal form of a checkpoint folder for `engine`, or says why that cannot be done."""
+    target.mkdir(parents=True)
+    kind = layout_of(source)
+    headers = sorted(source.glob("*_model_states.pt"))[0]
+    if kind == "whole":
+        refusal = _split(torch.load(headers, map_location="cpu", weights_only=False), target / "zero", engine)
+    else:
+        refusal = _convert(source, target, kind)
+    if refusal is not None:
+        return refusal
+    expected = {name for names in _names(engine) for name in names}
+    missing = sorted(name for name in expected if not (target / "zero" / name / "fp32.pt").is_file())
+    if missing:
+        return f"it has no {missing[0]}; resume with the model, the critic and the LoRA settings that it was made with"
+    for name in expected:
+        _complete(target / "zero" / name)
+    header = {key: value for key, value in _read(headers).items() if key not in ("module", "optimizer")}
+    torch.save(header, target / Path(engine._get_ckpt_name("", "", pp_placeholder="0")).name)
+    _write_common(target / "zero" / "optimizer_state.pt", len(_names(engine)))
+    return None
+
+
+def _split(saved: dict[str, Any], target: Path, engine: Any) -> str | None:
+    """A stage 0 checkpoint, whose optimizer knows parameters by their place: that of the same model's in `engine`."""
+    groups, found = saved["optimizer"]["param_groups"], _names(engine)
+    if [len(group["params"]) for group in groups] != [len(names) for names in found]:
+        return "its optimizer has other groups of parameters; resume with the learner.weight_decay and the critic that it was made with"
+    for group, names in zip(groups, found, strict=True):
+        for place, name in zip(group["params"], names, strict=True):
+            state = saved["optimizer"]["state"].get(place, {})
+            _write(target / name, saved["module"][name].float(), {moment: state[moment] for moment in _MOMENTS if state})
+            if state:
+                torch.save(state["step"], target / name / "step.pt")
+    return None
+
+
+def _convert(source: Path, target: Path, kind: str) -> str | None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    optimizers = sorted(source.glob("*_optim_states.pt"))
+    if kind == "weights" and not _read(optimizers[0])["optimizer_state_dict"]["optimizer_state_dict"]["state"]:
+        return "its optimizer has made no step yet; resume with the ranks and the learner.zero_stage that it was made with"
+    arguments = SimpleNamespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(sys.stderr):
+        ds_to_universal.main(arguments)
+    for written in target.glob("*_model_states.pt"):  # in the form of the stage that is being left
+        written.unlink()
+    if kind == "weights":
+        _add_steps(optimizers[0], sorted(source.glob("*_model_states.pt"))[0], target / "zero")
+    return None
+
+
+def _add_steps(optimizer: Path, model: Path, target: Path) -> None:
+    """Step counts, which the converter leaves out at stage 3: one a group of parameters."""
+    states = _read(optimizer)["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    for place, shapes in enumerate(_read(model)["param_shapes"]):
+        for name in shapes:
+            torch.save(states[place]["step"], target / name / "step.pt")
+
+
+def _complete(folder: Path) -> None:
+    """Every file in the same form, and the state of a fresh optimizer where there is none."""
+    weights = _tensor(folder / "fp32.pt")
+    moments = {moment: _tensor(folder / f"{moment}.pt") for moment in _MOMENTS if (folder / f"{moment}.pt").is_file()}
+    _write(folder, weights, {moment: moments.get(moment, torch.zeros_like(weights)) for moment in _MOMENTS})
+    if not (folder / "step.pt").is_file():
+        torch.save(torch.zeros(()), folder / "step.pt")
+
+
+def _write_common(path: Path, groups: int) -> None:
+    """The header of all parameters. Its groups are empty: options are the recipe's, and DeepSpeed would give all groups the first's."""
+    import deepspeed
+
+    common = {
+        "ds_version": deepspeed.__version__,
+        "param_groups": [{} for _ in range(groups)],
+        "optimizer_state_dict": {"state": {0: {"step": torch.zeros(())}}, "param_groups": [{}]},
+    }
+    torch.save(common, path)
+
+
+def _put_together(engine: Any, whole: Path, tag: str) -> None:
+    if not engine.zero_optimization():
+        _load_whole(engine, whole / tag / "zero")
+        return
+    engine._config.load_universal_checkpoint = True  # fixed when the engine is made, and true of this one load only
+    try:
+        loaded, _ = engine.load_checkpoint(str(whole), tag=tag)
+    finally:
+        engine._config.load_universal_checkpoint = False
+    if loaded is None:
+        raise LearnerError(f"DeepSpeed found nothing to load in {whole / tag}")
+    if engine.zero_optimization_partition_weights():  # it gave all groups one and the same count
+        optimizer = engine.optimizer
+        for flat, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+            step = _read(whole / tag / "zero" / engine.param_names[members[0]] / "step.pt")
+            optimizer.optimizer.state[flat]["step"] = step
+
+
+@torch.no_grad()
+def _load_whole(engine: Any, folder: Path) -> None:
+    for group in engine.optimizer.param_groups:
+        for parameter in group["params"]:
+            own = folder / engine.param_names[parameter]
+            parameter.copy_(_tensor(own / "fp32.pt").view_as(parameter))
+            state = {moment: _tensor(own / f"{moment}.pt").view_as(parameter).to(parameter.device) for moment in _MOMENTS}
+            engine.optimizer.state[parameter] = {"step": _read(own / "step.pt"), **state}
+
+
+def _names(engine: Any) -> list[list[str]]:
+    """Names of the trained parameters of each optimizer group, in its order."""
+    optimizer = engine.optimizer
+    if not engine.zero_optimization():
+        groups: Iterator[Any] = (group["params"] for group in optimizer.param_groups)
+    elif engine.zero_optimization_partition_weights():
+        owners = [optimizer.sub_group_to_group_id[place] for place in range(len(optimizer.fp16_groups))]
+        members: list[list[Any]] = [[] for _ in range(max(owners) + 1)]
+        for owner, some in zip(owners, optimizer.fp16_groups, strict=True):
+            members[owner] += some
+        groups = iter(members)
+    else:
+        groups = iter(optimizer.bit16_groups)
+    return [[engine.param_names[parameter] for parameter in group] for group in groups]
+
+
+def _write(folder: Path, weights: Tensor, moments: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensor in (("fp32", weights), *moments.items()):
+        torch.save({_PARAM: tensor.clone()}, folder / f"{name}.pt")
+
+
+def _tensor(path: Path) -> Tensor:
+    found = _read(path)
+    tensor: Tensor = found[_PARAM] if isinstance(found, dict) else found
+    return tensor
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)

@@ -1,0 +1,51 @@
+"""A value of every state beside the logprobs, from one trunk: what a critic adds to a language model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.logprobs import LOGITS_AT_ONCE, TokenScorer
+
+
+def value_head(lm: Any) -> nn.Linear:
+    """One output per token. It starts at 0 everywhere: its weights are zeros, so its first gradient leaves the trunk alone."""
+    head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def values_of(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Float32 values [U] of hidden states [U, H]; float64 as the model."""
+    values: Tensor = head(hidden).squeeze(-1)
+    return values if values.dtype == torch.float64 else values.float()
+
+
+class ValuedScorer(TokenScorer):
+    """A `TokenScorer` with a value head on the same trunk. The head is no part of the language model, so it is never published.
+
+    Args:
+        detach: the gradient of the values ends at the head.
+    """
+
+    def __init__(self, lm: Any, *, detach: bool, logits_at_once: int = LOGITS_AT_ONCE) -> None:
+        super().__init__(lm, logits_at_once=logits_at_once)
+        self.value = value_head(lm)
+        self.detach = detach
+
+    def forward(  # type: ignore[override]  # more comes out
+        self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, targets: Tensor | None, temperature: float
+    ) -> tuple[Tensor, ...]:
+        """Logprobs, entropies and values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`.
+
+        Without `targets` the values alone, with gradient for the head only: the trunk is a fixed function then.
+        """
+        hidden = self.hidden(input_ids, layout, positions, frozen=targets is None)
+        if targets is None:
+            return (values_of(self.value, hidden),)
+        logprobs, entropy = self.head(hidden, targets, temperature)
+        return logprobs, entropy, values_of(self.value, hidden.detach() if self.detach else hidden)

@@ -1,0 +1,108 @@
+"""Policy and critic on one trunk: the loss and its gradient are those of the plain computation, one sequence at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from agentrl.learner.critic import credit
+from agentrl.learner.forest_attention import register
+from agentrl.learner.packing import micro_batch, plan
+from agentrl.learner.value_head import ValuedScorer
+from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.values import value_loss
+from agentrl.recipe import CriticConfig, ObjectiveConfig
+from agentrl.records import Sample
+from tests.learner.test_forest import CPU, _gap, _model, _samples
+
+OBJECTIVE = ObjectiveConfig(advantage="gae", clip_low=0.2, clip_high=0.2, correction="none")
+CRITIC = CriticConfig(trunk="shared", gamma=0.97, lam=0.9, value_clip=0.2, vf_coef=0.5)
+
+
+def _scorer(*, detach: bool = False) -> ValuedScorer:
+    scorer = ValuedScorer(_model("qwen3", register()), detach=detach)
+    assert not scorer.value.weight.any() and not scorer.value.bias.any()
+    torch.manual_seed(1)
+    nn.init.normal_(scorer.value.weight)
+    nn.init.normal_(scorer.value.bias)
+    return scorer
+
+
+def _plain(model: nn.Module, head: nn.Linear, row: Sample) -> tuple[Tensor, Tensor]:
+    """Logprobs and values [N] of one sequence's trained tokens, from the model's own forward pass."""
+    ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask[1:])
+    output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    logprobs = output.logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs[mask], head(output.hidden_states[-1][0, :-1])[mask, 0]
+
+
+def _by_hand(rewards: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """GAE from its definition, a double sum: advantages and returns."""
+    n, gamma, lam = len(values), CRITIC.gamma, CRITIC.lam
+    delta = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+    advantages = [sum((gamma * lam) ** (later - t) * delta[later] for later in range(t, n)) for t in range(n)]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+@pytest.mark.parametrize(("share", "budget"), [(True, 10_000), (True, 120), (False, 10_000)])
+def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(share: bool, budget: int) -> None:
+    scorer, samples = _scorer(), _samples(1)
+    plain, head = _model("qwen3", "sdpa"), nn.Linear(32, 1).double()
+    head.load_state_dict(scorer.value.state_dict())
+    trained = sum(sum(sample.loss_mask) for sample in samples)
+    found_total, expected_total = 0.0, 0.0
+    for rows in plan(samples, rank=0, ranks=1, max_tokens=budget, share=share):
+        batch = micro_batch(rows, CPU, share=share)
+        logprobs, _, values = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+        logprobs, values = logprobs[batch.expand], values[batch.expand]
+        old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds somewhere
+        advantages, returns = credit(batch, old, CRITIC)
+        behaviour = logprobs.detach() + torch.linspace(-0.4, 0.4, len(values), dtype=torch.float64)
+        tokens = TrainedTokens(logprobs=logprobs, behaviour=behaviour, advantages=advantages, sequence=batch.sequence)
+        worth = value_loss(values, old, returns, clip=CRITIC.value_clip).sum() / trained
+        loss = policy_loss(tokens, OBJECTIVE, denominator=trained).loss + CRITIC.vf_coef * worth
+        loss.backward()
+        found_total += loss.item()
+
+        at, total = 0, torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            now, value = _plain(plain, head, row)
+            mine = slice(at, at + len(now))
+            at += len(now)
+            rewards = batch.advantages[mine].tolist()  # the row's, in float32
+            gains, goals = (torch.tensor(made, dtype=torch.float64) for made in _by_hand(rewards, old[mine].tolist()))
+            ratio = (now - behaviour[mine]).exp()
+            total = total - torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).sum() / trained
+            near = old[mine] + (value - old[mine]).clamp(-0.2, 0.2)
+            total = total + 0.5 * 0.5 * torch.maximum((value - goals) ** 2, (near - goals) ** 2).sum() / trained
+        total.backward()
+        expected_total += total.item()
+    assert found_total == pytest.approx(expected_total, rel=1e-12)
+    for (name, ours), theirs in zip(scorer.lm.named_parameters(), plain.parameters(), strict=True):
+        assert _gap(ours.grad, theirs.grad) < 1e-10, name
+    for ours, theirs in zip(scorer.value.parameters(), head.parameters(), strict=True):
+        assert _gap(ours.grad, theirs.grad) < 1e-10
+
+
+@pytest.mark.parametrize("way", ["detach", "warm-up"])
+def test_a_stopped_gradient_reaches_the_head_alone(way: str) -> None:
+    scorer = _scorer(detach=way == "detach")
+    batch = micro_batch(tuple(_samples(2)), CPU)
+    targets = batch.targets if way == "detach" else None
+    values = scorer(batch.input_ids, batch.layout, batch.positions, targets, 1.0)[-1]
+    free = _scorer()
+    same = free(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)[-1]
+    assert torch.equal(values, same)
+    values.square().sum().backward()
+    same.square().sum().backward()
+    assert torch.equal(scorer.value.weight.grad, free.value.weight.grad)
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in scorer.lm.parameters())
+    assert any(parameter.grad.any() for parameter in free.lm.parameters())
+
+
+def test_the_model_under_a_value_head_knows_nothing_of_it() -> None:
+    """What is published, and what a server is sent, are the model's own parameters."""
+    scorer = _scorer()
+    assert {id(p) for p in scorer.value.parameters()}.isdisjoint(id(p) for p in scorer.lm.parameters())
+    assert not any("value" in name and "proj" not in name for name in scorer.lm.state_dict())
