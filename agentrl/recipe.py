@@ -200,6 +200,17 @@ class CriticConfig(Section):
     """First steps in which only the critic learns."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters in place of full training: the base weights stay as they are, and a version is the adapter alone."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each adapted layer's update."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
+
+
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
     """Learning rate of AdamW, at its highest."""
@@ -215,6 +226,11 @@ class LearnerConfig(Section):
     """DeepSpeed ZeRO stage: 1 shards optimizer state over the ranks, 2 also gradients, 3 also weights."""
     ranks: int = Field(1, ge=1)
     """Learner processes (torchrun --nproc-per-node)."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; `{}` takes their defaults. They want a learning rate about ten times higher."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lives in the CPU's memory instead of the GPU's. optimizer: master weights, Adam's moments and its step (zero_stage 1 to 3).
+    parameters: these and the weights, fetched layer by layer (zero_stage 3)."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; above 1 the later ones are off-policy and the ratio clip matters."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
@@ -276,6 +292,17 @@ class Recipe(Section):
             raise ValueError("learner.max_tokens_per_microbatch must be at least policy.max_model_len: an episode is never split")
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _learner_parts(self) -> Recipe:
+        learner = self.learner
+        if learner.lora is not None and self.serving.weight_transfer == "nccl":
+            raise ValueError("serving.weight_transfer=nccl sends whole models, learner.lora publishes adapters: use weight_transfer=file")
+        if learner.offload == "optimizer" and learner.zero_stage == 0:
+            raise ValueError("learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move")
+        if learner.offload == "parameters" and learner.zero_stage != 3:
+            raise ValueError("learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights")
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from agentrl.errors import ServingError, SwapError
 from agentrl.learner.process import ANNOUNCEMENT
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
-from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
+from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import FileWeightChannel, NcclWeightChannel, TokenClient, UnsentError, VLLMServer
 
 log = logging.getLogger(__name__)
@@ -44,14 +44,21 @@ class ServedPolicy:
         self._busy = asyncio.Lock()  # a swap and a restart never overlap
 
     async def start(self, version: PolicyVersion) -> None:
-        """Starts a server with the weights of `version` and opens the gate."""
-        model = self._run_dir / version.folder
-        server = VLLMServer(recipe=self._recipe, model=model, version=version.number, run_dir=self._run_dir, gpus=self._gpus)
+        """Starts a server with the weights of `version` and opens the gate.
+
+        An adapter is swapped in before that, into a server that was started with version 0; `SwapError` when it is refused.
+        """
+        base = version if version.weights == WHOLE_MODEL else self._registry.get(0)
+        assert base is not None, "version 0 was registered"
+        model = self._run_dir / base.folder
+        server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus)
         self._server = server
         await server.start()
         self._client = TokenClient.for_server(server)
         kind = NcclWeightChannel if self._nccl else FileWeightChannel
         self._channel = kind(server, registry_folder=self._run_dir / "versions")
+        if base is not version:
+            await self._exchange(self._channel, version)
         self._announce(server.url)
         await self._set_version(version.number)
         self._ready.set()
@@ -77,20 +84,12 @@ class ServedPolicy:
 
         Raises `SwapError` after three tries, and `ServingError` when the server is gone.
         """
-        folder = self._run_dir / version.folder
-        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
         for attempt in range(1, _SWAP_TRIES + 1):
             async with self._busy:
                 if self._channel is None:
                     raise ServingError("no server to swap weights into")
                 try:
-                    report = await self._channel.swap(
-                        version,
-                        folder,
-                        probe,
-                        max_abs_diff=self._recipe.serving.probe_max_abs_diff,
-                        timeout_s=self._recipe.serving.request_timeout_s,
-                    )
+                    report = await self._exchange(self._channel, version)
                 except SwapError as error:
                     log.warning("swap to version %d, try %d: %s", version.number, attempt, error)
                     if attempt == _SWAP_TRIES:
@@ -100,6 +99,11 @@ class ServedPolicy:
             await self._set_version(version.number)
             return report
         raise AssertionError("unreachable")
+
+    async def _exchange(self, channel: FileWeightChannel | NcclWeightChannel, version: PolicyVersion) -> SwapReport:
+        folder, serving = self._run_dir / version.folder, self._recipe.serving
+        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        return await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     async def wait_version(self, number: int) -> None:
         """Returns once version `number` or a newer one is serving."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner import forest_attention
+from agentrl.learner import forest_attention, lora
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
@@ -40,6 +40,9 @@ class PolicyEngine:
         self.recipe = recipe
         self.temperature = recipe.rollout.temperature
         self.scorer = TokenScorer(load_model(folder, recipe, ranks.device))
+        if recipe.learner.lora is not None:
+            lora.attach(self.lm, recipe.learner.lora, seed=recipe.seed)
+            lora.leave_out_frozen(self.scorer)
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() for parameter in parameters)
@@ -74,9 +77,10 @@ class PolicyEngine:
         return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self.recipe.learner, self.recipe.steps, number))
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Name, local tensor and full shape of every parameter, in the model's own order; tied ones once, under their first name."""
+        """Name, local tensor and full shape of every trained parameter, in the model's own order; tied ones once, by their first name."""
         for name, parameter in self.lm.named_parameters():
-            yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if parameter.requires_grad:
+                yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     @contextmanager
     def gathered(self, parameter: Tensor) -> Iterator[Tensor]:
@@ -154,7 +158,8 @@ def _zero_stage(recipe: Recipe) -> int:
 
 def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
     """DeepSpeed's settings for a model of `size` parameters."""
-    stage = _zero_stage(recipe)
+    stage, offload = _zero_stage(recipe), recipe.learner.offload
+    aside = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
     bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed wants it even
     return {
         # The number of micro-batches varies from step to step: backward() accumulates, step() is the boundary, nothing is counted.
@@ -167,7 +172,10 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
             "overlap_comm": stage == 2 and ranks.device.type == "cuda",
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            **({"offload_optimizer": aside} if offload != "none" else {}),
+            **({"offload_param": aside} if offload == "parameters" else {}),
         },
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW does it: the same update, and nothing to compile on the spot
         "bf16": {"enabled": recipe.policy.dtype == "bfloat16"},
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,

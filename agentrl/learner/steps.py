@@ -138,6 +138,9 @@ class Worker:
             log.info("resumed after %d steps from %s", self.next_step, found.folder)
         missing = False
         if self.ranks.first:
+            base = self.registry.get(0)
+            if self.recipe.learner.lora is not None and base is not None:
+                self.registry.verify(base)  # a checkpoint of an adapter is nothing without the weights it belongs to
             self.store.reconcile(self.consumed)
             self.registry.reconcile(self.next_step)
             missing = found is not None and not self._published(self.next_step)

@@ -17,7 +17,7 @@ from agentrl.learner.critic import Critic, advantage_scale, critic_metrics
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, micro_batch, minibatches, plan
-from agentrl.learner.reference import ReferencePolicy
+from agentrl.learner.reference import reference_for
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.kl import sequence_penalty
@@ -53,7 +53,7 @@ class Updater:
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         uses_reference = self._objective.kl != "none"
-        self._reference = ReferencePolicy(engine.folder, engine.recipe, engine.ranks) if uses_reference else None
+        self._reference = reference_for(engine) if uses_reference else None
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same answer.

@@ -1,6 +1,7 @@
 """Runs under torchrun: several learner scenarios in one process group, because starting one costs more than what it does.
 
-`script.py RUN_DIR OUT NAME...` makes each named scenario; rank 0 writes its findings to OUT/NAME.pt.
+`script.py RUN_DIR OUT NAME...` makes each named scenario; rank 0 writes its findings to OUT/NAME.pt. A name is that of a method, a
+ZeRO stage, and a number or the name of a variant: `stage-2`, `stage-2-3`, `resume-2-lora`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, build_batch, counted_samples
-from agentrl.recipe import CriticConfig, ObjectiveConfig, Recipe, load
+from agentrl.recipe import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -48,15 +49,29 @@ class Scenario:
     def with_learner(self, **changes: Any) -> Recipe:
         return self.recipe.model_copy(update={"learner": self.recipe.learner.model_copy(update=changes)})
 
+    def variant(self, stage: int, name: str, **changes: Any) -> Recipe:
+        """The recipe at a ZeRO stage: plain, with an adapter held near the base policy, or with all that the stage allows put aside."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        if name == "plain":
+            return made
+        if name == "lora":
+            learner = made.learner.model_copy(update={"lora": LoraConfig(rank=4, alpha=8.0)})
+            return made.model_copy(update={"learner": learner, "objective": ObjectiveConfig(kl="k3", kl_coef=0.1)})
+        assert name == "offload"
+        return made.model_copy(
+            update={"learner": made.learner.model_copy(update={"offload": "parameters" if stage == 3 else "optimizer"})}
+        )
+
     def engine(self, made: Recipe) -> PolicyEngine:
         return PolicyEngine(self.run_dir / "versions" / "000000", made, self.ranks)
 
-    def stage(self, stage: int, **changes: Any) -> dict[str, Any]:
-        """Two updates; weights and metrics after them."""
-        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes))
+    def stage(self, stage: int, variant: str = "plain", **changes: Any) -> dict[str, Any]:
+        """Two updates; weights and metrics after them, and whether DeepSpeed put optimizer and weights aside."""
+        engine = self.engine(self.variant(stage, variant, **changes))
         updater = Updater(engine)
         metrics = [updater.update(batch) for batch in self.batches]
-        return {"weights": gather(engine), "metrics": metrics}
+        aside = (engine.deepspeed.zero_use_cpu_optimizer(), stage == 3 and engine.deepspeed.optimizer.offload_param)
+        return {"weights": gather(engine), "metrics": metrics, "aside": aside}
 
     def objective(self, stage: int, tokens: int) -> dict[str, Any]:
         """Two updates with each of OBJECTIVES, in micro-batches of `tokens`; weights and metrics after them."""
@@ -73,14 +88,14 @@ class Scenario:
             found[name] = {"weights": gather(engine), "metrics": metrics, "penalties": penalties}
         return found
 
-    def resume(self, stage: int) -> dict[str, Any]:
+    def resume(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        made = self.variant(stage, variant)
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
         meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
-        root = self.run_dir / f"checkpoints-{stage}-{self.ranks.size}"
+        root = self._root(stage, self.ranks.size, variant)
         save(root, engine, meta, keep=2)
         noise = torch.rand(3)
         updater.update(self.batches[1])
@@ -91,12 +106,16 @@ class Scenario:
         restore(found, again)
         assert torch.equal(torch.rand(3), noise), "the random state came back"
         Updater(again).update(self.batches[1])
-        return {"weights": gather(engine), "again": gather(again)}
+        saved = {name: state for file in (found.folder / "state").glob("*.pt") for name, state in _contents(file)}
+        return {"weights": gather(engine), "again": gather(again), "saved": saved}
 
-    def reshape(self, stage: int) -> dict[str, Any]:
+    def _root(self, stage: int, ranks: int, variant: str) -> Path:
+        return self.run_dir / f"checkpoints-{stage}-{ranks}-{variant}"
+
+    def reshape(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """The second update, from the checkpoint that two ranks wrote after the first one in `resume`."""
-        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
-        found = newest(self.run_dir / f"checkpoints-{stage}-2")
+        engine = self.engine(self.variant(stage, variant))
+        found = newest(self._root(stage, 2, variant))
         assert found is not None and found.meta.ranks == 2
         restore(found, engine)
         left = [path.name for path in found.folder.parent.iterdir()]
@@ -141,13 +160,13 @@ class Scenario:
         critic = Critic(self.run_dir / "versions" / "000000", made, self.ranks)
         return engine, critic, Updater(engine, critic=critic)
 
-    def poisoned(self, stage: int) -> dict[str, Any]:
+    def poisoned(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """A gradient with a NaN in it, then a good update; compared with the good update alone."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        made = self.variant(stage, variant)
         engine = self.engine(made)
         before = gather(engine)
         updater = Updater(engine)
-        handle = engine.lm.base_model.layers[0].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
+        handle = engine.lm.base_model.layers[1].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
         metrics = updater.update(self.batches[0])
         handle.remove()
         after = gather(engine)
@@ -169,6 +188,13 @@ class Scenario:
         return {"sent": passes[0], "again": passes[1], "weights": gather(engine), "grouped": grouped}
 
 
+def _contents(file: Path) -> list[tuple[str, int]]:
+    """Name and size of every weight in a file of a checkpoint, frozen ones included."""
+    state = torch.load(file, weights_only=False, map_location="cpu")
+    frozen = state.get("frozen_param_fragments") or {}
+    return [(name, tensor.numel()) for name, tensor in {**(state.get("module") or {}), **frozen}.items()]
+
+
 def _poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
     return tuple(None if grad is None else grad * float("nan") for grad in grad_input)
 
@@ -183,8 +209,9 @@ def main() -> None:
     scenario = Scenario(Path(run_dir), ranks)
     for name in names:
         kind, _, argument = name.partition("-")
-        stage, _, minibatches = argument.partition("-")
-        changes = {"tokens" if kind == "objective" else "minibatches": int(minibatches)} if minibatches else {}
+        stage, _, extra = argument.partition("-")
+        key = ("tokens" if kind == "objective" else "minibatches") if extra.isdecimal() else "variant"
+        changes = {key: int(extra) if extra.isdecimal() else extra} if extra else {}
         result = getattr(scenario, kind)(int(stage), **changes)
         if ranks.first:
             torch.save(result, Path(out) / f"{name}.pt")

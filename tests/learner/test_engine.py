@@ -18,10 +18,15 @@ SCENARIOS = {  # two ranks first: one continues what they leave
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
         *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3"),
+        *("stage-0-lora", "stage-1-lora", "resume-2-lora", "resume-3-lora", "stage-2-lora", "stage-3-lora"),
+        *("stage-1-offload", "stage-2-offload", "stage-3-offload"),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
         *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "reshape-0", "reshape-2", "reshape-3"),
+        *("stage-0-lora", "stage-1-lora", "stage-2-lora", "stage-3-lora", "resume-0-lora", "reshape-2-lora", "reshape-3-lora"),
+        *("poisoned-2-lora", "stage-1-offload", "stage-2-offload", "stage-3-offload", "resume-2-offload", "resume-3-offload"),
+        *("poisoned-2-offload", "poisoned-3-offload"),
     ],
 }
 
