@@ -58,7 +58,7 @@ class ServedPolicy:
         kind = NcclWeightChannel if self._nccl else FileWeightChannel
         self._channel = kind(server, registry_folder=self._run_dir / "versions")
         if base is not version:
-            await self._exchange(self._channel, version)
+            await self._take_adapter(self._channel, version)
         self._announce(server.url)
         await self._set_version(version.number)
         self._ready.set()
@@ -84,12 +84,20 @@ class ServedPolicy:
 
         Raises `SwapError` after three tries, and `ServingError` when the server is gone.
         """
+        folder = self._run_dir / version.folder
+        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
         for attempt in range(1, _SWAP_TRIES + 1):
             async with self._busy:
                 if self._channel is None:
                     raise ServingError("no server to swap weights into")
                 try:
-                    report = await self._exchange(self._channel, version)
+                    report = await self._channel.swap(
+                        version,
+                        folder,
+                        probe,
+                        max_abs_diff=self._recipe.serving.probe_max_abs_diff,
+                        timeout_s=self._recipe.serving.request_timeout_s,
+                    )
                 except SwapError as error:
                     log.warning("swap to version %d, try %d: %s", version.number, attempt, error)
                     if attempt == _SWAP_TRIES:
@@ -99,11 +107,6 @@ class ServedPolicy:
             await self._set_version(version.number)
             return report
         raise AssertionError("unreachable")
-
-    async def _exchange(self, channel: FileWeightChannel | NcclWeightChannel, version: PolicyVersion) -> SwapReport:
-        folder, serving = self._run_dir / version.folder, self._recipe.serving
-        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
-        return await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     async def wait_version(self, number: int) -> None:
         """Returns once version `number` or a newer one is serving."""
@@ -136,6 +139,11 @@ class ServedPolicy:
     async def close(self) -> None:
         self._ready.clear()
         await self._stop()
+
+    async def _take_adapter(self, channel: FileWeightChannel | NcclWeightChannel, version: PolicyVersion) -> None:
+        folder, serving = self._run_dir / version.folder, self._recipe.serving
+        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     def _announce(self, url: str) -> None:
         """Tells the learner where the server is, and that it is a new one."""

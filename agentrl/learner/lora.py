@@ -31,20 +31,22 @@ def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
     """
     from peft import inject_adapter_in_model
 
+    known = {path.rpartition(".")[2] for path, module in lm.base_model.named_modules() if isinstance(module, nn.Linear)}
+    fix = f"leave it at null for all, or choose from {', '.join(sorted(known))}"
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             inject_adapter_in_model(_peft_config(config), lm, adapter_name=_NAME)
         except ValueError as error:
-            raise UserError(f"learner.lora.target_modules: {error}", fix=_fix(lm)) from error
+            raise UserError(f"learner.lora.target_modules: {error}", fix=fix) from error
     adapted = dict(_adapted(lm))
     for name in config.target_modules or ():
         if not any(path == name or path.endswith(f".{name}") for path in adapted):
-            raise UserError(f"learner.lora.target_modules: the model has no layer {name!r}", fix=_fix(lm))
+            raise UserError(f"learner.lora.target_modules: the model has no layer {name!r}", fix=fix)
     trunk = {id(module) for module in lm.base_model.modules()}
     for path, layer in adapted.items():
         if type(layer.base_layer) is not nn.Linear or id(layer) not in trunk:
-            raise UserError(f"learner.lora.target_modules: {path} is not a linear layer below the output head", fix=_fix(lm))
+            raise UserError(f"learner.lora.target_modules: {path} is not a linear layer below the output head", fix=fix)
         layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32; the optimizer has float32 masters anyway
 
 
@@ -112,8 +114,3 @@ def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
 def _frozen(module: nn.Module) -> set[str]:
     """Names of the parameters that are not trained, each with all the names it goes by."""
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-
-
-def _fix(lm: Any) -> str:
-    names = {path.rpartition(".")[2] for path, module in lm.base_model.named_modules() if isinstance(module, nn.Linear)}
-    return f"leave it at null for all, or choose from {', '.join(sorted(names - {_NAME, 'base_layer'}))}"

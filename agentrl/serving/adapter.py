@@ -41,7 +41,7 @@ class Adapter:
                     continue
                 exact = torch.promote_types(weight.dtype, torch.float32)
                 a, b = (file.get_tensor(f"{_PREFIX}{layer}{part}").to(device, exact) for part in (_A, _B))
-                yield name, weight.to(device, exact).addmm_(b, a, alpha=self.scaling).to(weight.dtype)
+                yield name, torch.addmm(weight.to(device, exact), b, a, alpha=self.scaling).to(weight.dtype)
 
 
 def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:

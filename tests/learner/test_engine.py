@@ -31,6 +31,13 @@ SCENARIOS = {  # two ranks first: one continues what they leave
 }
 
 
+RESUMED = [(1, "resume-0-lora"), (2, "resume-2-lora"), (2, "resume-3-lora"), (1, "resume-2-offload"), (1, "resume-3-offload")]
+POISONED = [
+    *((1, f"poisoned-{variant}") for variant in ("0", "2", "3", "2-lora", "2-offload", "3-offload")),
+    *((2, f"poisoned-{variant}") for variant in ("0", "2")),
+]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
     """Every scenario, each made once, in one torchrun for one rank and one for two."""
@@ -56,15 +63,29 @@ def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> flo
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(r, f"stage-{s}") for r in (1, 2) for s in range(4) if (r, s) != (1, 0)])
-def test_ranks_and_zero_stages_give_the_same_update(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
-    """Two updates with lr 1e-2 and a clip that binds; tolerance: float32 sums in another order, amplified by Adam's division."""
-    reference, found = results[1, "stage-0"], results[ranks, name]
+MATRIX = [(ranks, stage, variant) for variant in ("plain", "lora", "offload") for ranks in (1, 2) for stage in range(4)]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "variant"), [case for case in MATRIX if case[1] or case[2] != "offload"])
+def test_ranks_and_zero_stages_give_the_same_update(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, stage: int, variant: str
+) -> None:
+    """Two updates with lr 1e-2 and a clip that binds; tolerance: float32 sums in another order, amplified by Adam's division.
+
+    An update with everything put aside is compared with one that kept it on the device.
+    """
+    found = results[ranks, _name(stage, variant)]
+    reference = results[1, _name(0, "lora" if variant == "lora" else "plain")]
     assert _gap(found["weights"], reference["weights"]) < 2e-4
     for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - UNLIKE:
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+    assert found["aside"] == (variant == "offload", variant == "offload" and stage == 3)
+
+
+def _name(stage: int, variant: str) -> str:
+    return f"stage-{stage}" if variant == "plain" else f"stage-{stage}-{variant}"
 
 
 def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: dict[tuple[int, str], dict[str, Any]]) -> None:
@@ -74,20 +95,29 @@ def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: 
     assert _gap(one["weights"], results[1, "stage-2"]["weights"]) > 1e-3
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-2"), (2, "resume-3")])
+@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-2"), (2, "resume-3"), *RESUMED])
 def test_the_update_after_a_resume_is_the_same_bit_for_bit(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert _gap(found["weights"], found["again"]) == 0.0
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, str], dict[str, Any]], stage: int) -> None:
-    found, reference = results[1, f"reshape-{stage}"], results[2, f"resume-{stage}"]
+@pytest.mark.parametrize(("ranks", "name"), [name for name in RESUMED if "lora" in name[1]])
+def test_a_checkpoint_of_an_adapter_holds_nothing_of_the_base_model(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str
+) -> None:
+    found = results[ranks, name]
+    assert {saved.removeprefix("lm.") for saved in found["saved"]} == found["weights"].keys()
+    assert all(".lora_" in saved for saved in found["saved"])
+
+
+@pytest.mark.parametrize("case", ["0", "2", "3", "2-lora", "3-lora"])
+def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
+    found, reference = results[1, f"reshape-{case}"], results[2, f"resume-{case}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
     assert found["left"] == ["000001"], "nothing is left beside the checkpoint"
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "poisoned-0"), (1, "poisoned-2"), (1, "poisoned-3"), (2, "poisoned-0"), (2, "poisoned-2")])
+@pytest.mark.parametrize(("ranks", "name"), POISONED)
 def test_a_gradient_with_a_nan_leaves_no_trace(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     """Weights untouched, the update counted, and the next good one is what it would have been (moments were untouched too)."""
     found = results[ranks, name]
@@ -144,6 +174,8 @@ def test_the_reference_is_version_0_and_stays_there(results: dict[tuple[int, str
         assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
         assert second["kl_reference"] > 1e-4
     assert "kl_reference" not in results[1, "stage-2"]["metrics"][0]
+    first, second = results[1, "stage-3-lora"]["metrics"]
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9) and second["kl_reference"] > 1e-5
     assert results[1, "objective-0-256"]["cispo"]["penalties"] == {}
     penalties = results[1, "objective-0-256"]["reinforce++"]["penalties"]
     assert len(penalties) == 15
