@@ -72,7 +72,7 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "threads", "keep_checkpoints", "keep_versions"}
+    placement = {"ranks", "sequence_parallel", "threads", "keep_checkpoints", "keep_versions"}
     free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
     changed = sorted(key for key in before if before[key] != after[key])

@@ -16,6 +16,7 @@ from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import check_heads
 from agentrl.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +44,8 @@ class PolicyEngine:
         if recipe.learner.lora is not None:
             lora.attach(self.lm, recipe.learner.lora, seed=recipe.seed)
             lora.leave_out_frozen(self.scorer)
+        if ranks.team is not None:
+            check_heads(self.lm.config.get_text_config(), ranks.team)
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         parameters: list[Tensor] = [parameter for parameter in self.scorer.parameters() if parameter.requires_grad]
         size = sum(parameter.numel() for parameter in parameters)
@@ -103,6 +106,8 @@ class PolicyEngine:
 def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
     logprobs, entropy = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature)
+    if batch.layout.stretch is not None:
+        logprobs, entropy = batch.layout.stretch.gather(torch.stack((logprobs, entropy)))
     return logprobs[batch.expand], entropy[batch.expand]
 
 

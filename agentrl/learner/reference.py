@@ -16,7 +16,7 @@ from agentrl.recipe import Recipe
 
 
 class ReferencePolicy:
-    """Version 0, whole on every rank, without optimizer or gradient. Costs the memory of the weights; no collective.
+    """Version 0, whole on every rank, without optimizer or gradient. Costs the memory of the weights; a collective in teams alone.
 
     Args:
         folder: Hugging Face folder of version 0.

@@ -29,6 +29,7 @@ from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import probe_rows, publish, version_folder
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
 from agentrl.recipe import Recipe
@@ -196,7 +197,7 @@ def work(run_dir: Path) -> None:
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
-    ranks = processes.join(recipe.device)
+    ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
     worker = Worker(run_dir, recipe, ranks)

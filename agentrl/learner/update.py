@@ -79,7 +79,7 @@ class Updater:
         for name in sorted({name for made in passes for name in made}):
             values = [made[name] for made in passes if name in made]
             metrics[name] = max(values) if name.endswith("_max") else fmean(values)
-        mine = sum(one.batch.input_ids.numel() for _, made in prepared for one in made)
+        mine = sum(one.batch.layout.length for _, made in prepared for one in made)
         metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
@@ -103,9 +103,9 @@ class Updater:
         """This rank's micro-batches; their tokens carry the place of their sample in `samples`."""
         ranks = self.engine.ranks
         places = {id(sample): place for place, sample in enumerate(samples)}
-        share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
-        rows: list[Rows] = plan(samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
-        return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share) for some in rows]
+        share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
+        rows: list[Rows] = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
+        return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""

@@ -7,22 +7,29 @@ ZeRO stage, and a number or the name of a variant: `stage-2`, `stage-2-3`, `resu
 from __future__ import annotations
 
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
 from agentrl.learner.critic import Critic
-from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.engine import PolicyEngine, score
+from agentrl.learner.forest_attention import register
+from agentrl.learner.logprobs import TokenScorer
+from agentrl.learner.packing import micro_batch, plan
 from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, build_batch, counted_samples
 from agentrl.recipe import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
+from tests.learner.test_forest import _model, _samples
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1, "kl": "k3", "kl_coef": 0.1},
@@ -49,6 +56,37 @@ class Scenario:
     def with_learner(self, **changes: Any) -> Recipe:
         return self.recipe.model_copy(update={"learner": self.recipe.learner.model_copy(update=changes)})
 
+    def ulysses(self, stage: int, variant: str = "plain") -> dict[str, Any]:
+        """As `stage`, with all ranks in one team, in micro-batches that are longer than what one rank may hold."""
+        return self.in_teams_of(self.ranks.size).stage(stage, variant, sequence_parallel=self.ranks.size, max_tokens_per_microbatch=128)
+
+    def teams(self, stage: int) -> dict[str, Any]:
+        """As `objective`, with the ranks in teams of two."""
+        return self.in_teams_of(2).objective(stage, 128, sequence_parallel=2)
+
+    def exact(self, _: int) -> dict[str, float]:
+        """Largest relative gap, over parameters, between a team's gradients and those of one rank alone, in float64."""
+        found = {}
+        for kind in ("qwen3", "qwen3 sliding", "llama"):
+            model = _model(kind, register())
+            gradients = []
+            for ranks in (self.ranks, self.in_teams_of(self.ranks.size).ranks):
+                model.zero_grad()
+                for rows in plan(_samples(1), rank=0, ranks=1, max_tokens=300):
+                    batch = micro_batch(rows, ranks.device, team=ranks.team)
+                    logprobs, entropy = score(TokenScorer(model), batch, 0.7)
+                    (logprobs * batch.advantages + 0.1 * entropy).sum().backward()
+                for parameter in model.parameters() if ranks.team else ():
+                    dist.all_reduce(parameter.grad)
+                gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            found[kind] = max(((team - alone).abs().max() / alone.abs().max()).item() for alone, team in zip(*gradients, strict=True))
+        return found
+
+    def in_teams_of(self, size: int) -> Scenario:
+        other = copy(self)
+        other.ranks = in_teams(self.ranks, size)
+        return other
+
     def variant(self, stage: int, name: str, **changes: Any) -> Recipe:
         """The recipe at a ZeRO stage: plain, with an adapter held near the base policy, or with all that the stage allows put aside."""
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
@@ -71,11 +109,11 @@ class Scenario:
         aside = (engine.deepspeed.zero_use_cpu_optimizer(), stage == 3 and engine.deepspeed.optimizer.offload_param)
         return {"weights": gather(engine), "metrics": metrics, "aside": aside}
 
-    def objective(self, stage: int, tokens: int) -> dict[str, Any]:
+    def objective(self, stage: int, tokens: int, **others: Any) -> dict[str, Any]:
         """Two updates with each of OBJECTIVES, in micro-batches of `tokens`; weights and metrics after them."""
         found = {}
         for name, changes in OBJECTIVES.items():
-            made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens)
+            made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens, **others)
             made = made.model_copy(update={"objective": ObjectiveConfig.model_validate(changes)})
             engine = self.engine(made)
             updater = Updater(engine)

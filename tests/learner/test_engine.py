@@ -14,12 +14,13 @@ from tests.learner.building import random_group, recipe, write_run
 
 pytestmark = pytest.mark.deepspeed
 UNLIKE = {"update_s", "tokens_per_s", "tokens_computed"}  # depend on the clock, or on how samples meet in a micro-batch
-SCENARIOS = {  # two ranks first: one continues what they leave
+SCENARIOS = {  # two ranks before one, which continues what they leave
+    4: ["teams-2"],
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
         *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3"),
         *("stage-0-lora", "stage-1-lora", "resume-2-lora", "resume-3-lora", "stage-2-lora", "stage-3-lora"),
-        *("stage-1-offload", "stage-2-offload", "stage-3-offload"),
+        *("stage-1-offload", "stage-2-offload", "stage-3-offload", "exact-0", "ulysses-0", "ulysses-2", "ulysses-3", "ulysses-3-lora"),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
@@ -88,6 +89,23 @@ def _name(stage: int, variant: str) -> str:
     return f"stage-{stage}" if variant == "plain" else f"stage-{stage}-{variant}"
 
 
+@pytest.mark.parametrize("case", ["0", "2", "3", "3-lora"])
+def test_two_ranks_that_share_their_sequences_make_the_same_update(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
+    found, reference = results[2, f"ulysses-{case}"], results[1, "stage-0-lora" if "lora" in case else "stage-0"]
+    assert _gap(found["weights"], reference["weights"]) < 2e-4
+    for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - UNLIKE:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+    assert found["metrics"][0]["tokens_computed"] <= results[1, "stage-0"]["metrics"][0]["tokens_computed"], "none is computed twice"
+
+
+def test_the_gradients_of_a_team_are_those_of_one_rank(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    found = results[2, "exact-0"]
+    assert found.keys() == {"qwen3", "qwen3 sliding", "llama"}
+    assert max(found.values()) < 1e-10, found
+
+
 def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: dict[tuple[int, str], dict[str, Any]]) -> None:
     one, two = results[1, "stage-2-3"], results[2, "stage-2-3"]
     assert one["metrics"][0]["optimizer_steps"] == 3
@@ -154,8 +172,8 @@ def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, st
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce++", "rloo"])
-@pytest.mark.parametrize(("ranks", "scenario"), [(1, "objective-2-16384"), (2, "objective-3-256")])
-def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks(
+@pytest.mark.parametrize(("ranks", "scenario"), [(1, "objective-2-16384"), (2, "objective-3-256"), (4, "teams-2")])
+def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks_or_two_teams(
     results: dict[tuple[int, str], dict[str, Any]], ranks: int, scenario: str, name: str
 ) -> None:
     reference, found = results[1, "objective-0-256"][name], results[ranks, scenario][name]
