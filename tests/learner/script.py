@@ -57,8 +57,9 @@ class Scenario:
         return self.recipe.model_copy(update={"learner": self.recipe.learner.model_copy(update=changes)})
 
     def ulysses(self, stage: int, variant: str = "plain") -> dict[str, Any]:
-        """As `stage`, with all ranks in one team, in micro-batches that are longer than what one rank may hold."""
-        return self.in_teams_of(self.ranks.size).stage(stage, variant, sequence_parallel=self.ranks.size, max_tokens_per_microbatch=128)
+        """As `stage`, with all ranks in one team, in micro-batches that are longer than what one rank may hold; recomputed at stage 3."""
+        changes = {"sequence_parallel": self.ranks.size, "max_tokens_per_microbatch": 128, "gradient_checkpointing": stage == 3}
+        return self.in_teams_of(self.ranks.size).stage(stage, variant, **changes)
 
     def teams(self, stage: int) -> dict[str, Any]:
         """As `objective`, with the ranks in teams of two."""

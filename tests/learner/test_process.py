@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import codec
@@ -21,7 +22,7 @@ from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.records import Probe
 from agentrl.version import FolderRegistry
-from tests.learner.building import random_group, recipe, write_run
+from tests.learner.building import random_group, recipe, write_policy, write_run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -105,6 +106,33 @@ async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_prefere
     assert update["weights_changed"] == 1.0
     assert update["kl_penalty_mean"] != 0.0
     assert update["groups_trained"] == 3
+
+
+async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path) -> None:
+    made = recipe(learner={"lora": {"rank": 2}}, objective={"kl": "k3", "kl_coef": 0.1})
+    write_run(tmp_path, made, [random_group(index) for index in range(6)])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    await learner.wait(timeout_s=90)
+    registry, base = FolderRegistry(tmp_path / "versions"), tmp_path / "versions" / "000000"
+    second = registry.get(2)
+    assert second is not None and second.weights == "adapter_model.safetensors"
+    registry.verify(second)
+    names = ["adapter_config.json", "adapter_model.safetensors", "probe.json", "update.json", "version.json"]
+    assert sorted(path.name for path in registry.path(second).iterdir()) == names
+    probe = codec.from_json(Probe, (registry.path(second) / "probe.json").read_bytes())
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), registry.path(second))
+    row = torch.tensor([probe.token_ids[0]])
+    with torch.no_grad():
+        expected = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+    assert (expected - torch.tensor(probe.logprobs[0])).abs().max() < 1e-5
+    assert json.loads((registry.path(second) / "update.json").read_text())["kl_reference"] > 0.0
+
+    write_policy(base, seed=1)
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    with pytest.raises(LearnerError, match="is not what was registered"):
+        await learner.wait(timeout_s=90)
 
 
 async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path) -> None:
