@@ -3,8 +3,8 @@
     python recipes/quickstart_lora.py
     agentrl train recipes/quickstart_lora.py learner.lora.rank=4 --run-dir runs/x
 
-Everything else is the quickstart's: the same tasks, sandboxes, policy and evaluation. `model/` in the run folder is the result as
-a whole model, `adapter/` what was trained.
+Everything else but the learning rate is the quickstart's: the same tasks, sandboxes, policy and evaluation. `model/` in the run
+folder is the result as a whole model, `adapter/` what was trained.
 """
 
 from agentrl.recipe import (
@@ -29,7 +29,7 @@ recipe = Recipe(
     evaluation=EvalConfig(heldout=160, heldout_real=96, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=2e-3, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048, lora=LoraConfig(rank=8, alpha=16.0)),
+    learner=LearnerConfig(lr=4e-3, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048, lora=LoraConfig(rank=8, alpha=16.0)),
 )
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_prefere
 
 
 async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path) -> None:
-    made = recipe(learner={"lora": {"rank": 2}}, objective={"kl": "k3", "kl_coef": 0.1})
+    """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
+    parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3, "offload": "parameters"}
+    made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
