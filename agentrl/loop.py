@@ -182,7 +182,8 @@ async def _pipeline(run: Run) -> None:
             await _evaluate(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         watcher.cancel()
-    export_model(run.folder / f"versions/{run.served.version:06d}", run.folder / "model")
+    versions = run.folder / "versions"
+    export_model(versions / f"{run.served.version:06d}", run.folder / "model", base=versions / "000000")
 
 
 async def _learn(run: Run) -> None:

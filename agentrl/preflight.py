@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import RecipeError, UserError
 from agentrl.recipe import Recipe, load
+from agentrl.records import ADAPTER, WHOLE_MODEL
 
 _FREE_BYTES = 1 << 30
-WEIGHTS = "model.safetensors"
 _MODEL_FILES = ("config.json", "tokenizer_config.json")
 
 
@@ -119,7 +120,7 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "zero_stage", "threads", "keep_checkpoints", "keep_versions"}
+    placement = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions"}
     safety = {"checkpoint_turns", "max_quarantined"}
     free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement, "rollout": safety}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
@@ -148,12 +149,12 @@ def place_base_version(model: Path, target: Path) -> None:
     beside = target.with_name(f".{target.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    single = (model / WEIGHTS).is_file()
+    single = (model / WHOLE_MODEL).is_file()
     for source in sorted(model.iterdir()):
         if source.is_file() and (single or ".safetensors" not in source.name):
             shutil.copy2(source.resolve(), beside / source.name)
     if not single:
-        _merge_shards(sorted(model.glob("*.safetensors")), beside / WEIGHTS)
+        _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
     beside.rename(target)
 
 
@@ -165,13 +166,29 @@ def _merge_shards(shards: list[Path], target: Path) -> None:
     save_file(tensors, target, metadata={"format": "pt"})
 
 
-def export_model(source: Path, target: Path) -> None:
-    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export."""
+def export_model(source: Path, target: Path, *, base: Path) -> None:
+    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
+
+    A version that is an adapter becomes a whole model, merged with `base`, and is kept as it is in `adapter/` beside it.
+    """
+    if not (source / ADAPTER).is_file():
+        _export(source, target)
+        return
+    from agentrl.serving.adapter import merge_folder
+
+    _export(source, target.with_name("adapter"))
+    _export(base, target, weights=lambda file: merge_folder(base, source, file))
+
+
+def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | None = None) -> None:
+    """Copies a version's folder, without what only the run needs. `weights` writes the weights' file, in place of the source's."""
     beside = target.with_name(f".{target.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
+    if weights is not None:
+        weights(beside / WHOLE_MODEL)
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in ("version.json", "update.json", "probe.json"):
+        if file.is_file() and file.name not in ("version.json", "update.json", "probe.json") and not (beside / file.name).exists():
             _link_or_copy(file, beside / file.name)
     shutil.rmtree(target, ignore_errors=True)
     beside.rename(target)

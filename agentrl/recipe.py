@@ -239,6 +239,17 @@ class CriticConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters in place of full training: the base weights stay as they are, and a version is the adapter alone."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each adapted layer's update."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
+
+
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
     """Learning rate of AdamW, at its highest."""
@@ -254,6 +265,13 @@ class LearnerConfig(Section):
     """DeepSpeed ZeRO stage: 1 shards optimizer state over the ranks, 2 also gradients, 3 also weights."""
     ranks: int = Field(1, ge=1)
     """Learner processes (torchrun --nproc-per-node)."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of the weights; `{}` takes their defaults. They want a learning rate about ten times higher."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lives in the CPU's memory instead of the GPU's. optimizer: master weights, Adam's moments and its step (zero_stage 1 to 3).
+    parameters: these and the weights, fetched layer by layer (zero_stage 3)."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Ranks that share every sequence (Ulysses), for contexts too long for one. Divides `ranks`, and the model's key heads."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; above 1 the later ones are off-policy and the ratio clip matters."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
@@ -313,10 +331,28 @@ class Recipe(Section):
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.keep_versions <= self.max_staleness:
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
-        if self.learner.max_tokens_per_microbatch < self.policy.max_model_len:
-            raise ValueError("learner.max_tokens_per_microbatch must be at least policy.max_model_len: an episode is never split")
+        if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
+            raise ValueError(
+                "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
+                " split over the ranks of a team, and nowhere else"
+            )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _learner_parts(self) -> Recipe:
+        learner = self.learner
+        if learner.lora is not None and self.serving.weight_transfer == "nccl":
+            raise ValueError("serving.weight_transfer=nccl sends whole models, learner.lora publishes adapters: use weight_transfer=file")
+        if learner.ranks % learner.sequence_parallel:
+            raise ValueError("learner.sequence_parallel must divide learner.ranks: ranks form teams of that many")
+        if learner.sequence_parallel > 1 and self.critic is not None:
+            raise ValueError("learner.sequence_parallel above 1 has no critic (objective.advantage=gae) yet: choose another advantage")
+        if learner.offload == "optimizer" and learner.zero_stage == 0:
+            raise ValueError("learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move")
+        if learner.offload == "parameters" and learner.zero_stage != 3:
+            raise ValueError("learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights")
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,9 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 OUTPUT_CALLS = 20
 """How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
 
+WHOLE_MODEL = "model.safetensors"  # the file that holds a version's weights ...
+ADAPTER = "adapter_model.safetensors"  # ... or only what a low-rank adapter adds to those of version 0
+
 
 class Split(StrEnum):
     """Which part of a task family a task belongs to."""
@@ -395,10 +398,15 @@ class PolicyVersion:
 
     number: int
     parent: int | None
-    folder: str  # relative to the run folder; a Hugging Face folder with model.safetensors
-    sha256: str  # of model.safetensors
+    folder: str  # relative to the run folder; a Hugging Face folder, or the files of an adapter to version 0
+    sha256: str  # of the file `weights`
     state: VersionState = VersionState.CANDIDATE
     evals: Mapping[str, float] = field(default_factory=dict)
+    weights: str = WHOLE_MODEL  # or ADAPTER: the version is version 0 with this adapter
+
+    def __post_init__(self) -> None:
+        if self.weights not in (WHOLE_MODEL, ADAPTER):
+            raise ValueError(f"PolicyVersion: weights are in {WHOLE_MODEL} or {ADAPTER}, not in {self.weights!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

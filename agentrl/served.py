@@ -14,7 +14,7 @@ from agentrl.errors import ServingError, SwapError
 from agentrl.learner.process import ANNOUNCEMENT
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
-from agentrl.records import Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
+from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import FileWeightChannel, NcclWeightChannel, TokenClient, UnsentError, VLLMServer
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,21 @@ class ServedPolicy:
         self._busy = asyncio.Lock()  # a swap and a restart never overlap
 
     async def start(self, version: PolicyVersion) -> None:
-        """Starts a server with the weights of `version` and opens the gate."""
-        model = self._run_dir / version.folder
-        server = VLLMServer(recipe=self._recipe, model=model, version=version.number, run_dir=self._run_dir, gpus=self._gpus)
+        """Starts a server with the weights of `version` and opens the gate.
+
+        An adapter is swapped in before that, into a server that was started with version 0; `SwapError` when it is refused.
+        """
+        base = version if version.weights == WHOLE_MODEL else self._registry.get(0)
+        assert base is not None, "version 0 was registered"
+        model = self._run_dir / base.folder
+        server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus)
         self._server = server
         await server.start()
         self._client = TokenClient.for_server(server)
         kind = NcclWeightChannel if self._nccl else FileWeightChannel
         self._channel = kind(server, registry_folder=self._run_dir / "versions")
+        if base is not version:
+            await self._take_adapter(self._channel, version)
         self._announce(server.url)
         await self._set_version(version.number)
         self._ready.set()
@@ -158,6 +165,11 @@ class ServedPolicy:
     async def close(self) -> None:
         self._ready.clear()
         await self._stop()
+
+    async def _take_adapter(self, channel: FileWeightChannel | NcclWeightChannel, version: PolicyVersion) -> None:
+        folder, serving = self._run_dir / version.folder, self._recipe.serving
+        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     def _announce(self, url: str) -> None:
         """Tells the learner where the server is, and that it is a new one."""

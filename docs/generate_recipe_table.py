@@ -73,6 +73,8 @@ def _name(annotation: Any) -> str:
         return " or ".join(f"`{_literal(value)}`" for value in arguments)
     if origin is dict:
         return f"map of {_name(arguments[0])} to {_name(arguments[1])}"
+    if origin is tuple:
+        return f"list of {_name(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
         return ", ".join("nothing" if part is type(None) else _name(part) for part in arguments)
     return str(getattr(annotation, "__name__", annotation))

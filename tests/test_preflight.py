@@ -110,7 +110,7 @@ def test_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Pa
     assert (base / "model.safetensors").read_text() == "model.safetensors"
     (base / "probe.json").write_text("{}")
     for _ in range(2):
-        export_model(base, tmp_path / "run" / "model")
+        export_model(base, tmp_path / "run" / "model", base=base)
     assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import RecipeError
-from agentrl.recipe import CriticConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
+from agentrl.recipe import CriticConfig, LoraConfig, PolicyConfig, Recipe, TasksConfig, apply_overrides, load
 
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
@@ -32,6 +32,10 @@ def test_overrides_are_laid_over_and_typed() -> None:
         ("objective.kl=k3", ["objective", "kl_coef"]),
         ("objective.correction=mask", ["objective.proximal=recompute"]),
         ("objective.loss=ppo", ["objective.loss", "'gspo'", "'cispo'"]),
+        ("learner.lora.dropout=0.1", ["learner.lora.dropout", "target_modules"]),
+        ("learner.lora.target_modules=[]", ["target_modules"]),
+        ("learner.offload=parameters", ["learner.zero_stage=3"]),
+        ("learner.sequence_parallel=2", ["learner.ranks"]),
         ("learner", ["KEY=VALUE"]),
     ],
 )
@@ -55,6 +59,21 @@ def test_an_override_turns_an_optional_section_on() -> None:
 def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
     with pytest.raises(RecipeError, match=r"policy\.dtype: Input should be 'float32' or 'bfloat16'"):
         apply_overrides(BASE, [f"policy.dtype={dtype}"])
+
+
+def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
+    for overrides, named in (
+        (["learner.lora={}", "serving.weight_transfer=nccl"], "learner.lora publishes adapters"),
+        (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
+        (["learner.ranks=3", "learner.sequence_parallel=2"], "must divide learner.ranks"),
+        (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "has no critic"),
+        (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=511"], "split over the ranks of a team"),
+    ):
+        with pytest.raises(RecipeError, match=named):
+            apply_overrides(BASE, overrides)
+    longer = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=512"])
+    assert longer.policy.max_model_len == 1024
+    assert apply_overrides(BASE, ["learner.lora={}"]).learner.lora == LoraConfig()
 
 
 def test_a_transfer_between_gpus_is_refused_without_them() -> None:

@@ -1,6 +1,6 @@
 """Checkpoints of the learner: `checkpoints/000012/` is everything needed to make update 13 as if nothing had happened.
 
-    state/         DeepSpeed's files, one set per rank: weights, float32 masters, optimizer moments
+    state/         DeepSpeed's files, one set per rank: trained weights, float32 masters, optimizer moments
     critic/        the same of the critic, where there is one
     rng_00.pt      random state of rank 0, and so on
     meta.json      `CheckpointMeta`
@@ -66,7 +66,7 @@ def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, c
         if ranks.first:
             part_folder(final)
         ranks.barrier()
-        engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False)
+        engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False, exclude_frozen_parameters=True)
         if critic is not None:
             critic.deepspeed.save_checkpoint(str(part), tag=_CRITIC, save_latest=False)
         torch.save(_random_state(ranks), part / _rng_name(ranks.rank))

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner import forest_attention
+from agentrl.learner import forest_attention, lora
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
 from agentrl.recipe import Recipe
 
@@ -41,6 +42,11 @@ class PolicyEngine:
         self.recipe = recipe
         self.temperature = recipe.rollout.temperature
         self.scorer = make_scorer(load_model(folder, recipe, ranks.device), recipe)
+        if recipe.learner.lora is not None:
+            lora.attach(self.lm, recipe.learner.lora, seed=recipe.seed)
+            lora.leave_out_frozen(self.scorer)
+        if ranks.team is not None:
+            check_heads(self.lm.config.get_text_config(), ranks.team)
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
         apart = {id(parameter) for parameter in head}
@@ -78,9 +84,10 @@ class PolicyEngine:
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Name, local tensor and full shape of every parameter, in the model's own order; tied ones once, under their first name."""
+        """Name, local tensor and full shape of every trained parameter, in the model's own order; tied ones once, by their first name."""
         for name, parameter in self.lm.named_parameters():
-            yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if parameter.requires_grad:
+                yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     @contextmanager
     def gathered(self, parameter: Tensor) -> Iterator[Tensor]:
@@ -103,6 +110,8 @@ class PolicyEngine:
 def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
     logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature)
+    if batch.layout.stretch is not None:
+        logprobs, entropy = batch.layout.stretch.gather(torch.stack((logprobs, entropy)))
     return logprobs[batch.expand], entropy[batch.expand]
 
 
@@ -159,7 +168,8 @@ def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[T
         groups.append({"params": list(head), "weight_decay": 0.0, RATE_SCALE: recipe.critic.lr / learner.lr})
     if _zero_stage(recipe) == 0:
         return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm)
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS)
+    aside = learner.offload != "none"  # on the CPU the fused step is eight times faster than torch's default
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS, fused=aside or None)
 
 
 def _zero_stage(recipe: Recipe) -> int:
@@ -170,7 +180,8 @@ def _zero_stage(recipe: Recipe) -> int:
 
 def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
     """DeepSpeed's settings for a model of `size` parameters."""
-    stage = _zero_stage(recipe)
+    stage, offload = _zero_stage(recipe), recipe.learner.offload
+    aside = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
     bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed wants it even
     return {
         # The number of micro-batches varies from step to step: backward() accumulates, step() is the boundary, nothing is counted.
@@ -183,7 +194,10 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
             "overlap_comm": stage == 2 and ranks.device.type == "cuda",
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            **({"offload_optimizer": aside} if offload != "none" else {}),
+            **({"offload_param": aside} if offload == "parameters" else {}),
         },
+        "zero_force_ds_cpu_optimizer": False,  # torch's does as well, with nothing to compile on the spot
         "bf16": {"enabled": recipe.policy.dtype == "bfloat16"},
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,

@@ -8,7 +8,7 @@ are the queries, its whole path the keys), on CUDA one FlexAttention call skips 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from agentrl.learner.forest import Branch, Forest
+from agentrl.learner.ulysses import Stretch, exchanged
 
 NAME = "agentrl_forest"
 _WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
@@ -29,10 +30,13 @@ _BLOCK = 128  # FlexAttention's tile
 class ForestLayout:
     """Where attention finds what it needs, for one forest on one device; made once, used by every layer."""
 
-    def __init__(self, forest: Forest, device: torch.device) -> None:
+    def __init__(self, forest: Forest, device: torch.device, stretch: Stretch | None = None) -> None:
+        """With a `stretch` this rank holds that part of the tokens, and `positions` are theirs."""
         self.device = device
+        self.stretch = stretch
         self.length = len(forest.token_ids)
-        self.positions = torch.from_numpy(forest.positions).to(device)
+        self.places = torch.from_numpy(forest.positions).to(device)
+        self.positions = self.places if stretch is None else stretch.part(self.places)
         self.ends = torch.from_numpy(forest.ends).to(device)
         self.batches = [_Batch(branches, device) for branches in _alike(_pieces(forest.branches))] if device.type == "cpu" else []
         if self.batches:
@@ -48,11 +52,11 @@ class ForestLayout:
         if window not in self._block_masks:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            ends, positions = self.ends, self.positions
+            ends, places = self.ends, self.places
 
             def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 seen = (k <= q) & (q < ends[k])
-                return seen if window is None else seen & (positions[q] - positions[k] < window)
+                return seen if window is None else seen & (places[q] - places[k] < window)
 
             length = self.length
             self._block_masks[window] = create_block_mask(visible, None, None, length, length, self.device, BLOCK_SIZE=_BLOCK)
@@ -144,9 +148,11 @@ def forest_attention(
 
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output, None
-    if query.device.type == "cpu":
-        return _by_branch(query, key, value, forest, scaling, sliding_window), None
-    return _by_block(query, key, value, forest, scaling, sliding_window), None
+    kernel = _by_branch if query.device.type == "cpu" else _by_block
+    attend = partial(kernel, forest=forest, scaling=scaling, window=sliding_window)
+    if forest.stretch is None:
+        return attend(query, key, value), None
+    return exchanged(attend, query, key, value, forest.stretch), None
 
 
 def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:

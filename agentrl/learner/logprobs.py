@@ -96,8 +96,10 @@ class _Chunked(torch.autograd.Function):
         hidden, targets, entropy = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros(weight.shape, dtype=gradients[0].dtype, device=weight.device)
-        to_bias = None if bias is None else torch.zeros(bias.shape, dtype=gradients[0].dtype, device=bias.device)
+        to_weight, to_bias = (  # the head of a policy that trains adapters is not trained: its gradient is a third of the work
+            torch.zeros(one.shape, dtype=gradients[0].dtype, device=one.device) if one is not None and wanted else None
+            for one, wanted in ((weight, ctx.needs_input_grad[1]), (bias, ctx.needs_input_grad[2]))
+        )
         for start in range(0, len(hidden), ctx.rows):
             at = slice(start, start + ctx.rows)
             logp = _log_softmax(hidden[at], weight, bias, ctx.temperature)
@@ -107,13 +109,14 @@ class _Chunked(torch.autograd.Function):
             slope.mul_(logp).neg_().scatter_add_(1, targets[at, None], to_logprob).div_(ctx.temperature)
             if to_bias is not None:
                 to_bias.add_(slope.sum(0))
-            if weight.dtype == slope.dtype:
+            slope = slope.to(weight.dtype)  # products in the model's bfloat16, as everywhere else in it
+            if to_weight is not None and weight.dtype == to_weight.dtype:
                 to_weight.addmm_(slope.T, hidden[at])
-            else:  # products in the model's bfloat16, as everywhere else in it; only their sum over chunks in float32
-                slope = slope.to(weight.dtype)
+            elif to_weight is not None:  # only their sum over chunks in float32
                 to_weight.add_(slope.T @ hidden[at])
             to_hidden[at] = slope @ weight
-        return to_hidden, to_weight.to(weight.dtype), None if to_bias is None else to_bias.to(bias.dtype), None, None, None
+        to_weight, to_bias = (None if made is None else made.to(weight.dtype) for made in (to_weight, to_bias))
+        return to_hidden, to_weight, to_bias, None, None, None
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

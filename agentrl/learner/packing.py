@@ -13,6 +13,8 @@ from torch import Tensor
 from agentrl.errors import LearnerError
 from agentrl.learner.forest import Forest, common_prefix, lay_out
 from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.ranks import Team
+from agentrl.learner.ulysses import Stretch
 from agentrl.records import Batch, Sample
 
 Rows = tuple[Sample, ...]
@@ -70,7 +72,8 @@ class MicroBatch:
     """Samples laid out as a forest, and the trained tokens picked out of it.
 
     The model runs over the T tokens of the forest, the output head over U different predictions (samples may share trained tokens
-    too); `expand` then gives each of the N trained tokens of the samples its own.
+    too); `expand` then gives each of the N trained tokens of the samples its own. In a team (`layout.stretch`) a rank holds its part of
+    the T tokens and of the U predictions; what follows `expand` is the whole micro-batch's.
     """
 
     input_ids: Tensor  # [1, T]
@@ -83,10 +86,13 @@ class MicroBatch:
     sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
 
 
-def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, share: bool = True) -> MicroBatch:
+def micro_batch(
+    rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, share: bool = True, team: Team | None = None
+) -> MicroBatch:
     """Tensors of some samples. No samples give two tokens of which none is trained: work that changes nothing.
 
-    `numbers` are the samples' places among those of the optimizer step; None counts them from 0.
+    `numbers` are the samples' places among those of the optimizer step; None counts them from 0. The ranks of a `team` give the same
+    samples and each get their part.
     """
     forest = lay_out([row.token_ids for row in rows] or [(0, 0)], share=share)
     behaviour: list[float] = []
@@ -97,9 +103,13 @@ def micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None 
         advantages += (value for value, trained in zip(row.advantages, row.loss_mask, strict=True) if trained)
         sequence += [place if numbers is None else numbers[place]] * sum(row.loss_mask)
     positions, targets, expand = _predictions(rows, forest)
+    token_ids, stretch = torch.from_numpy(forest.token_ids), None
+    if team is not None:
+        stretch = Stretch.of(team, len(token_ids), positions)
+        token_ids, positions, targets = stretch.part(token_ids), positions[stretch.own] - stretch.start, targets[stretch.own]
     return MicroBatch(
-        input_ids=torch.from_numpy(forest.token_ids)[None].to(device),
-        layout=ForestLayout(forest, device),
+        input_ids=token_ids[None].to(device),
+        layout=ForestLayout(forest, device, stretch),
         positions=positions.to(device),
         targets=targets.to(device),
         expand=expand.to(device),

@@ -1,7 +1,8 @@
 """Publishing a policy version: a Hugging Face folder that servers and `from_pretrained` load, and proof of what is in it.
 
 `versions/000012/` holds model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
-the update that made it) and `probe.json` (an `agentrl.records.Probe`: what the learner itself says about a few token rows).
+the update that made it) and `probe.json` (an `agentrl.records.Probe`: what the learner itself says about a few token rows). With
+LoRA it holds adapter_model.safetensors and adapter_config.json instead, and what they lack is in version 0.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from agentrl import codec
 from agentrl.errors import LearnerError
+from agentrl.learner import lora
 from agentrl.learner.durable import commit_folder, part_folder
 from agentrl.learner.engine import PolicyEngine
-from agentrl.records import Group, PolicyVersion, Probe
+from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
 from agentrl.version import FolderRegistry, sha256_file
 
-WEIGHTS = "model.safetensors"
 PROBE_ROWS = 4
 _PROBE_TOKENS = 512
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
@@ -78,7 +79,7 @@ def publish(
 
 
 def gather(engine: PolicyEngine) -> dict[str, Tensor]:
-    """Name -> full CPU tensor of every parameter, on rank 0; an empty dict elsewhere. A collective: ZeRO-3 shards are gathered."""
+    """Name -> full CPU tensor of every trained parameter, on rank 0; an empty dict elsewhere. A collective: ZeRO-3 shards are gathered."""
     weights: dict[str, Tensor] = {}
     for name, parameter, _ in engine.parameters():
         with engine.gathered(parameter) as full:
@@ -92,11 +93,17 @@ def _export(
 ) -> PolicyVersion:
     final = version_folder(run_dir, number)
     part = part_folder(final)
-    engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
-    _copy_tokenizer(version_folder(run_dir, 0), part)
+    adapter = engine.recipe.learner.lora
+    if adapter is None:
+        engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
+        _copy_tokenizer(version_folder(run_dir, 0), part)
+    else:
+        lora.save(part, weights, adapter, base=engine.recipe.policy.model)
     (part / "update.json").write_text(json.dumps(dict(metrics), indent=1, allow_nan=False))
     (part / "probe.json").write_bytes(codec.to_json(probe))
-    version = PolicyVersion(number=number, parent=number - 1, folder=str(final.relative_to(run_dir)), sha256=sha256_file(part / WEIGHTS))
+    file = WHOLE_MODEL if adapter is None else ADAPTER
+    digest = sha256_file(part / file)
+    version = PolicyVersion(number=number, parent=number - 1, folder=str(final.relative_to(run_dir)), sha256=digest, weights=file)
     commit_folder(part, final)
     return version
 

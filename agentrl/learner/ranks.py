@@ -16,6 +16,15 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """Ranks that share every sequence (`agentrl.learner.ulysses`), and this process's place among them."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """This process's place among the learner's processes."""
 
@@ -23,14 +32,27 @@ class Ranks:
     size: int
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device: flags between the processes' Python code
+    team: Team | None = None
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def shares(self) -> int:
+        """How many parts a batch is dealt out in: one for each rank, or for each team."""
+        return self.size // self.team.size if self.team else self.size
+
+    @property
+    def share(self) -> int:
+        """Which of them is this rank's."""
+        return self.rank // self.team.size if self.team else self.rank
+
     def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over ranks, as a CPU tensor."""
+        """The elementwise sum over the shares of a batch, as a CPU tensor; the ranks of a team have the same, and it counts once."""
         total = values.detach().cpu().clone()
+        if self.team is not None and self.team.rank:
+            total.zero_()
         dist.all_reduce(total, group=self.control)
         return total
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentrl.learner.engine import load_model, score
+from agentrl.learner import lora
+from agentrl.learner.engine import PolicyEngine, load_model, score
 from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
@@ -15,7 +16,7 @@ from agentrl.recipe import Recipe
 
 
 class ReferencePolicy:
-    """Version 0, whole on every rank, without optimizer or gradient. Costs the memory of the weights; no collective.
+    """Version 0, whole on every rank, without optimizer or gradient. Costs the memory of the weights; a collective in teams alone.
 
     Args:
         folder: Hugging Face folder of version 0.
@@ -30,3 +31,22 @@ class ReferencePolicy:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs [N] of the batch's trained tokens at the sampling temperature."""
         return score(self._scorer, batch, self._temperature)[0]
+
+
+class PolicyWithoutAdapter:
+    """Version 0 where adapters are trained: the policy's own base weights, so it costs no memory. A collective under ZeRO-3."""
+
+    def __init__(self, engine: PolicyEngine) -> None:
+        self._engine = engine
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Logprobs [N] of the batch's trained tokens at the sampling temperature."""
+        with lora.taken_off(self._engine.lm):
+            return self._engine.logprobs(batch)[0]
+
+
+def reference_for(engine: PolicyEngine) -> ReferencePolicy | PolicyWithoutAdapter:
+    if engine.recipe.learner.lora is not None:
+        return PolicyWithoutAdapter(engine)
+    return ReferencePolicy(engine.folder, engine.recipe, engine.ranks)

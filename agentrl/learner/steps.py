@@ -29,6 +29,7 @@ from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import probe_rows, publish, version_folder
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, counted_samples
 from agentrl.recipe import Recipe
@@ -140,6 +141,9 @@ class Worker:
             log.info("resumed after %d steps from %s", self.next_step, found.folder)
         missing = False
         if self.ranks.first:
+            base = self.registry.get(0)
+            if self.recipe.learner.lora is not None and base is not None:
+                self.registry.verify(base)  # a checkpoint of an adapter is nothing without the weights it belongs to
             self.store.reconcile(self.consumed)
             self.registry.reconcile(self.next_step)
             missing = found is not None and not self._published(self.next_step)
@@ -195,7 +199,7 @@ def work(run_dir: Path) -> None:
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
-    ranks = processes.join(recipe.device)
+    ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
     worker = Worker(run_dir, recipe, ranks)

@@ -19,7 +19,7 @@ from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
-from agentrl.learner.reference import ReferencePolicy
+from agentrl.learner.reference import reference_for
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.kl import sequence_penalty
@@ -60,7 +60,7 @@ class Updater:
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         uses_reference = self._objective.kl != "none"
-        self._reference = ReferencePolicy(engine.folder, engine.recipe, engine.ranks) if uses_reference else None
+        self._reference = reference_for(engine) if uses_reference else None
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same answer.
@@ -89,7 +89,7 @@ class Updater:
         for name in sorted({name for made in passes for name in made}):
             values = [made[name] for made in passes if name in made]
             metrics[name] = max(values) if name.endswith("_max") else fmean(values)
-        mine = sum(one.batch.input_ids.numel() for _, made in prepared for one in made)
+        mine = sum(one.batch.layout.length for _, made in prepared for one in made)
         metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
@@ -114,9 +114,9 @@ class Updater:
         ranks = self.engine.ranks
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         places = {id(sample): place for place, sample in enumerate(samples)}
-        share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch
-        rows: list[Rows] = plan(samples, rank=ranks.rank, ranks=ranks.size, max_tokens=budget, share=share)
-        return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share) for some in rows]
+        share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
+        rows: list[Rows] = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
+        return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
         """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""

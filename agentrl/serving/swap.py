@@ -15,7 +15,6 @@ from agentrl.errors import ServingError, SwapError
 from agentrl.records import PolicyVersion, Probe, SwapReport
 from agentrl.serving.server import VLLMServer
 
-_WEIGHTS = "model.safetensors"
 _HASH_CHUNK = 2**20
 
 
@@ -152,15 +151,15 @@ def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: 
     """Raises `SwapError` unless `folder` lies in the registry and its weights have the hash the version's record says."""
     if folder == registry_folder or not folder.is_relative_to(registry_folder):
         raise SwapError(f"version {version.number}: {folder} is not below the run's versions folder {registry_folder}")
-    digest = hashlib.sha256()
+    digest, weights = hashlib.sha256(), folder / version.weights
     try:
-        with (folder / _WEIGHTS).open("rb") as file:
+        with weights.open("rb") as file:
             while chunk := file.read(_HASH_CHUNK):
                 digest.update(chunk)
     except OSError as error:
-        raise SwapError(f"version {version.number}: cannot read {folder / _WEIGHTS}: {error.strerror}") from error
+        raise SwapError(f"version {version.number}: cannot read {weights}: {error.strerror}") from error
     if digest.hexdigest() != version.sha256:
-        raise SwapError(f"version {version.number}: {folder / _WEIGHTS} is not the file that was published (sha256 differs)")
+        raise SwapError(f"version {version.number}: {weights} is not the file that was published (sha256 differs)")
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:

@@ -3,6 +3,10 @@
 Works wherever server and learner see one file system, on CPU and GPU alike. Everything that can be wrong with a version is
 checked before the first parameter is touched, because vLLM's layerwise reload moves parameters aside as it begins: a
 refused file leaves the old weights serving untouched.
+
+A version that is an adapter is merged on its way in, into the weights the server was started with, which are mapped again from
+their file. So requests name no adapter, a request in flight goes on with the new weights as with any version, and decoding costs
+what it costs without adapters.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl.records import ADAPTER
+from agentrl.serving.adapter import Adapter, read_adapter, tensors_of
 from agentrl.serving.weight_files import check_same_shapes, tensor_shapes, weight_paths
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -40,7 +45,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
-    """Loads full versions from files. One `update_weights` call carries a whole version."""
+    """Loads versions from files: whole models, or adapters to the first. One `update_weights` call carries a whole version."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -51,7 +56,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder: Path | None = None
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may go back to it
-        self._shapes = self._untied(tensor_shapes(sorted(self._first_folder.glob("*.safetensors"))))
+        self._first_paths = sorted(self._first_folder.glob("*.safetensors"))
+        self._shapes = self._untied(tensor_shapes(self._first_paths))
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         folder = Path(init_info.versions_folder).resolve()
@@ -67,10 +73,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
         folder = Path(update_info.folder)
         paths = weight_paths(folder, update_info.files, below=self._versions_folder, first_folder=self._first_folder)
+        if [path.name for path in paths] == [ADAPTER]:
+            adapter, paths = read_adapter(paths[0], self._shapes), self._first_paths
+        else:
+            adapter = None
         check_same_shapes(self._shapes, self._untied(tensor_shapes(paths)))
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(self._tensors(paths))
+            self.model.load_weights(self._tensors(paths, adapter))
         finally:
             # Also after a failure: parameters that were not reached get their old values back, so that the model can
             # go on computing until the caller loads a whole version again.
@@ -85,15 +95,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in shapes.items() if not (self._tied and name == LM_HEAD)}
 
-    def _tensors(self, paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-        for path in paths:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
-                    if self._tied and name == LM_HEAD:
-                        continue
-                    tensor = file.get_tensor(name)
-                    yield name, tensor
-                    if self._tied and name == EMBEDDING:
-                        # Tied or not, vLLM's CPU kernels keep a packed copy of the output head. Unless the head is sent
-                        # under its own name that copy goes stale, and every route still answers 200.
-                        yield LM_HEAD, tensor
+    def _tensors(self, paths: list[Path], adapter: Adapter | None) -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = tensors_of(paths)
+        for name, tensor in tensors if adapter is None else adapter.merge(tensors, self.device):
+            if self._tied and name == LM_HEAD:
+                continue
+            yield name, tensor
+            if self._tied and name == EMBEDDING:
+                # Tied or not, vLLM's CPU kernels keep a packed copy of the output head. Unless the head is sent
+                # under its own name that copy goes stale, and every route still answers 200.
+                yield LM_HEAD, tensor

@@ -33,7 +33,6 @@ from agentrl.records import PolicyVersion, VersionState
 from agentrl.version.manifest import sha256_file
 
 _RECORD = "version.json"
-_WEIGHTS = "model.safetensors"
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
     VersionState.SERVING: {VersionState.CANDIDATE, VersionState.PROMOTED, VersionState.ROLLED_BACK},
@@ -101,7 +100,7 @@ class FolderRegistry:
 
     def verify(self, version: PolicyVersion) -> None:
         """Raises `StoreError` unless the weights on disk are the ones that were registered."""
-        weights = self.path(version) / _WEIGHTS
+        weights = self.path(version) / version.weights
         with _translated(weights):
             found = sha256_file(weights)
         if found != version.sha256:

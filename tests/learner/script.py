@@ -1,30 +1,38 @@
 """Runs under torchrun: several learner scenarios in one process group, because starting one costs more than what it does.
 
-`script.py RUN_DIR OUT NAME...` makes each named scenario; rank 0 writes its findings to OUT/NAME.pt.
+`script.py RUN_DIR OUT NAME...` makes each named scenario; rank 0 writes its findings to OUT/NAME.pt. A name is that of a method, a
+ZeRO stage, and a number or the name of a variant: `stage-2`, `stage-2-3`, `resume-2-lora`.
 """
 
 from __future__ import annotations
 
 import sys
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import ranks as processes
 from agentrl.learner.checkpoint import CheckpointMeta, newest, restore, save
 from agentrl.learner.critic import Critic
-from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.engine import PolicyEngine, score
+from agentrl.learner.forest_attention import register
+from agentrl.learner.logprobs import TokenScorer
+from agentrl.learner.packing import micro_batch, plan
 from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble, build_batch, counted_samples
-from agentrl.recipe import CriticConfig, ObjectiveConfig, Recipe, load
+from agentrl.recipe import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
 from tests.learner.building import random_group
+from tests.learner.test_forest import _model, _samples
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1, "kl": "k3", "kl_coef": 0.1},
@@ -53,21 +61,65 @@ class Scenario:
     def with_learner(self, **changes: Any) -> Recipe:
         return self.recipe.model_copy(update={"learner": self.recipe.learner.model_copy(update=changes)})
 
+    def ulysses(self, stage: int, variant: str = "plain") -> dict[str, Any]:
+        """As `stage`, with all ranks in one team, in micro-batches that are longer than what one rank may hold; recomputed at stage 3."""
+        changes = {"sequence_parallel": self.ranks.size, "max_tokens_per_microbatch": 128, "gradient_checkpointing": stage == 3}
+        return self.in_teams_of(self.ranks.size).stage(stage, variant, **changes)
+
+    def teams(self, stage: int) -> dict[str, Any]:
+        """As `objective`, with the ranks in teams of two."""
+        return self.in_teams_of(2).objective(stage, 128, sequence_parallel=2)
+
+    def exact(self, _: int) -> dict[str, float]:
+        """Largest relative gap, over parameters, between a team's gradients and those of one rank alone, in float64."""
+        found = {}
+        for kind in ("qwen3", "qwen3 sliding", "llama"):
+            model = _model(kind, register())
+            gradients = []
+            for ranks in (self.ranks, self.in_teams_of(self.ranks.size).ranks):
+                model.zero_grad()
+                for rows in plan(_samples(1), rank=0, ranks=1, max_tokens=300):
+                    batch = micro_batch(rows, ranks.device, team=ranks.team)
+                    logprobs, entropy = score(TokenScorer(model), batch, 0.7)
+                    (logprobs * batch.advantages + 0.1 * entropy).sum().backward()
+                for parameter in model.parameters() if ranks.team else ():
+                    dist.all_reduce(parameter.grad)
+                gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+            found[kind] = max(((team - alone).abs().max() / alone.abs().max()).item() for alone, team in zip(*gradients, strict=True))
+        return found
+
+    def in_teams_of(self, size: int) -> Scenario:
+        other = copy(self)
+        other.ranks = in_teams(self.ranks, size)
+        return other
+
+    def variant(self, stage: int, name: str, **changes: Any) -> Recipe:
+        """The recipe at a ZeRO stage: plain, with an adapter held near the base policy, or with all that the stage allows put aside."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        if name == "plain":
+            return made
+        if name == "lora":
+            learner = made.learner.model_copy(update={"lora": LoraConfig(rank=4, alpha=8.0)})
+            return made.model_copy(update={"learner": learner, "objective": ObjectiveConfig(kl="k3", kl_coef=0.1)})
+        assert name == "offload"
+        return made.model_copy(update={"learner": made.learner.model_copy(update={"offload": "parameters" if stage == 3 else "optimizer"})})
+
     def engine(self, made: Recipe) -> PolicyEngine:
         return PolicyEngine(self.run_dir / "versions" / "000000", made, self.ranks)
 
-    def stage(self, stage: int, **changes: Any) -> dict[str, Any]:
-        """Two updates; weights and metrics after them."""
-        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes))
+    def stage(self, stage: int, variant: str = "plain", **changes: Any) -> dict[str, Any]:
+        """Two updates; weights and metrics after them, and whether DeepSpeed put optimizer and weights aside."""
+        engine = self.engine(self.variant(stage, variant, **changes))
         updater = Updater(engine)
         metrics = [updater.update(batch) for batch in self.batches]
-        return {"weights": gather(engine), "metrics": metrics}
+        aside = (engine.deepspeed.zero_use_cpu_optimizer(), stage == 3 and engine.deepspeed.optimizer.offload_param)
+        return {"weights": gather(engine), "metrics": metrics, "aside": aside}
 
-    def objective(self, stage: int, tokens: int) -> dict[str, Any]:
+    def objective(self, stage: int, tokens: int, **others: Any) -> dict[str, Any]:
         """Two updates with each of OBJECTIVES, in micro-batches of `tokens`; weights and metrics after them."""
         found = {}
         for name, changes in OBJECTIVES.items():
-            made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens)
+            made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens, **others)
             made = made.model_copy(update={"objective": ObjectiveConfig.model_validate(changes)})
             engine = self.engine(made)
             updater = Updater(engine)
@@ -78,14 +130,14 @@ class Scenario:
             found[name] = {"weights": gather(engine), "metrics": metrics, "penalties": penalties}
         return found
 
-    def resume(self, stage: int) -> dict[str, Any]:
+    def resume(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1)
+        made = self.variant(stage, variant, weight_decay=0.1)
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
         meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
-        root = self.run_dir / f"checkpoints-{stage}-{self.ranks.size}"
+        root = self._root(stage, self.ranks.size, variant)
         save(root, engine, meta, keep=2)
         noise = torch.rand(3)
         updater.update(self.batches[1])
@@ -96,16 +148,20 @@ class Scenario:
         restore(found, again)
         assert torch.equal(torch.rand(3), noise), "the random state came back"
         Updater(again).update(self.batches[1])
-        return {"weights": gather(engine), "again": gather(again)}
+        saved = {name: state for file in (found.folder / "state").glob("*.pt") for name, state in _contents(file)}
+        return {"weights": gather(engine), "again": gather(again), "saved": saved}
 
-    def reshape(self, stage: int) -> dict[str, Any]:
+    def _root(self, stage: int, ranks: int, variant: str) -> Path:
+        return self.run_dir / f"checkpoints-{stage}-{ranks}-{variant}"
+
+    def reshape(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """The second update, from the checkpoint that two ranks wrote after the first one in `resume`."""
-        return self.cross(stage, stage)
+        return self.cross(stage, stage, variant)
 
-    def cross(self, stage: int, source: int) -> dict[str, Any]:
+    def cross(self, stage: int, source: int, variant: str = "plain") -> dict[str, Any]:
         """The same from the checkpoint of stage `source`."""
-        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1))
-        found = newest(self.run_dir / f"checkpoints-{source}-2")
+        engine = self.engine(self.variant(stage, variant, weight_decay=0.1))
+        found = newest(self._root(source, 2, variant))
         assert found is not None and found.meta.ranks == 2
         restore(found, engine)
         left = [path.name for path in found.folder.parent.iterdir()]
@@ -167,13 +223,13 @@ class Scenario:
         critic = None if made.critic.shared else Critic(self.run_dir / "versions" / "000000", made, self.ranks)
         return engine, critic, Updater(engine, critic=critic)
 
-    def poisoned(self, stage: int) -> dict[str, Any]:
+    def poisoned(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """A gradient with a NaN in it, then a good update; compared with the good update alone."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        made = self.variant(stage, variant)
         engine = self.engine(made)
         before = gather(engine)
         updater = Updater(engine)
-        handle = engine.lm.base_model.layers[0].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
+        handle = engine.lm.base_model.layers[1].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
         metrics = updater.update(self.batches[0])
         handle.remove()
         after = gather(engine)
@@ -234,6 +290,13 @@ def _heads(engine: PolicyEngine) -> dict[str, torch.Tensor]:
     return found
 
 
+def _contents(file: Path) -> list[tuple[str, int]]:
+    """Name and size of every weight in a file of a checkpoint, frozen ones included."""
+    state = torch.load(file, weights_only=False, map_location="cpu")
+    frozen = state.get("frozen_param_fragments") or {}
+    return [(name, tensor.numel()) for name, tensor in {**(state.get("module") or {}), **frozen}.items()]
+
+
 def _poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
     return tuple(None if grad is None else grad * float("nan") for grad in grad_input)
 
@@ -248,9 +311,10 @@ def main() -> None:
     scenario = Scenario(Path(run_dir), ranks)
     for name in names:
         kind, _, argument = name.partition("-")
-        stage, _, further = argument.partition("-")
-        key = {"objective": "tokens", "cross": "source", "crossppo": "source", "ppo": "pieces"}.get(kind, "minibatches")
-        changes = {key: int(further)} if further else {}
+        stage, _, extra = argument.partition("-")
+        numbers = {"objective": "tokens", "cross": "source", "crossppo": "source", "ppo": "pieces"}
+        key = numbers.get(kind, "minibatches") if extra.isdecimal() else "variant"
+        changes = {key: int(extra) if extra.isdecimal() else extra} if extra else {}
         result = getattr(scenario, kind)(int(stage), **changes)
         if ranks.first:
             torch.save(result, Path(out) / f"{name}.pt")

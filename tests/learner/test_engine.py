@@ -14,29 +14,32 @@ from tests.learner.building import random_group, recipe, write_run
 
 pytestmark = pytest.mark.deepspeed
 UNLIKE = {"update_s", "tokens_per_s", "tokens_computed"}  # depend on the clock, or on how samples meet in a micro-batch
-SCENARIOS = {  # two ranks first: one continues what they leave
+SCENARIOS = {  # two ranks before one, which continues what they leave
+    4: ["teams-2"],
     2: [
         *("objective-3-256", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2", "resume-3"),
         *("poisoned-0", "poisoned-2", "source-3", "ppo-2", "ppo-3", "ppo-2-3", "shared-0", "shared-2", "shared-3", "shared-2-3"),
-        *(
-            "resume-1",
-            "cross-3-2",
-            "cross-2-3",
-            "cross-2-0",
-            "cross-0-3",
-            "cross-1-2",
-            "crossppo-3-0",
-            "crossppo-2-3",
-            "crossppo-0-2",
-            "odd-2",
-        ),
+        *("resume-1", "cross-3-2", "cross-2-3", "cross-2-0", "cross-0-3", "cross-1-2"),
+        *("crossppo-3-0", "crossppo-2-3", "crossppo-0-2", "odd-2"),
+        *("stage-0-lora", "stage-1-lora", "resume-2-lora", "resume-3-lora", "stage-2-lora", "stage-3-lora"),
+        *("stage-1-offload", "stage-2-offload", "stage-3-offload", "exact-0", "ulysses-0", "ulysses-2", "ulysses-3", "ulysses-3-lora"),
     ],
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
         *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "ppo-0-3", "shared-0", "shared-3", "shared-0-3"),
         *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0"),
+        *("stage-0-lora", "stage-1-lora", "stage-2-lora", "stage-3-lora", "resume-0-lora", "reshape-2-lora", "reshape-3-lora"),
+        *("poisoned-2-lora", "stage-1-offload", "stage-2-offload", "stage-3-offload", "resume-2-offload", "resume-3-offload"),
+        *("poisoned-2-offload", "poisoned-3-offload"),
     ],
 }
+
+
+RESUMED = [(1, "resume-0-lora"), (2, "resume-2-lora"), (2, "resume-3-lora"), (1, "resume-2-offload"), (1, "resume-3-offload")]
+POISONED = [
+    *((1, f"poisoned-{variant}") for variant in ("0", "2", "3", "2-lora", "2-offload", "3-offload")),
+    *((2, f"poisoned-{variant}") for variant in ("0", "2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +67,46 @@ def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> flo
     return max((first[name] - second[name]).abs().max().item() for name in first)
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(r, f"stage-{s}") for r in (1, 2) for s in range(4) if (r, s) != (1, 0)])
-def test_ranks_and_zero_stages_give_the_same_update(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
-    """Two updates with lr 1e-2 and a clip that binds; tolerance: float32 sums in another order, amplified by Adam's division."""
-    reference, found = results[1, "stage-0"], results[ranks, name]
+MATRIX = [(ranks, stage, variant) for variant in ("plain", "lora", "offload") for ranks in (1, 2) for stage in range(4)]
+
+
+@pytest.mark.parametrize(("ranks", "stage", "variant"), [case for case in MATRIX if case[1] or case[2] != "offload"])
+def test_ranks_and_zero_stages_give_the_same_update(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, stage: int, variant: str
+) -> None:
+    """Two updates with lr 1e-2 and a clip that binds; tolerance: float32 sums in another order, amplified by Adam's division.
+
+    An update with everything put aside is compared with one that kept it on the device.
+    """
+    found = results[ranks, _name(stage, variant)]
+    reference = results[1, _name(0, "lora" if variant == "lora" else "plain")]
     assert _gap(found["weights"], reference["weights"]) < 2e-4
     for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - UNLIKE:
             assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+    assert found["aside"] == (variant == "offload", variant == "offload" and stage == 3)
+
+
+def _name(stage: int, variant: str) -> str:
+    return f"stage-{stage}" if variant == "plain" else f"stage-{stage}-{variant}"
+
+
+@pytest.mark.parametrize("case", ["0", "2", "3", "3-lora"])
+def test_two_ranks_that_share_their_sequences_make_the_same_update(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
+    found, reference = results[2, f"ulysses-{case}"], results[1, "stage-0-lora" if "lora" in case else "stage-0"]
+    assert _gap(found["weights"], reference["weights"]) < 2e-4
+    for ours, theirs in zip(found["metrics"], reference["metrics"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - UNLIKE:
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-5), key
+    assert found["metrics"][0]["tokens_computed"] <= results[1, "stage-0"]["metrics"][0]["tokens_computed"], "none is computed twice"
+
+
+def test_the_gradients_of_a_team_are_those_of_one_rank(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    found = results[2, "exact-0"]
+    assert found.keys() == {"qwen3", "qwen3 sliding", "llama"}
+    assert max(found.values()) < 1e-10, found
 
 
 def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: dict[tuple[int, str], dict[str, Any]]) -> None:
@@ -82,15 +116,24 @@ def test_minibatches_are_further_optimizer_steps_the_same_on_two_ranks(results: 
     assert _gap(one["weights"], results[1, "stage-2"]["weights"]) > 1e-3
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-1"), (2, "resume-2"), (2, "resume-3")])
+@pytest.mark.parametrize(("ranks", "name"), [(1, "resume-0"), (1, "resume-2"), (2, "resume-1"), (2, "resume-2"), (2, "resume-3"), *RESUMED])
 def test_the_update_after_a_resume_is_the_same_bit_for_bit(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     found = results[ranks, name]
     assert _gap(found["weights"], found["again"]) == 0.0
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, str], dict[str, Any]], stage: int) -> None:
-    found, reference = results[1, f"reshape-{stage}"], results[2, f"resume-{stage}"]
+@pytest.mark.parametrize(("ranks", "name"), [name for name in RESUMED if "lora" in name[1]])
+def test_a_checkpoint_of_an_adapter_holds_nothing_of_the_base_model(
+    results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str
+) -> None:
+    found = results[ranks, name]
+    assert {saved.removeprefix("lm.") for saved in found["saved"]} == found["weights"].keys()
+    assert all(".lora_" in saved for saved in found["saved"])
+
+
+@pytest.mark.parametrize("case", ["0", "2", "3", "2-lora", "3-lora"])
+def test_one_rank_goes_on_from_the_checkpoint_of_two(results: dict[tuple[int, str], dict[str, Any]], case: str) -> None:
+    found, reference = results[1, f"reshape-{case}"], results[2, f"resume-{case}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
     assert found["left"] == ["000001"], "nothing is left beside the checkpoint"
 
@@ -113,7 +156,7 @@ def test_another_zero_stage_goes_on_with_a_value_head(results: dict[tuple[int, s
     assert _gap(found["heads"], reference["heads"][0]) < 1e-5
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(1, "poisoned-0"), (1, "poisoned-2"), (1, "poisoned-3"), (2, "poisoned-0"), (2, "poisoned-2")])
+@pytest.mark.parametrize(("ranks", "name"), POISONED)
 def test_a_gradient_with_a_nan_leaves_no_trace(results: dict[tuple[int, str], dict[str, Any]], ranks: int, name: str) -> None:
     """Weights untouched, the update counted, and the next good one is what it would have been (moments were untouched too)."""
     found = results[ranks, name]
@@ -202,8 +245,8 @@ def test_vllm_is_sent_full_tensors_and_the_tied_head(results: dict[tuple[int, st
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce++", "rloo"])
-@pytest.mark.parametrize(("ranks", "scenario"), [(1, "objective-2-16384"), (2, "objective-3-256")])
-def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks(
+@pytest.mark.parametrize(("ranks", "scenario"), [(1, "objective-2-16384"), (2, "objective-3-256"), (4, "teams-2")])
+def test_every_objective_is_the_same_in_one_micro_batch_many_or_on_two_ranks_or_two_teams(
     results: dict[tuple[int, str], dict[str, Any]], ranks: int, scenario: str, name: str
 ) -> None:
     reference, found = results[1, "objective-0-256"][name], results[ranks, scenario][name]
@@ -222,6 +265,8 @@ def test_the_reference_is_version_0_and_stays_there(results: dict[tuple[int, str
         assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9)
         assert second["kl_reference"] > 1e-4
     assert "kl_reference" not in results[1, "stage-2"]["metrics"][0]
+    first, second = results[1, "stage-3-lora"]["metrics"]
+    assert first["kl_reference"] == pytest.approx(0.0, abs=1e-9) and second["kl_reference"] > 1e-5
     assert results[1, "objective-0-256"]["cispo"]["penalties"] == {}
     penalties = results[1, "objective-0-256"]["reinforce++"]["penalties"]
     assert len(penalties) == 15

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +26,7 @@ from agentrl.learner import LearnerProcess
 from agentrl.records import Blame, Failure, Probe
 from agentrl.rollout import left_out_group
 from agentrl.version import FolderRegistry
-from tests.learner.building import random_group, recipe, write_run
+from tests.learner.building import random_group, recipe, write_policy, write_run
 
 pytestmark = pytest.mark.deepspeed
 
@@ -145,6 +146,35 @@ async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_ze
     assert names[0] == names[1] == names[2], "the policy's parameters and nothing else"
     update = json.loads((tmp_path / "versions" / "000002" / "update.json").read_text())
     assert update["value_loss"] > 0 and update["value_mean"] != 0
+
+
+async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path) -> None:
+    """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
+    parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3, "offload": "parameters"}
+    made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1})
+    write_run(tmp_path, made, [random_group(index) for index in range(6)])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    await learner.wait(timeout_s=90)
+    registry, base = FolderRegistry(tmp_path / "versions"), tmp_path / "versions" / "000000"
+    second = registry.get(2)
+    assert second is not None and second.weights == "adapter_model.safetensors"
+    registry.verify(second)
+    names = ["adapter_config.json", "adapter_model.safetensors", "probe.json", "update.json", "version.json"]
+    assert sorted(path.name for path in registry.path(second).iterdir()) == names
+    probe = codec.from_json(Probe, (registry.path(second) / "probe.json").read_bytes())
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), registry.path(second))
+    row = torch.tensor([probe.token_ids[0]])
+    with torch.no_grad():
+        expected = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+    assert (expected - torch.tensor(probe.logprobs[0])).abs().max() < 1e-5
+    assert json.loads((registry.path(second) / "update.json").read_text())["kl_reference"] > 0.0
+
+    write_policy(base, seed=1)
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    with pytest.raises(LearnerError, match="is not what was registered"):
+        await learner.wait(timeout_s=90)
 
 
 async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path) -> None:

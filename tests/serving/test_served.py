@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from agentrl.errors import ServingError, SwapError
-from agentrl.records import Completion
-from agentrl.testing.tiny_model import make_model, token_logprobs, write_version
+from agentrl.recipe import LoraConfig
+from agentrl.records import ADAPTER, Completion, PolicyVersion, Probe
+from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from tests.serving.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -176,6 +177,60 @@ async def test_everything_listens_on_loopback(served: Served) -> None:
     connections = [found for pid in group_members(served.server.pid or 0) for found in psutil.Process(pid).net_connections("inet")]
     addresses = [found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN]
     assert addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
+
+
+def write_adapter(served: Served, number: int, *, rank: int = 4) -> tuple[PolicyVersion, Probe]:
+    """A random adapter to model 0, published the way the learner does it; its probe is what peft's own forward pass says."""
+    import torch
+
+    from agentrl.learner import lora
+
+    model, config = make_model(seed=0), LoraConfig(rank=rank, alpha=2.0 * rank)
+    lora.attach(model, config, seed=number)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.normal_(std=0.1 if ".lora_B." in name else 0.5, generator=torch.Generator().manual_seed(number))
+    folder = served.server.run_dir / "versions" / str(number)
+    folder.mkdir()
+    lora.save(folder, {name: parameter.detach() for name, parameter in trained.items()}, config, base="tiny")
+    digest = hashlib.sha256((folder / ADAPTER).read_bytes()).hexdigest()
+    served.models[number] = model
+    return PolicyVersion(number=number, parent=0, folder=f"versions/{number}", sha256=digest, weights=ADAPTER), make_probe(model)
+
+
+async def test_adapters_are_merged_in_and_out_and_travel_alone(served: Served) -> None:
+    for number in (20, 21):
+        served.versions[number], served.probes[number] = write_adapter(served, number)
+    request = asyncio.create_task(served.generate(PROMPT, max_tokens=400))
+    order = (1, 20, 21, 2, 20)  # between whole models, too
+    for number in order:
+        report = await served.swap(number)
+        assert report.probe_max_abs_diff < 1e-3
+        completion = await served.generate(PROMPT, max_tokens=16)
+        assert [span.version for span in completion.versions] == [number]
+        assert completion.logprobs == pytest.approx(completion_logprobs(served, number, PROMPT, completion, 1.0), abs=1e-3)
+    assert len((await request).versions) > 1, "it went on from version to version"
+    assert max(abs(a - b) for a, b in zip(served.probes[20].logprobs[0], served.probes[0].logprobs[0], strict=True)) > 0.1
+    files = [path.name for path in (served.server.run_dir / served.versions[20].folder).iterdir()]
+    assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+async def test_an_adapter_that_is_refused_leaves_the_one_before_it(served: Served) -> None:
+    served.versions[22], served.probes[22] = write_adapter(served, 22)
+    await served.swap(22)
+    served.versions[23], _ = write_adapter(served, 23)
+    with pytest.raises(SwapError, match="nats on the probe"):
+        await served.swap(23, probe=22)
+    assert await served.channel._disagreement(22, served.probes[22]) < 1e-3
+    other = served.server.run_dir / served.versions[23].folder / ADAPTER
+    other.write_bytes(other.read_bytes().replace(b"down_proj", b"none_proj"))
+    served.versions[23] = dataclasses.replace(served.versions[23], sha256=hashlib.sha256(other.read_bytes()).hexdigest())
+    with pytest.raises(SwapError, match="do not fit the model's weight None"):
+        await served.swap(23, probe=22)
+    assert await served.channel._disagreement(22, served.probes[22]) < 1e-3
+    completion = await served.generate(PROMPT, max_tokens=8)
+    assert [span.version for span in completion.versions] == [22]
 
 
 async def test_an_idle_server_burns_no_cpu(served: Served) -> None:

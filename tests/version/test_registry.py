@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.errors import StoreError
 from agentrl.protocols import VersionRegistry
-from agentrl.records import PolicyVersion, VersionState
+from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry, folder_manifest, sha256_file
 
 CANDIDATE, SERVING, PROMOTED, ROLLED_BACK = VersionState.CANDIDATE, VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK
@@ -147,6 +149,24 @@ def test_verify_knows_the_weights_by_their_hash(registry: FolderRegistry) -> Non
     weights.unlink()
     with pytest.raises(StoreError, match="No such file"):
         registry.verify(version)
+
+
+def test_of_an_adapter_the_adapter_is_verified_and_a_record_without_the_field_is_a_whole_model(registry: FolderRegistry) -> None:
+    version = replace(publish(registry, 3), number=4, folder="versions/000004", weights=ADAPTER)
+    folder = registry.folder / "000004"
+    folder.mkdir()
+    (folder / ADAPTER).write_bytes(b"weights")
+    (folder / WHOLE_MODEL).write_bytes(b"other")
+    registry.add(version)
+    registry.verify(version)
+    assert registry.get(4) == version
+    record = registry.folder / "000003" / "version.json"
+    record.write_text(json.dumps({key: value for key, value in json.loads(record.read_text()).items() if key != "weights"}))
+    old = registry.get(3)
+    assert old is not None and old.weights == WHOLE_MODEL
+    record.write_text(json.dumps({**json.loads(record.read_text()), "weights": "../../secret"}))
+    with pytest.raises(StoreError, match="not a policy version"):
+        registry.get(3)
 
 
 def test_prune_keeps_the_newest_the_base_the_serving_and_the_promoted(registry: FolderRegistry) -> None:

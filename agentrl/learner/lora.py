@@ -1,0 +1,116 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), through peft: W stays as it is, and W + alpha / rank * B A computes.
+
+B starts at zero, so version 0 is the base policy. There is no dropout: the behaviour policy samples without, and ratios to it
+would be noise. The layers are put into the model in place; its own class, and with it our attention and our head, stay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl.errors import UserError
+from agentrl.recipe import LoraConfig
+from agentrl.records import ADAPTER
+
+_CONFIG = "adapter_config.json"
+_NAME = "default"  # peft's name of the adapter in a model that has one
+_PREFIX = "base_model.model."  # with which peft and vLLM begin the names of tensors in an adapter's file
+
+
+def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
+    """Puts an adapter into a Hugging Face model; only its matrices are trained from here on. The same seed gives the same ones.
+
+    Raises `UserError` when `config.target_modules` names a layer that the model lacks, or one whose update cannot be merged.
+    """
+    from peft import inject_adapter_in_model
+
+    known = {path.rpartition(".")[2] for path, module in lm.base_model.named_modules() if isinstance(module, nn.Linear)}
+    fix = f"leave it at null for all, or choose from {', '.join(sorted(known))}"
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(_peft_config(config), lm, adapter_name=_NAME)
+        except ValueError as error:
+            raise UserError(f"learner.lora.target_modules: {error}", fix=fix) from error
+    adapted = dict(_adapted(lm))
+    for name in config.target_modules or ():
+        if not any(path == name or path.endswith(f".{name}") for path in adapted):
+            raise UserError(f"learner.lora.target_modules: the model has no layer {name!r}", fix=fix)
+    trunk = {id(module) for module in lm.base_model.modules()}
+    for path, layer in adapted.items():
+        if type(layer.base_layer) is not nn.Linear or id(layer) not in trunk:
+            raise UserError(f"learner.lora.target_modules: {path} is not a linear layer below the output head", fix=fix)
+        layer.to(lm.dtype)  # peft keeps adapters of a bfloat16 model in float32; the optimizer has float32 masters anyway
+
+
+@contextmanager
+def taken_off(lm: Any) -> Iterator[None]:
+    """The base model, inside the context only; for computations without gradient."""
+    layers = [layer for _, layer in _adapted(lm)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def leave_out_frozen(module: nn.Module) -> None:
+    """Has the module's state dict hold only what is trained. Loading one leaves the rest as it is, and is as strict about its own."""
+
+    def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name in _frozen(owner):
+            state.pop(prefix + name, None)
+
+    def loaded(owner: nn.Module, incompatible: Any) -> None:
+        frozen = _frozen(owner)
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in frozen]
+
+    module.register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
+
+
+def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, base: str) -> None:
+    """Writes an adapter as peft and vLLM read it. What merging needs is in the weights' file alone, whose hash a version records.
+
+    Args:
+        weights: the trained matrices under the names they have in the model.
+        base: name of the model they belong to.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {_PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / ADAPTER, metadata={"format": "pt", "scaling": repr(config.alpha / config.rank)})
+    described = _peft_config(config).to_dict()
+    layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    described |= {"base_model_name_or_path": base, "inference_mode": True, "target_modules": sorted(layers)}
+    (folder / _CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+
+
+def _peft_config(config: LoraConfig) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    targets = "all-linear" if config.target_modules is None else list(config.target_modules)
+    return PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
+    """Path and layer of everything that carries an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for path, module in lm.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield path, module
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    """Names of the parameters that are not trained, each with all the names it goes by."""
+    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}

@@ -1,0 +1,107 @@
+"""Sequence parallelism the way of Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
+
+Each rank embeds, projects and transforms a stretch of the tokens. Before attention an all-to-all, DeepSpeed's, gives it all tokens
+of its share of the heads, and one after it gives the heads back; so attention itself never learns of it. The logprobs of a team
+are then gathered, and each rank computes the same loss. Its gradient flows back to the rank's own stretch alone, hence the sum
+over all ranks is the gradient, as without teams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from agentrl.errors import UserError
+from agentrl.learner.ranks import COLLECTIVE_TIMEOUT_S, Ranks, Team
+
+
+def in_teams(ranks: Ranks, size: int) -> Ranks:
+    """The same ranks in teams of `size` neighbours. All ranks call it."""
+    if size == 1:
+        return ranks
+    for first in range(0, ranks.size, size):
+        members = list(range(first, first + size))
+        group = dist.new_group(members, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        if ranks.rank in members:
+            assert group is not None
+            team = Team(rank=ranks.rank - first, size=size, group=group)
+    return replace(ranks, team=team)
+
+
+def check_heads(config: Any, team: Team) -> None:
+    """Raises `UserError` for a model whose key heads cannot be dealt out to a team."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % team.size:
+        raise UserError(
+            f"learner.sequence_parallel={team.size} does not divide the model's {heads} key heads",
+            fix="choose a divisor: every rank of a team takes as many heads",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A rank's part of a forest of `length` tokens: `width` of them from `start` on, where the last stretches may lack some."""
+
+    team: Team
+    length: int
+    width: int
+    start: int
+    predictions: int  # of the whole forest, in the order of the tokens that predict
+    own: slice  # which of them this rank makes
+
+    @classmethod
+    def of(cls, team: Team, length: int, positions: Tensor) -> Stretch:
+        """`positions` [U]: sorted places in the forest of the tokens that predict."""
+        width = -(-length // team.size)
+        start = team.rank * width
+        first, last = torch.searchsorted(positions, torch.tensor([start, start + width])).tolist()
+        return cls(team=team, length=length, width=width, start=start, predictions=len(positions), own=slice(first, last))
+
+    def part(self, tokens: Tensor) -> Tensor:
+        """[T] to the rank's [S], filled up with zeros."""
+        own = tokens[self.start : self.start + self.width]
+        return F.pad(own, (0, self.width - len(own)))
+
+    def gather(self, own: Tensor) -> Tensor:
+        """What the team's ranks computed of their predictions, [K, own], as [K, U] on each of them."""
+        whole: Tensor = _Gathered.apply(own, self)  # type: ignore[no-untyped-call]
+        return whole
+
+
+def exchanged(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
+    """Attention over all tokens of a forest, from each rank's stretch of them: [1, H, S, D] to [1, S, H, D].
+
+    `attend` takes some of the heads of all tokens, [1, h, T, D], to [1, T, h, D].
+    """
+    from deepspeed.sequence.layer import DistributedAttention
+
+    def whole(*parts: Tensor) -> Tensor:
+        output = attend(*(part[:, : stretch.length].transpose(1, 2) for part in parts))
+        return F.pad(output, (0, 0, 0, 0, 0, parts[0].shape[1] - stretch.length))
+
+    attention = DistributedAttention(whole, stretch.team.group, scatter_idx=2, gather_idx=1)
+    output: Tensor = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), 0)
+    return output
+
+
+class _Gathered(torch.autograd.Function):
+    """The gradient is each rank's own part: all ranks compute the same loss from here on, so summing it would count it again."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, stretch: Stretch) -> Tensor:
+        ctx.own = stretch.own
+        whole = own.new_zeros(own.shape[0], stretch.predictions)
+        whole[:, stretch.own] = own
+        dist.all_reduce(whole, group=stretch.team.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[:, ctx.own], None

@@ -1,0 +1,52 @@
+"""The whole loop where versions are adapters: swapped alone, put back into a server that died, exported alone and merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import SMALL, agentrl, descendants, start, steps_logged, summary, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
+
+RECIPE = "recipes/quickstart_lora.py"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_run_of_adapters_outlives_its_server(tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    process = start("train", RECIPE, "steps=3", *SMALL, "--run-dir", str(run), "--sandbox", "bubblewrap")
+    try:
+        wait_for(lambda: 1 in steps_logged(run), process, timeout=180)
+        descendants(process, "agentrl.serving.launch")[-1].kill()
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output[-4000:]
+    found = summary(run)
+    assert found["finished"] and (found["steps"], found["weight_swaps"]) == (3, 3)
+    assert found["swap_probe_max_abs_diff"] <= 1e-3
+    assert "the inference server died" in output
+    for number in (1, 2, 3):
+        version = run / f"versions/{number:06d}"
+        assert {path.name for path in version.glob("*.safetensors")} == {"adapter_model.safetensors"}
+        assert (version / "adapter_model.safetensors").stat().st_size < 0.1 * (run / "versions/000000/model.safetensors").stat().st_size
+        assert json.loads((version / "version.json").read_text())["weights"] == "adapter_model.safetensors"
+
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "versions/000000", run / "model"))
+    assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    ids = torch.arange(50)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        after = PeftModel.from_pretrained(base, run / "adapter")(ids).logits
+        assert (merged(ids).logits - after).abs().max() < 1e-3
+        assert (before - after).abs().max() > 1e-3
+    code, output = agentrl("eval", RECIPE, "--model", str(run / "model"), "evaluation.heldout=4", "evaluation.heldout_real=0",
+                           "--run-dir", str(tmp_path / "eval"), "--sandbox", "bubblewrap", "--json")  # fmt: skip
+    assert code == 0 and json.loads(output.splitlines()[-1])["heldout"]["n"] == 4, output

@@ -1,0 +1,146 @@
+"""Adapters: the gradients are those of the plain computation, taken off they leave the base policy, published they are its whole update."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from agentrl.errors import UserError
+from agentrl.learner import lora
+from agentrl.learner.forest_attention import register
+from agentrl.learner.logprobs import TokenScorer
+from agentrl.learner.packing import micro_batch, plan
+from agentrl.recipe import LoraConfig
+from agentrl.serving.adapter import merge_folder
+from tests.learner.building import VOCABULARY, tiny_config, write_policy
+from tests.learner.test_forest import CPU, _gap, _model, _samples
+
+CONFIG = LoraConfig(rank=3, alpha=5.0)
+SCALE = 5.0 / 3.0
+
+
+def adapted(model: Qwen3ForCausalLM, config: LoraConfig = CONFIG) -> dict[str, tuple[Tensor, Tensor]]:
+    """Attaches an adapter that is not zero; A and B of each weight, by the name it has without one."""
+    dtype = model.dtype
+    lora.attach(model, config, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    pairs = {}
+    for path, layer in lora._adapted(model):
+        a, b = (getattr(layer, part)["default"].weight for part in ("lora_A", "lora_B"))
+        with torch.no_grad():
+            b.copy_(0.1 * torch.randn(b.shape, generator=generator, dtype=dtype))
+        pairs[f"{path}.weight"] = (a, b)
+    return pairs
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("logits_at_once", [2**25, 7 * VOCABULARY])
+def test_gradients_are_the_chain_rule_through_the_merged_weights(ranks: int, logits_at_once: int) -> None:
+    """W' = W + s B A, hence dL/dA = s Bᵀ dL/dW' and dL/dB = s dL/dW' Aᵀ, with dL/dW' of a plain model, one sequence at a time.
+
+    Two ranks are two shares of the batch, whose gradients are summed.
+    """
+    plain, model = _model("qwen3", "sdpa"), _model("qwen3", register())
+    pairs = adapted(model)
+    with torch.no_grad():
+        for name, (a, b) in pairs.items():
+            plain.get_parameter(name).add_(SCALE * b @ a)
+    scorer, samples = TokenScorer(model, logits_at_once=logits_at_once), _samples(1)
+    for rank in range(ranks):
+        for rows in plan(samples, rank=rank, ranks=ranks, max_tokens=200):
+            batch = micro_batch(rows, CPU)
+            logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 0.7)
+            (logprobs[batch.expand] * batch.advantages).sum().backward()
+    for row in samples:
+        ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask[1:])
+        logits = plain(input_ids=ids, use_cache=False).logits[0, :-1] / 0.7
+        expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[mask, 0]
+        (expected * torch.tensor([value for value, trained in zip(row.advantages, row.loss_mask, strict=True) if trained])).sum().backward()
+    for name, (a, b) in pairs.items():
+        slope = plain.get_parameter(name).grad
+        assert _gap(a.grad, SCALE * b.T @ slope) < 1e-10, name
+        assert _gap(b.grad, SCALE * slope @ a.T) < 1e-10, name
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == {
+        name for name, parameter in model.named_parameters() if ".lora_" in name
+    }
+
+
+def test_taken_off_it_leaves_the_base_policy_and_comes_back() -> None:
+    base, model = _model("qwen3", register()), _model("qwen3", register())
+    adapted(model)
+    batch = micro_batch(tuple(_samples(2)), CPU)
+    given = (batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+    before, _ = TokenScorer(model)(*given)
+    with torch.no_grad(), lora.taken_off(model):
+        off, _ = TokenScorer(model)(*given)
+        assert torch.equal(off, TokenScorer(base)(*given)[0])
+    after, _ = TokenScorer(model)(*given)
+    assert torch.equal(after, before)
+    assert not torch.equal(after, off)
+    after.sum().backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".lora_" in name)
+
+
+@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
+def test_a_published_adapter_is_read_by_peft_and_by_the_merge_alike(tmp_path: Path, targets: tuple[str, ...] | None) -> None:
+    base, version, merged = (tmp_path / name for name in ("base", "version", "merged"))
+    write_policy(base, tiny_config())
+    model = Qwen3ForCausalLM.from_pretrained(base)
+    config = LoraConfig(rank=3, alpha=5.0, target_modules=targets)
+    pairs = adapted(model, config)
+    assert len(pairs) == 2 * (7 if targets is None else 2)
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for folder in (version, merged):
+        folder.mkdir()
+        lora.save(folder, trained, config, base="base")
+    assert (version / "adapter_config.json").read_bytes() == (merged / "adapter_config.json").read_bytes()
+    merge_folder(base, version, merged / "model.safetensors")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (merged / name).unlink()
+    (merged / "config.json").write_bytes((base / "config.json").read_bytes())
+
+    ids = torch.arange(40)[None] % VOCABULARY
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert (Qwen3ForCausalLM.from_pretrained(merged)(ids).logits - expected).abs().max() < 1e-5
+        peft = PeftModel.from_pretrained(Qwen3ForCausalLM.from_pretrained(base), version)
+        assert torch.equal(peft(ids).logits, expected)
+        assert (Qwen3ForCausalLM.from_pretrained(base)(ids).logits - expected).abs().max() > 1e-2
+    described = json.loads((version / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["inference_mode"]) == (3, 5.0, True)
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert described["target_modules"] == (names if targets is None else sorted(targets))
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        (("nothing",), "nothing"),
+        (("q_proj", "nothing"), "nothing"),
+        (("lm_head",), "lm_head is not a linear layer below the output head"),
+        (("embed_tokens",), "embed_tokens is not a linear layer"),
+    ],
+)
+def test_layers_that_cannot_be_adapted_are_named(targets: tuple[str, ...], named: str) -> None:
+    with pytest.raises(UserError, match=named) as error:
+        lora.attach(Qwen3ForCausalLM(tiny_config()), LoraConfig(target_modules=targets), seed=0)
+    assert "q_proj" in str(error.value) and "base_layer" not in str(error.value)
+
+
+def test_the_seed_makes_the_adapter_and_leaves_the_random_state() -> None:
+    made = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(tiny_config())
+        expected = torch.get_rng_state()
+        lora.attach(model, CONFIG, seed=seed)
+        assert torch.equal(torch.get_rng_state(), expected)
+        made.append(torch.cat([parameter.flatten() for name, parameter in model.named_parameters() if ".lora_A" in name]))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
