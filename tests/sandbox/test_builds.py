@@ -90,8 +90,8 @@ async def test_volumes_and_health_checks_bring_nothing_into_a_sandbox(backend, w
     ("lines", "said"),
     [
         (
-            ["# a comment", "RUN true && \\", "    true", "RUN for n in 1 2 3; do echo line $n; done; echo oh >&2; exit 3"],
-            [r"Dockerfile, line 5 \(RUN for n", "non-zero code: 3", "    line 3", "    oh", "fix: .*docker build"],
+            ["# a comment", "", "RUN for n in 1 2 3; do \\", "    echo line $n; done; echo oh >&2; exit 3"],
+            [r"Dockerfile, line 4 \(RUN for n in 1 2 3; do echo line", "non-zero code: 3", "    line 3", "    oh", "fix: .*docker build"],
         ),
         (["COPY none /x"], [r"line 2 \(COPY none /x\)", "file not found in build context"]),
         (["", "RNU true"], ["Dockerfile, line 3 does not build", "unknown instruction: RNU"]),
