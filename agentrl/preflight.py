@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import RecipeError, UserError
+from agentrl import deltas
+from agentrl.errors import RecipeError, StoreError, UserError
 from agentrl.recipe import Recipe, load
 
 _FREE_BYTES = 1 << 30
 WEIGHTS = "model.safetensors"
+_OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
 _MODEL_FILES = ("config.json", "tokenizer_config.json")
 
 
@@ -21,6 +23,11 @@ def find_model(model: str, root: Path) -> Path:
     Raises `UserError` when there is none, or when a file is missing in it.
     """
     folder = (root / model).resolve()
+    if (folder / deltas.RECORD).is_file():  # a version of a run
+        try:
+            deltas.materialize(folder)
+        except ValueError as error:
+            raise UserError(f"policy.model: {error}", fix="take another version of that run, or its model/ folder") from error
     if not folder.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
             raise UserError(
@@ -71,14 +78,15 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "threads", "keep_checkpoints", "keep_versions"}
+    placement = {"ranks", "threads", "keep_checkpoints", "keep_versions", "limits", "max_bad_updates", "max_bad_groups", "full_every"}
     free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
     changed = sorted(key for key in before if before[key] != after[key])
     if changed:
         raise RecipeError(
             f"--resume: the recipe differs from the run's own in: {', '.join(changed)}",
-            fix="resume with the same recipe and overrides (steps, sandbox, serving, evaluation, learner.ranks and .threads may change)",
+            fix="resume with the same recipe and overrides (steps, sandbox, serving, evaluation, learner.ranks, .threads and .limits"
+            " may change)",
         )
 
 
@@ -101,7 +109,7 @@ def place_base_version(model: Path, target: Path) -> None:
     beside.mkdir(parents=True)
     single = (model / WEIGHTS).is_file()
     for source in sorted(model.iterdir()):
-        if source.is_file() and (single or ".safetensors" not in source.name):
+        if source.is_file() and source.name not in _OF_A_VERSION and (single or ".safetensors" not in source.name):
             shutil.copy2(source.resolve(), beside / source.name)
     if not single:
         _merge_shards(sorted(model.glob("*.safetensors")), beside / WEIGHTS)
@@ -117,12 +125,19 @@ def _merge_shards(shards: list[Path], target: Path) -> None:
 
 
 def export_model(source: Path, target: Path) -> None:
-    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export."""
+    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
+
+    Raises `StoreError` when the version is a delta that cannot be made whole.
+    """
+    try:
+        deltas.materialize(source)
+    except ValueError as error:
+        raise StoreError(str(error)) from error
     beside = target.with_name(f".{target.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in ("version.json", "update.json", "probe.json"):
+        if file.is_file() and file.name not in _OF_A_VERSION:
             _link_or_copy(file, beside / file.name)
     shutil.rmtree(target, ignore_errors=True)
     beside.rename(target)

@@ -18,7 +18,7 @@ ONE_FILE_BY_NATURE = {"agentrl/sandbox/exec_server.py"}  # the one file that ent
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "errors"}),
-    frozenset({"protocols", "codec"}),
+    frozenset({"protocols", "codec", "deltas"}),
     frozenset({"recipe", "plugins"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
