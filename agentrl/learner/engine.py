@@ -16,6 +16,7 @@ from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.veto import veto
 from agentrl.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,13 +66,14 @@ class PolicyEngine:
         """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""
         self.deepspeed.backward(loss * self.ranks.size)
 
-    def step(self, number: int) -> tuple[bool, float]:
+    def step(self, number: int, *, refuse_above: float = math.inf) -> tuple[bool, float]:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
-        Returns whether it was applied, and its global norm before clipping. A gradient that is not finite is not applied: weights
-        and optimizer state stay as they were.
+        Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds
+        `refuse_above` is not applied: weights and optimizer state stay as they were.
         """
-        return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self.recipe.learner, self.recipe.steps, number))
+        rate = learning_rate(self.recipe.learner, self.recipe.steps, number)
+        return apply_gradient(self.deepspeed, self.optimizer, rate, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Name, local tensor and full shape of every parameter, in the model's own order; tied ones once, under their first name."""
@@ -102,16 +104,19 @@ def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, T
     return logprobs[batch.expand], entropy[batch.expand]
 
 
-def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float) -> tuple[bool, float]:
+def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float, *, refuse_above: float = math.inf) -> tuple[bool, float]:
     """One optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
     for group in optimizer.param_groups:
         group["lr"] = rate
-    engine.step()
     if isinstance(optimizer, GuardedAdamW):
+        optimizer.refuse_above = refuse_above
+        engine.step()
         norm = optimizer.grad_norm
     else:
-        norm = math.nan if engine.optimizer.overflow else float(engine.get_global_grad_norm())
-    return math.isfinite(norm), norm
+        with veto(engine.optimizer, above=refuse_above) as norms:
+            engine.step()
+        norm = norms[0] if norms else math.nan  # none: an overflow that was found before there was a norm
+    return math.isfinite(norm) and norm <= refuse_above, norm
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
