@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from agentrl import codec
-from agentrl.errors import ServingError, SwapError
+from agentrl import codec, deltas
+from agentrl.errors import ServingError, StoreError, SwapError
 from agentrl.learner.process import ANNOUNCEMENT
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 5
 _SWAP_TRIES = 3
+_WATCH_S = 0.5
 
 
 class ServedPolicy:
@@ -32,6 +33,7 @@ class ServedPolicy:
     def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry, *, gpus: str | None = None) -> None:
         """`gpus`: CUDA_VISIBLE_DEVICES of the server; None leaves it what the driver has."""
         self.version = -1
+        self.sha256 = ""  # of its weights: the learner may go back to a checkpoint and make the same number again
         self.restarts = 0
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
         self._announcement = run_dir / ANNOUNCEMENT
@@ -46,6 +48,10 @@ class ServedPolicy:
     async def start(self, version: PolicyVersion) -> None:
         """Starts a server with the weights of `version` and opens the gate."""
         model = self._run_dir / version.folder
+        try:
+            await asyncio.to_thread(deltas.materialize, model)
+        except ValueError as error:
+            raise ServingError(f"version {version.number} cannot be served: {error}") from error
         server = VLLMServer(recipe=self._recipe, model=model, version=version.number, run_dir=self._run_dir, gpus=self._gpus)
         self._server = server
         await server.start()
@@ -53,16 +59,12 @@ class ServedPolicy:
         kind = NcclWeightChannel if self._nccl else FileWeightChannel
         self._channel = kind(server, registry_folder=self._run_dir / "versions")
         self._announce(server.url)
-        await self._set_version(version.number)
+        await self._set_version(version)
         self._ready.set()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         while True:
-            try:
-                async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
-                    await self._ready.wait()
-            except TimeoutError:
-                raise ServingError("the inference server did not come back") from None
+            await self._opened_server()
             client = self._client
             assert client is not None, "the gate opens after start()"
             try:
@@ -75,31 +77,80 @@ class ServedPolicy:
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Takes a published version into the running server; the old one serves on unless the probe agrees.
 
-        Raises `SwapError` after three tries, and `ServingError` when the server is gone.
+        A server that dies meanwhile is no verdict on the version: the swap is made again with the server after it. Raises
+        `SwapError` after three tries on servers that lived, and `ServingError` when no server comes back.
         """
         folder = self._run_dir / version.folder
         probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
-        for attempt in range(1, _SWAP_TRIES + 1):
-            async with self._busy:
-                if self._channel is None:
-                    raise ServingError("no server to swap weights into")
-                try:
-                    report = await self._channel.swap(
-                        version,
-                        folder,
-                        probe,
-                        max_abs_diff=self._recipe.serving.probe_max_abs_diff,
-                        timeout_s=self._recipe.serving.request_timeout_s,
-                    )
-                except SwapError as error:
-                    log.warning("swap to version %d, try %d: %s", version.number, attempt, error)
-                    if attempt == _SWAP_TRIES:
-                        raise
+        tries = 0
+        while True:
+            server = await self._opened_server()
+            try:
+                report = await self._swap_once(version, folder, probe)
+            except SwapError as error:
+                if not await server.alive():
+                    log.warning("swap to version %d waits for the next server: %s", version.number, error)
+                    await self._replaced(server)
                     continue
-            self._registry.set_state(version.number, VersionState.SERVING)
-            await self._set_version(version.number)
+                tries += 1
+                log.warning("swap to version %d, try %d: %s", version.number, tries, error)
+                if tries == _SWAP_TRIES:
+                    raise
+                continue
+            self._mark_serving(version)
+            await self._set_version(version)
             return report
-        raise AssertionError("unreachable")
+
+    async def go_back(self, version: PolicyVersion) -> None:
+        """Serves `version`, published earlier, in place of one that the learner has taken back."""
+        if (self._run_dir / version.folder / "probe.json").exists():
+            await self.swap(version)
+            return
+        self._ready.clear()  # version 0 has no probe: a server that starts with it needs none
+        async with self._busy:
+            await self._stop()
+            await self.start(version)
+        self._mark_serving(version)
+
+    def _mark_serving(self, version: PolicyVersion) -> None:
+        try:
+            self._registry.set_state(version.number, VersionState.SERVING)
+        except StoreError:
+            found = self._registry.get(version.number)
+            if found is not None and found.sha256 == version.sha256 and found.state is not VersionState.ROLLED_BACK:
+                raise
+            log.warning("version %d was taken back while it was swapped in", version.number)  # its successor is on its way
+
+    async def _swap_once(self, version: PolicyVersion, folder: Path, probe: Probe) -> SwapReport:
+        async with self._busy:
+            if self._channel is None:
+                raise ServingError("no server to swap weights into")
+            return await self._channel.swap(
+                version,
+                folder,
+                probe,
+                max_abs_diff=self._recipe.serving.probe_max_abs_diff,
+                timeout_s=self._recipe.serving.request_timeout_s,
+            )
+
+    async def _opened_server(self) -> VLLMServer:
+        """The server behind the open gate. Raises `ServingError` when the gate stays shut."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            raise ServingError("the inference server did not come back") from None
+        assert self._server is not None, "the gate opens after start()"
+        return self._server
+
+    async def _replaced(self, server: VLLMServer) -> None:
+        """Returns once `watch` has begun to put another in the place of `server`, or `server` turns out to live."""
+        try:
+            async with asyncio.timeout(self._recipe.serving.startup_timeout_s):
+                while self._server is server and self._ready.is_set() and not await server.alive():
+                    await asyncio.sleep(_WATCH_S)
+        except TimeoutError:
+            raise ServingError("the inference server died and was not replaced") from None
 
     async def wait_version(self, number: int) -> None:
         """Returns once version `number` or a newer one is serving."""
@@ -112,7 +163,7 @@ class ServedPolicy:
         `on_loss` is called when NCCL tied the dead server to the learner, which may be stuck in a transfer to it.
         """
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(_WATCH_S)
             if self._server is None or await self._server.alive():
                 continue
             self._ready.clear()
@@ -124,7 +175,7 @@ class ServedPolicy:
                 await self._stop()
                 if self._nccl:
                     await on_loss()
-                version = self._registry.latest(VersionState.SERVING, VersionState.PROMOTED)
+                version = to_serve(self._registry)
                 if version is None:
                     raise ServingError("no policy version to serve")
                 await self.start(version)
@@ -148,7 +199,12 @@ class ServedPolicy:
             await self._server.stop()
         self._server = self._client = self._channel = None
 
-    async def _set_version(self, number: int) -> None:
+    async def _set_version(self, version: PolicyVersion) -> None:
         async with self._changed:
-            self.version = number
+            self.version, self.sha256 = version.number, version.sha256
             self._changed.notify_all()
+
+
+def to_serve(registry: VersionRegistry) -> PolicyVersion | None:
+    """The version that a server should answer with; after the serving one was rolled back, the newest that was not."""
+    return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE)
