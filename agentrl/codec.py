@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json as dump
 
 T = TypeVar("T")
 
@@ -19,8 +20,11 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_json(record: Any) -> bytes:
-    """UTF-8 JSON of a record."""
-    return _adapter(type(record)).dump_json(record)
+    """UTF-8 JSON of a record, its bytes as base64.
+
+    Infinity and NaN are written by name, which `from_json` reads back: null would be another record.
+    """
+    return dump(record, inf_nan_mode="constants", bytes_mode="base64")
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:

@@ -61,6 +61,10 @@ class LearnerError(InfrastructureError):
     """The learner process ended or cannot go on."""
 
 
+class LearnerHalted(LearnerError):
+    """The learner stopped on purpose, by a limit of the recipe: starting it again would only stop it again."""
+
+
 class VerifierError(InfrastructureError):
     """A verifier raised or gave something that is not a `Score`. The episode is left out, not scored 0."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl import measure
-from agentrl.errors import LearnerError, TaskError
+from agentrl.errors import LearnerError, LearnerHalted, SwapError, TaskError
 from agentrl.evaluate import Evaluation, evaluate
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure import Quarantine
@@ -32,7 +32,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner, left_out_group, task_fault
 from agentrl.rollout.chat import ChatFormat, load_chat
 from agentrl.sandbox import open_sandboxes
-from agentrl.served import ServedPolicy
+from agentrl.served import ServedPolicy, to_serve
 from agentrl.task import GroupSchedule, open_family
 from agentrl.transcript import append, transcript
 from agentrl.version import FolderRegistry, sha256_file
@@ -164,7 +164,7 @@ def _group_runner(
 
 async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
-    newest = run.registry.latest(VersionState.SERVING, VersionState.PROMOTED) or run.registry.get(0)
+    newest = to_serve(run.registry)
     assert newest is not None, "version 0 was registered"
     async with asyncio.TaskGroup() as starting:
         starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
@@ -239,17 +239,42 @@ async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]
 
 
 async def _swap_versions(run: Run) -> None:
-    """Takes each version the learner publishes into the server, in order."""
+    """Takes each version the learner publishes into the server, in order, but for those it has rolled back."""
+    number = run.served.version + 1
     while run.served.version < run.stop_at:
-        version = run.registry.get(run.served.version + 1)
+        if _taken_back(run):
+            await _go_back(run)
+            number = run.served.version + 1
+        version = run.registry.get(number)
         if version is None:
             await asyncio.sleep(_POLL_S)
             continue
-        report = await run.served.swap(version)
+        report = None
+        if version.state is not VersionState.ROLLED_BACK:
+            try:
+                report = await run.served.swap(version)
+            except SwapError:
+                if run.registry.get(number) == version:
+                    raise
+                continue  # it was taken back or rolled back meanwhile, which is why it could not be loaded
         await _finished_step(run, version, report)
+        number += 1
 
 
-async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport) -> None:
+def _taken_back(run: Run) -> bool:
+    """Whether the learner has gone back to an older checkpoint, because the newest was damaged, and forgotten the version that serves."""
+    found = run.registry.get(run.served.version)
+    return found is None or found.sha256 != run.served.sha256
+
+
+async def _go_back(run: Run) -> None:
+    version = to_serve(run.registry)
+    assert version is not None, "version 0 is never forgotten"
+    run.tracker.alert(f"version {run.served.version} was taken back by the learner; serving version {version.number}")
+    await run.served.go_back(version)
+
+
+async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport | None) -> None:
     per_step = run.recipe.rollout.groups_per_step
     step = version.number - 1
     groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
@@ -262,6 +287,8 @@ async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport) -
         run.tracker.stage("train", f"{run.stop_at} steps")
         run.last_step_at = time.monotonic()
     run.tracker.log(version.number, metrics)
+    for line in measure.alerts(run.folder, step):
+        run.tracker.alert(line)
     run.registry.prune(run.recipe.learner.keep_versions)
 
 
@@ -271,6 +298,9 @@ async def _watch_learner(run: Run) -> None:
         try:
             await run.learner.wait()
             return
+        except LearnerHalted as error:
+            run.tracker.alert(f"halted: {error}")
+            raise
         except LearnerError as error:
             if restart == _LEARNER_RESTARTS:
                 raise

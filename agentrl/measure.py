@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.evaluate import Evaluation
 from agentrl.failure import quarantine
+from agentrl.learner.failures import FailureLog
 from agentrl.observe import Rate, Summary
 from agentrl.recipe import Recipe
 from agentrl.records import Group, Split, SwapReport
@@ -46,8 +47,8 @@ def interrupts(first: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapReport, *, step: int, wall_s: float) -> dict[str, float]:
-    """What one learner step saw and did; `step` is the learner's version before the update."""
+def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float) -> dict[str, float]:
+    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served."""
     episodes = [scored for group in groups for scored in group.episodes]
     counted = [scored for group in groups for scored in group.scored]
     scores = [scored.score.value for scored in counted if scored.score.value is not None]
@@ -67,13 +68,24 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0,
         "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
         "step_s": wall_s,
-        "swap_stall_ms": report.stall_ms,
-        "swap_total_ms": report.total_ms,
-        "swap_probe_max_abs_diff": report.probe_max_abs_diff,
     }
+    if report is not None:
+        metrics["swap_stall_ms"] = report.stall_ms
+        metrics["swap_total_ms"] = report.total_ms
+        metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
     update = json.loads((version_folder / "update.json").read_text())
     # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
+
+
+def alerts(folder: Path, step: int) -> list[str]:
+    """What a person should hear about a learner step: what was set aside or rolled back, and why."""
+    found = []
+    for setback in FailureLog(folder).read(step):
+        groups = ", ".join(map(str, setback.groups))
+        did = {"skip": "set aside", "rollback": "rolled back, and set aside", "halt": "halted at"}[setback.action]
+        found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
+    return found
 
 
 def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation]) -> None:
@@ -114,6 +126,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
     def total(name: str) -> int:
         return int(sum(line.get(name, 0) for line in steps))
 
+    setbacks = FailureLog(folder).read()
     stalls = [line["swap_stall_ms"] for line in steps if "swap_stall_ms" in line]
     return Summary(
         name=recipe.name,
@@ -128,6 +141,9 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         episodes_left_out=total("episodes_left_out"),
         tasks_quarantined=quarantine.count(folder),
         tokens_trained=total("tokens_trained"),
+        updates_set_aside=sum(setback.what != "group" for setback in setbacks),
+        groups_set_aside=sum(setback.what == "group" for setback in setbacks),
+        rollbacks=sum(setback.action == "rollback" for setback in setbacks),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
         swap_probe_max_abs_diff=max((line["swap_probe_max_abs_diff"] for line in steps if "swap_probe_max_abs_diff" in line), default=None),

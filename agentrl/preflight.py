@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import RecipeError, UserError
+from agentrl import deltas
+from agentrl.errors import RecipeError, StoreError, UserError
 from agentrl.recipe import Recipe, load
 from agentrl.records import ADAPTER, WHOLE_MODEL
 
 _FREE_BYTES = 1 << 30
+_OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
 _MODEL_FILES = ("config.json", "tokenizer_config.json")
 
 
@@ -23,6 +25,11 @@ def find_model(model: str, root: Path) -> Path:
     Raises `UserError` when there is none, or when a file is missing in it.
     """
     folder = (root / model).resolve()
+    if (folder / deltas.RECORD).is_file():  # a version of a run
+        try:
+            deltas.materialize(folder)
+        except ValueError as error:
+            raise UserError(f"policy.model: {error}", fix="take another version of that run, or its model/ folder") from error
     if not folder.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
             raise UserError(
@@ -120,9 +127,10 @@ def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
 
 def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions"}
+    placement = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
+    bounds = {"limits", "max_bad_updates", "max_bad_groups"}
     safety = {"checkpoint_turns", "max_quarantined"}
-    free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement, "rollout": safety}
+    free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement | bounds, "rollout": safety}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
     changed = sorted(key for key in before if before[key] != after[key])
     if changed:
@@ -151,7 +159,7 @@ def place_base_version(model: Path, target: Path) -> None:
     beside.mkdir(parents=True)
     single = (model / WHOLE_MODEL).is_file()
     for source in sorted(model.iterdir()):
-        if source.is_file() and (single or ".safetensors" not in source.name):
+        if source.is_file() and source.name not in _OF_A_VERSION and (single or ".safetensors" not in source.name):
             shutil.copy2(source.resolve(), beside / source.name)
     if not single:
         _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
@@ -170,8 +178,13 @@ def export_model(source: Path, target: Path, *, base: Path) -> None:
     """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
 
     A version that is an adapter becomes a whole model, merged with `base`, and is kept as it is in `adapter/` beside it.
+    Raises `StoreError` when the version is a delta that cannot be made whole.
     """
     if not (source / ADAPTER).is_file():
+        try:
+            deltas.materialize(source)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
         _export(source, target)
         return
     from agentrl.serving.adapter import merge_folder
@@ -188,7 +201,7 @@ def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | Non
     if weights is not None:
         weights(beside / WHOLE_MODEL)
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in ("version.json", "update.json", "probe.json") and not (beside / file.name).exists():
+        if file.is_file() and file.name not in _OF_A_VERSION and not (beside / file.name).exists():
             _link_or_copy(file, beside / file.name)
     shutil.rmtree(target, ignore_errors=True)
     beside.rename(target)

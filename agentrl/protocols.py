@@ -211,6 +211,10 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
+    def alert(self, text: str) -> None:
+        """Says what must not be missed, such as an update that was set aside."""
+        ...
+
     def stage(self, name: str, detail: str = "") -> None:
         """Says which stage the run is in."""
         ...

@@ -7,6 +7,7 @@ module-level `recipe = Recipe(...)`; `apply_overrides` lays dotted command-line 
 from __future__ import annotations
 
 import json
+import math
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -108,8 +109,9 @@ class ServingConfig(Section):
     """Key/value cache in GiB (CPU only)."""
     threads: int = Field(0, ge=0)
     """CPU threads of the engine; 0: all cores (CPU only)."""
-    weight_transfer: Literal["file", "nccl"] = "file"
-    """file: safetensors mapped by the server, single machine. nccl: from the learner's GPUs to another one, the server's."""
+    weight_transfer: Literal["file", "delta", "nccl"] = "file"
+    """file: safetensors mapped by the server, single machine. delta: so too, but most versions are only what changed since their parent,
+    with checksums (pays in bfloat16 with a small learning rate). nccl: from the learner's GPUs to another one, the server's."""
     startup_timeout_s: float = Field(600.0, gt=0)
     """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
     request_timeout_s: float = Field(120.0, gt=0)
@@ -250,6 +252,60 @@ class LoraConfig(Section):
     """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
 
 
+class Limit(Section):
+    """A bound on one figure of an update, and what happens beyond it."""
+
+    at: float
+    """The bound."""
+    action: Literal["skip", "rollback", "halt"] = "skip"
+    """skip: the optimizer step is not made, its groups are set aside. rollback: weights and optimizer go back to the newest checkpoint that
+    no limit objected to, and the server with them. halt: the run stops (exit code 1); `--resume` makes the step again."""
+
+
+class LimitsConfig(Section):
+    """Bounds on what an update may look like, judged before its gradient is applied. docs/objectives.md gives the formulas."""
+
+    max_kl: Limit | None = None
+    """On `kl_behaviour`: the divergence of the policy from the one that sampled, nats per token."""
+    max_kl_reference: Limit | None = None
+    """On `kl_reference`: the divergence from version 0, nats per token (needs objective.kl=k1, k2 or k3)."""
+    min_entropy: Limit | None = None
+    """On `entropy`: nats per token."""
+    max_clip_fraction: Limit | None = None
+    """On `clip_fraction`: the share of tokens whose ratio is clipped."""
+    max_ratio: Limit | None = None
+    """On `ratio_max`: the largest ratio of the policy to the one that sampled."""
+    max_mismatch_kl: Limit | None = None
+    """On `mismatch_kl`: server against learner with the same weights, nats per token; judged where a step has such tokens."""
+    max_grad_norm: Limit | None = None
+    """On `grad_norm`: the gradient's global norm before clipping."""
+    min_effective_sample_size: Limit | None = None
+    """On `ess`: the effective sample size, as a share of the tokens."""
+    max_rollbacks: int = Field(2, ge=1)
+    """Rollbacks in the whole run; the next one halts it instead."""
+
+    @property
+    def named(self) -> dict[str, Limit]:
+        """The limits that are set, by the name of their key."""
+        found = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: limit for name, limit in found if isinstance(limit, Limit)}
+
+    @property
+    def roll_back(self) -> bool:
+        return any(limit.action == "rollback" for limit in self.named.values())
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> LimitsConfig:
+        ranges = {"max_ratio": (1.0, math.inf), "max_clip_fraction": (0.0, 1.0), "min_effective_sample_size": (0.0, 1.0)}
+        for name, limit in self.named.items():
+            low, high = ranges.get(name, (0.0, math.inf))
+            if not low < limit.at < high:
+                raise ValueError(f"{name}.at must lie between {low:g} and {high:g}; beyond them it does nothing, or stops every update")
+        if not self.roll_back and self.max_rollbacks != 2:
+            raise ValueError("max_rollbacks does nothing: no limit has action=rollback")
+        return self
+
+
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
     """Learning rate of AdamW, at its highest."""
@@ -283,9 +339,14 @@ class LearnerConfig(Section):
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: torch's default."""
     max_bad_updates: int = Field(3, ge=1)
-    """Non-finite updates set aside in a row before the run stops."""
+    """Optimizer steps set aside in a row, because something was not finite or a limit said skip, before the run stops."""
+    max_bad_groups: int = Field(16, ge=1)
+    """Groups set aside in the whole run, because a score, logprob or advantage was not finite, before the run stops."""
+    limits: LimitsConfig = LimitsConfig()
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints kept on disk."""
+    full_every: int = Field(8, ge=2)
+    """With serving.weight_transfer=delta: every so many versions one is published whole, and so is one that changed in most bytes."""
     keep_versions: int = Field(4, ge=2)
     """Newest exported policy versions kept on disk, besides version 0, the serving and the promoted ones."""
 
@@ -329,6 +390,8 @@ class Recipe(Section):
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
+        if self.serving.weight_transfer != "delta" and self.learner.full_every != 8:
+            raise ValueError("learner.full_every does nothing: every version is whole; set serving.weight_transfer=delta")
         if self.learner.keep_versions <= self.max_staleness:
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
         if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
@@ -343,8 +406,8 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _learner_parts(self) -> Recipe:
         learner = self.learner
-        if learner.lora is not None and self.serving.weight_transfer == "nccl":
-            raise ValueError("serving.weight_transfer=nccl sends whole models, learner.lora publishes adapters: use weight_transfer=file")
+        if learner.lora is not None and self.serving.weight_transfer != "file":
+            raise ValueError("serving.weight_transfer=nccl and delta are of whole models, learner.lora publishes adapters: use file")
         if learner.ranks % learner.sequence_parallel:
             raise ValueError("learner.sequence_parallel must divide learner.ranks: ranks form teams of that many")
         if learner.sequence_parallel > 1 and self.critic is not None:
@@ -353,6 +416,15 @@ class Recipe(Section):
             raise ValueError("learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move")
         if learner.offload == "parameters" and learner.zero_stage != 3:
             raise ValueError("learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_act(self) -> Recipe:
+        limits = self.learner.limits
+        if limits.max_kl_reference is not None and self.objective.kl not in ("k1", "k2", "k3"):
+            raise ValueError("learner.limits.max_kl_reference does nothing: no reference is computed; set objective.kl to k1, k2 or k3")
+        if limits.max_grad_norm is not None and limits.max_grad_norm.at <= self.learner.max_grad_norm:
+            raise ValueError("learner.limits.max_grad_norm must exceed learner.max_grad_norm, or no gradient is ever clipped")
         return self
 
     @model_validator(mode="after")

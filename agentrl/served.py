@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from agentrl import codec
-from agentrl.errors import ServingError, SwapError
+from agentrl import codec, deltas
+from agentrl.errors import ServingError, StoreError, SwapError
 from agentrl.learner.process import ANNOUNCEMENT
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
@@ -33,6 +33,7 @@ class ServedPolicy:
     def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry, *, gpus: str | None = None) -> None:
         """`gpus`: CUDA_VISIBLE_DEVICES of the server; None leaves it what the driver has."""
         self.version = -1
+        self.sha256 = ""  # of its weights: the learner may go back to a checkpoint and make the same number again
         self.restarts = 0
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
         self._announcement = run_dir / ANNOUNCEMENT
@@ -52,6 +53,10 @@ class ServedPolicy:
         base = version if version.weights == WHOLE_MODEL else self._registry.get(0)
         assert base is not None, "version 0 was registered"
         model = self._run_dir / base.folder
+        try:
+            await asyncio.to_thread(deltas.materialize, model)
+        except ValueError as error:
+            raise ServingError(f"version {base.number} cannot be served: {error}") from error
         server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus)
         self._server = server
         await server.start()
@@ -61,7 +66,7 @@ class ServedPolicy:
         if base is not version:
             await self._take_adapter(self._channel, version)
         self._announce(server.url)
-        await self._set_version(version.number)
+        await self._set_version(version)
         self._ready.set()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -99,9 +104,29 @@ class ServedPolicy:
                 if tries == _SWAP_TRIES:
                     raise
                 continue
-            self._registry.set_state(version.number, VersionState.SERVING)
-            await self._set_version(version.number)
+            self._mark_serving(version)
+            await self._set_version(version)
             return report
+
+    async def go_back(self, version: PolicyVersion) -> None:
+        """Serves `version`, published earlier, in place of one that the learner has taken back."""
+        if (self._run_dir / version.folder / "probe.json").exists():
+            await self.swap(version)
+            return
+        self._ready.clear()  # version 0 has no probe: a server that starts with it needs none
+        async with self._busy:
+            await self._stop()
+            await self.start(version)
+        self._mark_serving(version)
+
+    def _mark_serving(self, version: PolicyVersion) -> None:
+        try:
+            self._registry.set_state(version.number, VersionState.SERVING)
+        except StoreError:
+            found = self._registry.get(version.number)
+            if found is not None and found.sha256 == version.sha256 and found.state is not VersionState.ROLLED_BACK:
+                raise
+            log.warning("version %d was taken back while it was swapped in", version.number)  # its successor is on its way
 
     async def _swap_once(self, version: PolicyVersion, folder: Path, probe: Probe) -> SwapReport:
         async with self._busy:
@@ -157,7 +182,7 @@ class ServedPolicy:
                 await self._stop()
                 if self._nccl:
                     await on_loss()
-                version = self._registry.latest(VersionState.SERVING, VersionState.PROMOTED)
+                version = to_serve(self._registry)
                 if version is None:
                     raise ServingError("no policy version to serve")
                 await self.start(version)
@@ -186,7 +211,12 @@ class ServedPolicy:
             await self._server.stop()
         self._server = self._client = self._channel = None
 
-    async def _set_version(self, number: int) -> None:
+    async def _set_version(self, version: PolicyVersion) -> None:
         async with self._changed:
-            self.version = number
+            self.version, self.sha256 = version.number, version.sha256
             self._changed.notify_all()
+
+
+def to_serve(registry: VersionRegistry) -> PolicyVersion | None:
+    """The version that a server should answer with; after the serving one was rolled back, the newest that was not."""
+    return registry.latest(VersionState.SERVING, VersionState.PROMOTED) or registry.latest(VersionState.CANDIDATE)

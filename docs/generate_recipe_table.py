@@ -26,7 +26,7 @@ _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
 def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted name and field of every key, those of a section after the keys beside it."""
+    """Dotted name and field of every key, those of a section after the keys beside it; of sections that are alike once, under `*`."""
     nested = []
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
@@ -34,8 +34,10 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
             nested.append((name, inner))
         if inner is None or field.default is None:  # an optional section is a key too
             yield f"{prefix}{name}", field
-    for name, inner in nested:
-        yield from keys(inner, f"{prefix}{name}.")
+    kinds = [inner for _, inner in nested]
+    for place, (name, inner) in enumerate(nested):
+        if inner not in kinds[:place]:
+            yield from keys(inner, f"{prefix}{name if kinds.count(inner) == 1 else '*'}.")
 
 
 def table() -> str:

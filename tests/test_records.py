@@ -95,12 +95,20 @@ def test_lengths_are_checked() -> None:
         Probe(token_ids=((1, 2, 3),), logprobs=((-1.0,),))
 
 
-@given(st.text(), st.floats(allow_nan=False, allow_infinity=False), st.integers(min_value=0, max_value=5))
+@given(st.text(), st.floats(allow_nan=False), st.integers(min_value=0, max_value=5))
 def test_groups_survive_the_wire(text: str, value: float, count: int) -> None:
     trajectory = Trajectory(agent=text, turns=(turn(3, (0, 0, 3)),) * count)
     episode = Episode(id="e", task_id=text, task_key="k", trajectories=(trajectory,), answer=text)
     group = Group(index=1, task_id=text, task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=value, evidence=text)),))
     assert codec.from_json(Group, codec.to_json(group)) == group
+
+
+def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
+    """Written as null they would make a group that nothing can read again."""
+    made = turn(3, (0, 0, 3))
+    broken = replace(made, logprobs=(float("-inf"), float("nan"), 0.0))
+    found = codec.from_json(Turn, codec.to_json(broken))
+    assert found.logprobs[0] == float("-inf") and found.logprobs[1] != found.logprobs[1]
 
 
 def test_hostile_json_does_not_become_a_record() -> None:

@@ -26,6 +26,7 @@ from agentrl.errors import LearnerError
 from agentrl.learner.critic import Critic
 from agentrl.learner.durable import commit_folder, part_folder
 from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.reshape import layout, layout_of, load_reshaped
 from agentrl.version import folder_manifest
@@ -41,7 +42,10 @@ class CheckpointMeta:
     consumed: Mapping[int, tuple[int, ...]]  # step -> indices of the groups that it used up
     ranks: int
     zero_stage: int
-    bad_in_a_row: int = 0
+    counts: Counts = field(default_factory=Counts)
+    good: int = 0  # newest checkpoint whose weights an update was judged sound with: where a rollback goes
+    parent: int | None = None  # version whose successor this is; None: the one before it, as long as nothing was rolled back
+    rolled_back: tuple[int, ...] = ()  # versions that must never serve again
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update, for a version that must be published again
     probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
 
@@ -54,8 +58,10 @@ class Checkpoint:
     meta: CheckpointMeta
 
 
-def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None) -> Path:
-    """Writes `root/000012` durably, then removes all but the newest `keep`. All ranks call it. Returns the folder.
+def save(
+    root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None, spare: int | None = None
+) -> Path:
+    """Writes `root/000012` durably, then removes all but the newest `keep` and number `spare`. All ranks call it. Returns the folder.
 
     Raises `LearnerError` when the disk refuses; the checkpoints that were there stay.
     """
@@ -75,7 +81,7 @@ def save(root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, c
             (part / _META).write_bytes(codec.to_json(meta))
             (part / _MANIFEST).write_text(json.dumps(folder_manifest(part), indent=1))
             commit_folder(part, final)
-            _prune(root, keep)
+            _prune(root, keep, spare)
         ranks.barrier()
     except OSError as error:
         raise LearnerError(f"cannot write checkpoint {final}: {error.strerror or error}; free space there and resume") from error
@@ -90,11 +96,16 @@ def newest(root: Path) -> Checkpoint | None:
     """
     folders = _folders(root)
     for folder in reversed(folders):
-        if _intact(folder):
-            return Checkpoint(folder=folder, meta=codec.from_json(CheckpointMeta, (folder / _META).read_bytes()))
+        if (found := _read(folder)) is not None:
+            return found
     if folders:
         raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to start again from version 0")
     return None
+
+
+def numbered(root: Path, number: int) -> Checkpoint | None:
+    """The checkpoint after `number` updates, or None when it is gone or damaged."""
+    return _read(root / f"{number:06d}")
 
 
 def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
@@ -135,6 +146,12 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and path.name.isdecimal())
 
 
+def _read(folder: Path) -> Checkpoint | None:
+    if not _intact(folder):
+        return None
+    return Checkpoint(folder=folder, meta=codec.from_json(CheckpointMeta, (folder / _META).read_bytes()))
+
+
 def _intact(folder: Path) -> bool:
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -145,9 +162,10 @@ def _intact(folder: Path) -> bool:
     return bool(found == manifest)
 
 
-def _prune(root: Path, keep: int) -> None:
+def _prune(root: Path, keep: int, spare: int | None) -> None:
     for folder in _folders(root)[:-keep]:
-        shutil.rmtree(folder)
+        if int(folder.name) != spare:
+            shutil.rmtree(folder)
 
 
 def _rng_name(rank: int) -> str:

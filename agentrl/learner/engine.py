@@ -18,6 +18,7 @@ from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
+from agentrl.learner.veto import veto
 from agentrl.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -74,14 +75,15 @@ class PolicyEngine:
         """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""
         self.deepspeed.backward(loss * self.ranks.size)
 
-    def step(self, number: int, *, head_alone: bool = False) -> tuple[bool, float]:
+    def step(self, number: int, *, head_alone: bool = False, refuse_above: float = math.inf) -> tuple[bool, float]:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
-        Returns whether it was applied, and its global norm before clipping. A gradient that is not finite is not applied: weights
-        and optimizer state stay as they were. `head_alone`: a value head moves, everything else has a rate of 0.
+        Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds
+        `refuse_above` is not applied: weights and optimizer state stay as they were. `head_alone`: a value head moves, everything
+        else has a rate of 0.
         """
         rate = learning_rate(self.recipe.learner, self.recipe.steps, number)
-        return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone)
+        return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Name, local tensor and full shape of every trained parameter, in the model's own order; tied ones once, by their first name."""
@@ -115,16 +117,21 @@ def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, T
     return logprobs[batch.expand], entropy[batch.expand]
 
 
-def apply_gradient(engine: Any, optimizer: torch.optim.AdamW, rate: float, *, head_alone: bool = False) -> tuple[bool, float]:
+def apply_gradient(
+    engine: Any, optimizer: torch.optim.AdamW, rate: float, *, head_alone: bool = False, refuse_above: float = math.inf
+) -> tuple[bool, float]:
     """One optimizer step of a DeepSpeed engine; see `PolicyEngine.step`."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RATE_SCALE] if RATE_SCALE in group else 0.0 if head_alone else rate
-    engine.step()
     if isinstance(optimizer, GuardedAdamW):
+        optimizer.refuse_above = refuse_above
+        engine.step()
         norm = optimizer.grad_norm
     else:
-        norm = math.nan if engine.optimizer.overflow else float(engine.get_global_grad_norm())
-    return math.isfinite(norm), norm
+        with veto(engine.optimizer, above=refuse_above) as norms:
+            engine.step()
+        norm = norms[0] if norms else math.nan  # none: an overflow that was found before there was a norm
+    return math.isfinite(norm) and norm <= refuse_above, norm
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:

@@ -83,6 +83,7 @@ class MicroBatch:
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
+    versions: Tensor  # [N] int64 policy version that sampled the token
     sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
 
 
@@ -97,10 +98,12 @@ def micro_batch(
     forest = lay_out([row.token_ids for row in rows] or [(0, 0)], share=share)
     behaviour: list[float] = []
     advantages: list[float] = []
+    versions: list[int] = []
     sequence: list[int] = []
     for place, row in enumerate(rows):
         behaviour += (value for value, trained in zip(row.logprobs, row.loss_mask, strict=True) if trained)
         advantages += (value for value, trained in zip(row.advantages, row.loss_mask, strict=True) if trained)
+        versions += (value for value, trained in zip(row.versions, row.loss_mask, strict=True) if trained)
         sequence += [place if numbers is None else numbers[place]] * sum(row.loss_mask)
     positions, targets, expand = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
@@ -115,6 +118,7 @@ def micro_batch(
         expand=expand.to(device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        versions=torch.tensor(versions, dtype=torch.long, device=device),
         sequence=torch.tensor(sequence, dtype=torch.long, device=device),
     )
 

@@ -9,10 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl.errors import LearnerError
+from agentrl.errors import LearnerError, LearnerHalted
 from agentrl.recipe import Recipe
 
 ANNOUNCEMENT = "server.json"  # in the run folder while a server runs: where it is; the learner reads it to send weights over NCCL
+HALTED = "failures/halted.txt"  # in the run folder after the learner stopped on purpose: why
 _TAIL_BYTES = 6000  # torchrun's own farewell takes up to half of it
 
 
@@ -43,6 +44,7 @@ class LearnerProcess:
         """Starts the processes and returns at once; the log says when they are ready. Raises `LearnerError` if already started."""
         if self.alive:
             raise LearnerError("the learner is already running")
+        (self.run_dir / HALTED).unlink(missing_ok=True)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
@@ -57,20 +59,23 @@ class LearnerProcess:
     async def wait(self, *, timeout_s: float | None = None) -> None:
         """Waits for the learner to end by itself.
 
-        Raises `LearnerError` with the log's tail when it fails, `TimeoutError` when it still runs after `timeout_s`.
+        Raises `LearnerHalted` when it stopped on purpose, `LearnerError` with the log's tail when it fails, and `TimeoutError` when it
+        still runs after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
-        code = await asyncio.wait_for(self._process.wait(), timeout_s)
-        if code != 0:
-            raise LearnerError(f"the learner ended with exit code {code}; the end of {self.log_path}:\n{self.log_tail()}")
+        await asyncio.wait_for(self._process.wait(), timeout_s)
+        self.check()
 
     def check(self) -> None:
-        """Raises `LearnerError` with the log's tail when the learner has failed."""
-        if self._process is not None and self._process.returncode not in (None, 0):
-            raise LearnerError(
-                f"the learner ended with exit code {self._process.returncode}; the end of {self.log_path}:\n{self.log_tail()}"
-            )
+        """Raises what `wait` does when the learner has failed."""
+        code = self.returncode
+        if code in (None, 0):
+            return
+        note = self.run_dir / HALTED
+        if note.exists():
+            raise LearnerHalted(note.read_text(encoding="utf-8"))
+        raise LearnerError(f"the learner ended with exit code {code}; the end of {self.log_path}:\n{self.log_tail()}")
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
         """Asks the workers to finish the step in hand, waits `grace_s`, then kills the whole tree. Idempotent."""

@@ -8,13 +8,15 @@ LoRA it holds adapter_model.safetensors and adapter_config.json instead, and wha
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from agentrl import codec
+from agentrl import codec, deltas
 from agentrl.errors import LearnerError
 from agentrl.learner import lora
 from agentrl.learner.durable import commit_folder, part_folder
@@ -22,6 +24,8 @@ from agentrl.learner.engine import PolicyEngine
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
 from agentrl.version import FolderRegistry, sha256_file
 
+log = logging.getLogger("agentrl.learner")
+_DELTA_PAYS = 0.5  # of the whole file's bytes; beyond it the server would be better off with the file
 PROBE_ROWS = 4
 _PROBE_TOKENS = 512
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
@@ -57,20 +61,27 @@ def publish(
     engine: PolicyEngine,
     *,
     number: int,
+    parent: int,
     metrics: Mapping[str, float],
     rows: tuple[tuple[int, ...], ...],
     keep: int,
+    full_every: int | None = None,
 ) -> None:
     """Exports the engine's weights as version `number`, registers it, and removes the weights of old versions. All ranks call it.
 
-    The same engine state gives the same bytes. Raises `LearnerError` when the disk refuses, `StoreError` when the number is
+    The same engine state gives the same bytes. With `full_every` versions are deltas of their parents where that pays, all but those
+    whose number it divides. Raises `LearnerError` when the disk refuses, `StoreError` when the number is
     registered with other weights.
     """
     weights = gather(engine)
     probe = Probe(token_ids=rows, logprobs=engine.probe(rows))
     if engine.ranks.first:
         try:
-            version = _export(run_dir, engine, weights, number, metrics, probe)
+            part = part_folder(version_folder(run_dir, number))
+            version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
+            if full_every is not None:
+                _shrink(part, version, registry.get(parent), whole=number % full_every == 0)
+            commit_folder(part, version_folder(run_dir, number))
         except OSError as error:
             raise LearnerError(f"cannot write version {number} in {run_dir}: {error.strerror or error}; free space and resume") from error
         registry.add(version)
@@ -89,10 +100,15 @@ def gather(engine: PolicyEngine) -> dict[str, Tensor]:
 
 
 def _export(
-    run_dir: Path, engine: PolicyEngine, weights: dict[str, Tensor], number: int, metrics: Mapping[str, float], probe: Probe
+    part: Path,
+    run_dir: Path,
+    engine: PolicyEngine,
+    weights: dict[str, Tensor],
+    number: int,
+    parent: int,
+    metrics: Mapping[str, float],
+    probe: Probe,
 ) -> PolicyVersion:
-    final = version_folder(run_dir, number)
-    part = part_folder(final)
     adapter = engine.recipe.learner.lora
     if adapter is None:
         engine.lm.save_pretrained(part, state_dict=weights, max_shard_size="1TB")
@@ -102,10 +118,33 @@ def _export(
     (part / "update.json").write_text(json.dumps(dict(metrics), indent=1, allow_nan=False))
     (part / "probe.json").write_bytes(codec.to_json(probe))
     file = WHOLE_MODEL if adapter is None else ADAPTER
-    digest = sha256_file(part / file)
-    version = PolicyVersion(number=number, parent=number - 1, folder=str(final.relative_to(run_dir)), sha256=digest, weights=file)
-    commit_folder(part, final)
-    return version
+    folder = str(version_folder(run_dir, number).relative_to(run_dir))
+    return PolicyVersion(number=number, parent=parent, folder=folder, sha256=sha256_file(part / file), weights=file)
+
+
+def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
+    """Puts a delta in the place of the whole weights where that pays, and keeps them aside for the delta of the version after it.
+
+    What is aside may be from any version, or torn by a power cut: a delta is made only of what has the parent's checksum.
+    """
+    newest = part.with_name(deltas.NEWEST)
+    if not whole and parent is not None and newest.exists():
+        delta = deltas.encode(newest, part / WHOLE_MODEL, part, number=parent.number)
+        if delta is not None:
+            size = (part / deltas.FRAMES).stat().st_size
+            log.info("version %d: its delta has %.1f %% of the bytes", version.number, 100 * size / delta.size)
+            if delta.parent_sha256 == parent.sha256 and size <= _DELTA_PAYS * delta.size:
+                (part / WHOLE_MODEL).replace(newest)
+                return
+            (part / deltas.FRAMES).unlink()
+            (part / deltas.RECORD).unlink()
+    beside = newest.with_name(f"{newest.name}.part")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(part / WHOLE_MODEL, beside)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(part / WHOLE_MODEL, beside)
+    beside.replace(newest)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -8,10 +8,12 @@ process dies in between.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import signal
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -19,7 +21,7 @@ import torch
 import transformers
 
 from agentrl import recipe as recipes
-from agentrl.errors import StoreError
+from agentrl.errors import LearnerHalted, StoreError
 from agentrl.experience import SqliteStore
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
@@ -27,13 +29,14 @@ from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.failures import FailureLog
 from agentrl.learner.publish import probe_rows, publish, version_folder
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
-from agentrl.objective import assemble, counted_samples
+from agentrl.objective import Assembled, assemble, counted_samples
 from agentrl.recipe import Recipe
-from agentrl.records import Group
+from agentrl.records import Group, VersionState
 from agentrl.version import FolderRegistry
 
 log = logging.getLogger("agentrl.learner")
@@ -56,8 +59,11 @@ class Worker:
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
+        self.failures = FailureLog(run_dir)
         self.consumed: dict[int, tuple[int, ...]] = {}
+        self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
+        self.good = 0
 
     def run(self) -> None:
         """Repairs what a crash left, then makes steps until `recipe.steps` are made or a stop is asked for."""
@@ -76,33 +82,22 @@ class Worker:
 
     def _step(self, groups: tuple[Group, ...]) -> None:
         start = time.perf_counter()
-        step = self.next_step
-        weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
-        penalties = self.updater.penalties(weighed)
-        made = assemble(step, groups, self.recipe, penalties=penalties)
-        metrics = self.updater.update(made.batch)
-        if penalties:
-            metrics["kl_penalty_mean"] = fmean(penalties.values())
-        metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
-        metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
+        step, parent = self.next_step, self.next_step
+        made, metrics = self._update(step, groups)
+        if self.updater.guard.sound:
+            self.good = step
+        if self.updater.guard.rolling_back:
+            parent = self._go_back(step)
+            metrics |= {"rollbacks": 1.0, "weights_changed": float(parent < step)}
+        elif self.good == step and not metrics["weights_changed"]:
+            self.good = step + 1  # the same weights under the next number, such as while a critic warms up
         self.consumed[step] = made.batch.group_indices
-        meta = CheckpointMeta(
-            step=step + 1,
-            consumed=dict(self.consumed),
-            ranks=self.ranks.size,
-            zero_stage=self.recipe.learner.zero_stage,
-            bad_in_a_row=self.updater.bad_in_a_row,
-            metrics=metrics,
-            probe_rows=probe_rows(
-                groups,
-                vocabulary=self.engine.lm.config.get_text_config().vocab_size,
-                max_model_len=self.recipe.policy.max_model_len,
-            ),
+        rows = probe_rows(
+            groups, vocabulary=self.engine.lm.config.get_text_config().vocab_size, max_model_len=self.recipe.policy.max_model_len
         )
+        meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
-        name = checkpoints.save(
-            self.run_dir / "checkpoints", self.engine, meta, keep=self.recipe.learner.keep_checkpoints, critic=self.critic
-        ).name
+        name = self._save(meta)
         publishing = time.perf_counter()
         if self.ranks.first:
             self.store.commit(step, made.batch.group_indices, name)
@@ -117,16 +112,78 @@ class Worker:
             *(metrics["update_s"], publishing - saving, end - publishing, end - start),
         )
 
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
+        """Makes the update of a step, and writes down what was set aside, also when that is why the run halts."""
+        guard = self.updater.guard
+        weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
+        penalties = self.updater.penalties(weighed)
+        made = assemble(step, groups, self.recipe, penalties=penalties)
+        try:
+            left_out = guard.leave_out(step, groups, made.dropped)
+            metrics = self.updater.update(made.batch)
+        finally:
+            setbacks = guard.taken()
+            for setback in setbacks:
+                log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
+            if self.ranks.first:
+                self.failures.append(setbacks)
+        penalised = {"kl_penalty_mean": fmean(penalties.values())} if penalties else {}
+        metrics |= {name: value for name, value in penalised.items() if math.isfinite(value)}
+        metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
+        metrics |= {"groups_set_aside": float(left_out), "rollbacks": 0.0}
+        metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
+        return made, metrics
+
+    def _go_back(self, step: int) -> int:
+        """Undoes everything since the newest checkpoint that was found sound; returns its number.
+
+        The groups of the undone steps stay consumed. What follows is a new version with the old weights under the next number, so
+        that server and rollouts go forward to it like to any other.
+        """
+        found = checkpoints.numbered(self.run_dir / "checkpoints", self.good)
+        if found is None:
+            raise LearnerHalted(f"step {step}: a limit asks for a rollback, and checkpoint {self.good} is gone or damaged")
+        checkpoints.restore(found, self.engine, critic=self.critic)
+        guard = self.updater.guard
+        guard.counts = replace(guard.counts, undone=step + 1 - (found.meta.step - found.meta.counts.undone))
+        self.rolled_back += tuple(number for number in range(self.good + 1, step + 1) if number not in self.rolled_back)
+        log.warning("step %d: rolled back to the weights of version %d", step, self.good)
+        parent, self.good = self.good, step + 1
+        return parent
+
+    def _meta(self, step: int, *, parent: int, metrics: dict[str, float], rows: tuple[tuple[int, ...], ...]) -> CheckpointMeta:
+        return CheckpointMeta(
+            step=step,
+            consumed=dict(self.consumed),
+            ranks=self.ranks.size,
+            zero_stage=self.recipe.learner.zero_stage,
+            counts=self.updater.guard.counts,
+            good=self.good,
+            parent=parent,
+            rolled_back=self.rolled_back,
+            metrics=metrics,
+            probe_rows=rows,
+        )
+
+    def _save(self, meta: CheckpointMeta) -> str:
+        learner = self.recipe.learner
+        spare = self.good if learner.limits.roll_back else None
+        root = self.run_dir / "checkpoints"
+        return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
+
     def _publish(self, meta: CheckpointMeta) -> None:
         publish(
             self.run_dir,
             self.registry,
             self.engine,
             number=meta.step,
+            parent=meta.step - 1 if meta.parent is None else meta.parent,
             metrics=meta.metrics,
             rows=meta.probe_rows,
             keep=self.recipe.learner.keep_versions,
+            full_every=self.recipe.learner.full_every if self.recipe.serving.weight_transfer == "delta" else None,
         )
+        self._refuse_rolled_back()
         if self.broadcaster is not None:
             self.broadcaster.send(meta.step)
 
@@ -137,8 +194,11 @@ class Worker:
             checkpoints.restore(found, self.engine, critic=self.critic)
             self.next_step = found.meta.step
             self.consumed = dict(found.meta.consumed)
-            self.updater.bad_in_a_row = found.meta.bad_in_a_row
+            self.updater.guard.counts = found.meta.counts
+            self.good, self.rolled_back = found.meta.good, found.meta.rolled_back
             log.info("resumed after %d steps from %s", self.next_step, found.folder)
+        elif self.recipe.learner.limits.roll_back:
+            self._save(self._meta(0, parent=0, metrics={}, rows=()))  # so that the very first update can be undone too
         missing = False
         if self.ranks.first:
             base = self.registry.get(0)
@@ -146,12 +206,22 @@ class Worker:
                 self.registry.verify(base)  # a checkpoint of an adapter is nothing without the weights it belongs to
             self.store.reconcile(self.consumed)
             self.registry.reconcile(self.next_step)
+            self.failures.forget_from(self.next_step)
             missing = found is not None and not self._published(self.next_step)
         if self.ranks.decide(int(missing)) and found is not None:
             log.info("publishing version %d again", self.next_step)
             self._publish(found.meta)
         elif self.broadcaster is not None and found is not None:
             self.broadcaster.catch_up(self.next_step)
+        self._refuse_rolled_back()
+
+    def _refuse_rolled_back(self) -> None:
+        """After their successor is there: until then a version that turned out bad is better than none."""
+        if self.ranks.first:
+            for number in self.rolled_back:
+                version = self.registry.get(number)
+                if version is not None and version.state is not VersionState.ROLLED_BACK:
+                    self.registry.set_state(number, VersionState.ROLLED_BACK)
 
     def _published(self, number: int) -> bool:
         version = self.registry.get(number)

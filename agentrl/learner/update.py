@@ -14,16 +14,16 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from agentrl.errors import LearnerError
 from agentrl.learner.critic import Critic, SharedCritic, advantage_scale, credit, critic_metrics
 from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.guard import Guard
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
 from agentrl.learner.reference import reference_for
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import TrainedTokens, policy_loss
 from agentrl.objective.kl import sequence_penalty
-from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, summarize
+from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
 from agentrl.objective.values import value_loss
 from agentrl.recipe import CriticConfig
 from agentrl.records import Batch, Sample
@@ -46,16 +46,13 @@ Plan = list[tuple[Batch, list[Prepared]]]  # the micro-batches of each optimizer
 
 
 class Updater:
-    """Applies batches to an engine and counts the optimizer steps that had to be set aside.
+    """Applies batches to an engine. Its `guard` judges each optimizer step and remembers what was set aside."""
 
-    `bad_in_a_row` belongs to the checkpoint: a run that keeps dying and resuming must still stop after `learner.max_bad_updates`.
-    """
-
-    def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None, bad_in_a_row: int = 0) -> None:
+    def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
         self.engine = engine
         config = engine.recipe.critic
         self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
-        self.bad_in_a_row = bad_in_a_row
+        self.guard = Guard(engine.recipe.learner)
         self._objective = engine.recipe.objective
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
@@ -65,10 +62,13 @@ class Updater:
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same answer.
 
-        A minibatch whose gradient is not finite is set aside: weights untouched, counted in `updates_set_aside`. Raises
-        `LearnerError` after `learner.max_bad_updates` of those in a row. A batch without samples changes nothing.
+        A minibatch whose loss, gradient or advantages are not finite, or that `learner.limits` object to, is set aside: weights
+        untouched, counted in `updates_set_aside`. Where a limit says rollback, `guard.rolling_back` is True afterwards, and the weights
+        must not be used. Raises `LearnerHalted` where a limit says so, and after `learner.max_bad_updates` steps set aside in a row.
+        A batch without samples changes nothing.
         """
         start = time.perf_counter()
+        self.guard.begin()
         parts = minibatches(batch, self._learner.minibatches)
         prepared = self._prepare(parts)
         metrics = _batch_metrics(batch)
@@ -81,19 +81,22 @@ class Updater:
         passes: list[dict[str, float]] = []
         if not warming:
             for part, made in prepared:
-                passes.append(self._optimize(part, made))
+                if not self.guard.rolling_back:
+                    passes.append(self._optimize(part, made, changed=any(one["applied"] for one in passes)))
         wall_s = time.perf_counter() - start
-        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, batch.step)
+        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._place(batch.step))
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_set_aside"] = sum(1.0 - made.pop("applied") for made in passes)
-        for name in sorted({name for made in passes for name in made}):
-            values = [made[name] for made in passes if name in made]
-            metrics[name] = max(values) if name.endswith("_max") else fmean(values)
+        metrics |= over_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
         mine = sum(one.batch.layout.length for _, made in prepared for one in made)
         metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
-        return metrics
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def _place(self, step: int) -> int:
+        """Where the learning rate's schedule is at a step: a rollback takes it back too."""
+        return step - self.guard.counts.undone
 
     def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
         """What `objective.kl=k1_reward` takes off the score of each episode, by id; empty with any other objective. A collective."""
@@ -179,17 +182,18 @@ class Updater:
                 for one in some:
                     assert one.returns is not None and one.values is not None, "judged before it is learned"
                     total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
-                applied, norm = critic.step(part.step)
-                self._count(applied, part.step)
+                applied, norm = critic.step(self._place(part.step))
                 losses.append(ranks.sum(total).item())
+                self.guard.settle_critic(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
                 norms.append(norm)
         finite = [norm for norm in norms if math.isfinite(norm)]
         metrics = {"value_loss": fmean(losses)} if losses else {}
         return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
 
-    def _optimize(self, part: Batch, micro_batches: list[Prepared]) -> dict[str, float]:
+    def _optimize(self, part: Batch, micro_batches: list[Prepared], *, changed: bool) -> dict[str, float]:
+        """One optimizer step; `changed`: the weights are no longer those that the batch began with."""
         ranks = self.engine.ranks
-        sums = torch.zeros(len(SUM_NAMES) + 2, dtype=torch.float64, device=ranks.device)  # and the two losses
+        sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # and losses, and advantages not finite
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
         total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
@@ -201,22 +205,27 @@ class Updater:
                 sequence=one.batch.sequence,
                 proximal=one.proximal,
                 reference=one.reference,
+                same=None if changed and one.proximal is None else one.batch.versions == part.step,
                 entropy=entropy,
             )
             result = policy_loss(tokens, self._objective, denominator=total_weight)
             value, weight = self._value_loss(one, values)
             value = value / part.denominator
             self.engine.backward(result.loss + weight * value if weight else result.loss)
-            sums += torch.cat((result.sums, torch.stack((value.detach().double(), result.loss.detach().double()))))
+            sums[:-3] += result.sums
+            sums[-3] += value.detach()
+            sums[-2] += result.loss.detach()
+            sums[-1] += (~one.batch.advantages.isfinite()).sum()
             maxima = torch.maximum(maxima, result.maxima)
-        applied, norm = self.engine.step(part.step)
-        self._count(applied, part.step)
         total = ranks.sum(sums)
-        with_reference = self._objective.kl in ("k1", "k2", "k3")
-        metrics = {**summarize(total[:-2], ranks.max(maxima), with_reference=with_reference), "loss": total[-1].item(), "grad_norm": norm}
+        metrics = summarize(total[:-3], ranks.max(maxima), with_reference=self._objective.kl in ("k1", "k2", "k3"))
         if isinstance(self.critic, SharedCritic):
-            metrics["value_loss"] = total[-2].item()
-        return {name: value for name, value in metrics.items() if math.isfinite(value)} | {"applied": float(applied)}
+            metrics["value_loss"] = total[-3].item()
+        metrics |= {"loss": total[-2].item(), "advantages_not_finite": total[-1].item()}
+        applied, metrics["grad_norm"] = self.engine.step(self._place(part.step), refuse_above=self.guard.bound(metrics))
+        self.guard.settle(part, metrics, applied=applied)
+        del metrics["advantages_not_finite"]
+        return metrics | {"applied": float(applied)}
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Logprobs, entropies and, from a shared trunk, values [N] of the batch's trained tokens."""
@@ -231,14 +240,6 @@ class Updater:
         assert self.critic is not None and one.returns is not None and one.values is not None, "judged before it is learned"
         loss = value_loss(values, one.values, one.returns, clip=self.critic.config.value_clip)
         return loss.sum(), self.critic.config.vf_coef
-
-    def _count(self, applied: bool, step: int) -> None:
-        self.bad_in_a_row = 0 if applied else self.bad_in_a_row + 1
-        if self.bad_in_a_row >= self._learner.max_bad_updates:
-            raise LearnerError(
-                f"step {step}: the gradient was not finite {self.bad_in_a_row} times in a row; the weights are those of the last"
-                " good update. Lower learner.lr, or look for damaged weights or experience"
-            )
 
 
 def _judged(one: Prepared, config: CriticConfig) -> Prepared:
@@ -267,7 +268,7 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
             "length_max": float(max(lengths)),
             "staleness_mean": fmean(lags),
             "staleness_max": float(max(lags)),
-            "advantage_std": pstdev(advantages),
+            "advantage_std": pstdev(advantages) if all(map(math.isfinite, advantages)) else math.nan,
         }
     return metrics
 

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, LearnerHalted
 from agentrl.learner.lifeline import die_with_parent
 
 
@@ -23,12 +23,17 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    from agentrl.learner.process import HALTED
     from agentrl.learner.steps import work
 
     try:
         work(arguments.run_dir)
     except AgentRLError as error:
         logging.getLogger("agentrl.learner").error("%s: %s", type(error).__name__, error)
+        if isinstance(error, LearnerHalted) and os.environ.get("RANK") == "0":
+            note = arguments.run_dir / HALTED
+            note.parent.mkdir(exist_ok=True)
+            note.write_text(str(error), encoding="utf-8")
         return 1
     return 0
 

@@ -7,7 +7,7 @@ step and says which groups teach nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -118,15 +118,15 @@ def _estimate(groups: Sequence[Mapping[int, float]], objective: ObjectiveConfig)
     by_std = objective.divides_by_std
     match objective.advantage:
         case "grpo":
-            return [_keyed(some, grpo(_listed(some), normalize_std=by_std)) if some else {} for some in groups]
+            return [_keyed(some, _or_nan(grpo, _listed(some), by_std)) if some else {} for some in groups]
         case "rloo":
-            return [_keyed(some, rloo(_listed(some), normalize_std=by_std)) if some else {} for some in groups]
+            return [_keyed(some, _or_nan(rloo, _listed(some), by_std)) if some else {} for some in groups]
         case "gae":  # the scores themselves: a critic supplies the baseline, token by token
             return [dict(some) for some in groups]
         case "reinforce++":
             return _over_batch(groups, by_std)
         case "reinforce++-baseline":
-            centred = [_keyed(some, grpo(_listed(some), normalize_std=False)) if some else {} for some in groups]
+            centred = [_keyed(some, _or_nan(grpo, _listed(some), False)) if some else {} for some in groups]
             made = _over_batch(centred, by_std)
             # The mean of centred scores is rounding noise; it must not turn a group without a preference into one with.
             return [found if any(some.values()) else dict.fromkeys(found, 0.0) for some, found in zip(centred, made, strict=True)]
@@ -134,8 +134,16 @@ def _estimate(groups: Sequence[Mapping[int, float]], objective: ObjectiveConfig)
 
 def _over_batch(groups: Sequence[Mapping[int, float]], normalize_std: bool) -> list[dict[int, float]]:
     flat = [score for some in groups for score in some.values()]
-    values = iter(reinforce_plus_plus(flat, normalize_std=normalize_std) if flat else ())
+    values = iter(_or_nan(reinforce_plus_plus, flat, normalize_std) if flat else ())
     return [{place: next(values) for place in some} for some in groups]
+
+
+def _or_nan(estimator: Callable[..., list[float]], scores: Sequence[float], normalize_std: bool) -> list[float]:
+    """NaN for each score where the arithmetic leaves the range of a float; `assemble` sets such groups aside."""
+    try:
+        return estimator(scores, normalize_std=normalize_std)
+    except (OverflowError, ValueError):  # of math.fsum, and of the square in a variance
+        return [math.nan] * len(scores)
 
 
 def _listed(scores: Mapping[int, float]) -> list[float]:

@@ -27,6 +27,7 @@ class TrainedTokens:
     sequence: Tensor  # int64; tokens with the same number are one sequence
     proximal: Tensor | None = None  # of the weights at the start of the step; None: the behaviour policy takes their place
     reference: Tensor | None = None  # of the reference policy, where there is a KL term
+    same: Tensor | None = None  # bool: sampled by the weights of the start of the step; None: not known of any token
     entropy: Tensor | None = None  # of the policy being trained, nats; carries a gradient where there is an entropy bonus
 
 
@@ -74,11 +75,14 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     with torch.no_grad():
         if objective.caps_ratio:
             cut = cut | (gap > math.log(objective.is_cap))
+        side = segments.mean(gap) if objective.loss == "gspo" else gap
         sums, maxima = statistics(
             tokens.logprobs - behaviour,
             clipped=clipped,
+            high=side > 0,
             cut=cut,
             entropy=tokens.entropy,
+            same=_mismatch(tokens),
             kl_reference=None if tokens.reference is None else k3(tokens.logprobs, tokens.reference.to(dtype)),
             is_cap=objective.is_cap,
         )
@@ -97,6 +101,18 @@ def _surrogate(gap: Tensor, logprobs: Tensor, advantages: Tensor, segments: Segm
             return losses.dual_clip(losses.token_ratio(gap, cap), advantages, low=low, high=high, bound=objective.dual_clip)
         case "clip":
             return losses.clip(losses.token_ratio(gap, cap), advantages, low=low, high=high)
+
+
+def _mismatch(tokens: TrainedTokens) -> Tensor | None:
+    """[N] float64: k3 of KL(server || learner) where both had the same weights, NaN elsewhere.
+
+    The learner's side of it is the proximal policy, which is the weights at the start of the step; without one it is the policy itself,
+    and the caller gives `same` only while that has not been changed yet.
+    """
+    if tokens.same is None:
+        return None
+    ours = tokens.logprobs if tokens.proximal is None else tokens.proximal
+    return k3(tokens.behaviour.double(), ours.detach().double()).masked_fill(~tokens.same, math.nan)
 
 
 def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
 import torch
 from torch import Tensor
 
-SUM_NAMES = ("tokens", "ratio", "weight", "weight_squared", "clipped", "truncated", "kl", "entropy", "mismatch", "kl_reference")
-MAX_NAMES = ("ratio", "mismatch")
+SUM_NAMES = (
+    *("tokens", "ratio", "weight", "weight_squared", "clipped", "clipped_high", "truncated", "kl", "entropy", "mismatch"),
+    *("same", "same_kl", "kl_reference"),
+)
+MAX_NAMES = ("ratio", "inverse_ratio", "mismatch")
 
 
 def statistics(
-    log_ratio: Tensor, *, clipped: Tensor, cut: Tensor, entropy: Tensor | None, kl_reference: Tensor | None, is_cap: float
+    log_ratio: Tensor,
+    *,
+    clipped: Tensor,
+    high: Tensor,
+    cut: Tensor,
+    entropy: Tensor | None,
+    same: Tensor | None,
+    kl_reference: Tensor | None,
+    is_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens; `log_ratio` is log pi - log mu."""
+    """Sums [len(SUM_NAMES)] and maxima [len(MAX_NAMES)], float64, of [N] tokens.
+
+    Args:
+        log_ratio: log pi - log mu.
+        clipped: where the surrogate's bound is what counts; `high`: on which side the ratio lies.
+        cut: where an importance weight was truncated or masked.
+        same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's own weights sampled, NaN elsewhere; None: of none of them.
+    """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()
     weight = ratio.clamp(max=is_cap)
@@ -25,35 +47,55 @@ def statistics(
             weight.sum(),
             weight.square().sum(),
             clipped.sum().double(),
+            (clipped & high).sum().double(),
             cut.sum().double(),
             (ratio - 1.0 - log_ratio).sum(),
             zero if entropy is None else entropy.detach().double().sum(),
             mismatch.sum(),
+            zero if same is None else zero + (~same.isnan()).sum(),
+            zero if same is None else same.nansum(),
             zero if kl_reference is None else kl_reference.detach().double().sum(),
         )
     )
     none = ratio.numel() == 0
-    maxima = torch.stack((zero, zero)) if none else torch.stack((ratio.max(), mismatch.max()))
+    maxima = ratio.new_zeros(len(MAX_NAMES)) if none else torch.stack((ratio.max(), (-log_ratio).exp().max(), mismatch.max()))
     return sums, maxima
 
 
 def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> dict[str, float]:
     """Metrics from the added-up `PolicyLoss.sums` and `.maxima`; empty when no token was trained.
 
-    `ess` is the effective sample size of the truncated weights w = min(pi / mu, is_cap) as a share of the tokens, (sum w)^2 / (n sum w^2).
-    `kl_behaviour` is k3 of KL(mu || pi), in nats. `mismatch_*` is |log pi - log mu|, in nats. `truncated_fraction` is the share of
-    tokens whose importance weight was truncated or masked. `kl_reference`, where there is a reference, is k3 of KL(pi || pi_ref).
+    Over the n trained tokens of an optimizer step on all ranks, with mu the policy that sampled a token, r = pi / mu, and logs in nats:
+
+        kl_behaviour            mean of r - 1 - log r, which is k3 of KL(mu || pi)
+        kl_reference            mean of k3 of KL(pi || pi_ref), where there is a reference
+        mismatch_kl             mean of r - 1 - log r over the tokens that these very weights sampled: server against learner, no update
+                                between them. Absent where there is no such token, and where the update has begun and no proximal
+                                policy remembers the weights before it
+        mismatch_tokens         the share of the tokens that mismatch_kl is taken over
+        mismatch_mean, _max     |log r|
+        ratio_mean, _min, _max  r
+        clip_fraction           share of tokens where the surrogate's bound counts; _low: on the side of ratios below 1, _high: above
+        truncated_fraction      share of tokens whose importance weight was truncated or masked
+        ess                     (sum w)^2 / (n sum w^2) of w = min(r, is_cap): effective sample size as a share of the tokens
+        entropy                 mean entropy of pi
     """
     total = dict(zip(SUM_NAMES, sums.tolist(), strict=True))
     peak = dict(zip(MAX_NAMES, maxima.tolist(), strict=True))
     n = total["tokens"]
     if n == 0:
         return {}
-    reference = {"kl_reference": total["kl_reference"] / n} if with_reference else {}
-    return reference | {
+    sometimes = {"kl_reference": total["kl_reference"] / n} if with_reference else {}
+    if total["same"]:
+        sometimes["mismatch_kl"] = total["same_kl"] / total["same"]
+    return sometimes | {
+        "mismatch_tokens": total["same"] / n,
         "ratio_mean": total["ratio"] / n,
         "ratio_max": peak["ratio"],
+        "ratio_min": 1.0 / peak["inverse_ratio"] if peak["inverse_ratio"] else math.inf,
         "clip_fraction": total["clipped"] / n,
+        "clip_fraction_low": (total["clipped"] - total["clipped_high"]) / n,
+        "clip_fraction_high": total["clipped_high"] / n,
         "truncated_fraction": total["truncated"] / n,
         "kl_behaviour": total["kl"] / n,
         "entropy": total["entropy"] / n,
@@ -61,3 +103,21 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
         "mismatch_mean": total["mismatch"] / n,
         "mismatch_max": peak["mismatch"],
     }
+
+
+def over_steps(passes: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
+    """Figures of a batch from those of its optimizer steps: means weighted by the steps' `tokens`, and the extremes of extremes.
+
+    A value that is not finite is left out, as is a figure that no step has.
+    """
+    found: dict[str, float] = {}
+    for name in sorted({name for made in passes for name in made}):
+        pairs = [(made[name], n) for made, n in zip(passes, tokens, strict=True) if math.isfinite(made.get(name, math.nan))]
+        if not pairs:
+            continue
+        values, weights = zip(*pairs, strict=True)
+        if name.endswith(("_max", "_min")):
+            found[name] = max(values) if name.endswith("_max") else min(values)
+        else:
+            found[name] = fmean(values, weights)
+    return found

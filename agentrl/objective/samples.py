@@ -19,6 +19,8 @@ from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
 
+_LARGEST = 3.4028234663852886e38  # of a float32, which is what the loss computes with
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembled:
@@ -38,7 +40,8 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
 
     A group with a score or logprob that is not a finite number, or with a trajectory that starts without a prompt or is longer than
     the policy's context, is set aside whole, before any mean is taken: half a group would shift its baseline.
-    `Batch.group_indices` holds all the groups, those set aside included, because the step consumes them.
+    `Batch.group_indices` holds all the groups, those set aside included, because the step consumes them. A group whose advantages are
+    not finite numbers of float32 is set aside too.
 
     Args:
         penalties: taken off the score of the episode with that id; see `counted_samples`.
@@ -52,6 +55,8 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
     for group, found in zip(fit, advantages, strict=True):
         made, reason = _group_samples(group, found, recipe.objective, step)
+        if not all(abs(value) <= _LARGEST for sample in made for value in sample.advantages):
+            made, reason = [], "non_finite_advantage"
         samples.extend(made)
         if reason:
             dropped[group.index] = reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from agentrl.objective.advantages import STD_EPS, sample_std
@@ -26,7 +27,10 @@ def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> l
     if not flat or min(flat) == max(flat):
         return [[[0.0] * len(trajectory) for trajectory in episode] for episode in rewards]
     mean = sum(flat) / len(flat)
-    scale = sample_std(flat) + STD_EPS if normalize_std else 1.0
+    try:
+        scale = sample_std(flat) + STD_EPS if normalize_std else 1.0
+    except OverflowError:  # the square in the variance; a group with such advantages is set aside
+        scale = math.nan
     return [[_to_come([(reward - mean) / scale for reward in trajectory]) for trajectory in episode] for episode in rewards]
 
 

@@ -16,6 +16,7 @@ from agentrl.observe.summary import Summary
 from agentrl.observe.transcripts import choose_pairs, render_pair, render_single
 
 _EPISODES_SHOWN = 6
+_SETBACKS_SHOWN = 20
 _WIDE, _NARROW, _SMALL = (1030, 300), (330, 240), (300, 150)
 
 
@@ -31,6 +32,7 @@ def write_report(run_dir: Path) -> Path:
         _learning(run),
         _kinds(run),
         _machinery(run),
+        _setbacks(run),
         _stages(run),
         _episodes(run),
         _configuration(run),
@@ -77,6 +79,7 @@ def _headline(run: RunData) -> Html | None:
         (f"{summary.episodes:,}", "training episodes"),
         (f"{summary.episodes_left_out:,}", "left out for faults"),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
+        (f"{summary.updates_set_aside:,}", "updates set aside"),
         (_short(summary.tokens_trained), "tokens trained"),
         (f"{summary.weight_swaps:,}", "weight swaps"),
         (_maybe(summary.swap_stall_ms_p50, lambda value: f"{value:.0f} ms"), "median swap stall"),
@@ -216,14 +219,47 @@ def _machinery(run: RunData) -> Html | None:
         _small(run, "Gradient norm", "before clipping", {"grad_norm": "norm"}),
         _small(run, "Entropy", "nats per token", {"entropy": "entropy"}),
         _small(run, "KL", "behaviour policy to learner, nats per token", {"kl_behaviour": "KL"}),
+        _small(run, "KL to the reference", "learner to version 0, nats per token", {"kl_reference": "KL"}),
+        _small(
+            run, "Server against learner", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, lambda value: f"{value:.0e}"
+        ),
+        _small(run, "Ratio extremes", "learner to behaviour policy", {"ratio_max": "largest", "ratio_min": "smallest"}),
         _small(run, "Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}),
-        _small(run, "Updates set aside", "the gradient was not finite", {"updates_set_aside": "updates"}, whole=True),
-        _small(run, "Clipped ratios", "share of tokens", {"clip_fraction": "share"}),
+        _small(
+            run,
+            "Updates set aside",
+            "not finite, or beyond a limit",
+            {"updates_set_aside": "updates", "rollbacks": "rollbacks"},
+            whole=True,
+        ),
+        _small(run, "Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}),
         _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}, whole=True),
         _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, whole=True),
     ]
     shown = [chart for chart in charts if chart]
     return _section("Inside the loop", "One value for each learner step.", element("div", *shown, class_="multiples")) if shown else None
+
+
+def _setbacks(run: RunData) -> Html | None:
+    """What was not trained on: the newest of it, with its groups and reasons."""
+    if not run.setbacks:
+        return None
+    heads = [element("th", name) for name in ("step", "what happened", "groups", "episodes", "why")]
+    rows = [
+        element(
+            "tr",
+            element("td", str(line["step"]), class_="num"),
+            element("td", f"{line.get('what', '')}: {line['action']}"),
+            element("td", ", ".join(map(str, line["groups"]))),
+            element("td", str(len(line["episodes"])), class_="num"),
+            element("td", "; ".join(map(str, line["reasons"]))),
+        )
+        for line in run.setbacks[-_SETBACKS_SHOWN:]
+    ]
+    table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
+    left = len(run.setbacks) - len(rows)
+    note = f"{left} earlier ones are in failures/updates.jsonl, with all ids." if left else "failures/updates.jsonl has all ids."
+    return _section("Set aside", f"Updates and groups that changed no weights. {note}", element("div", table, class_="card"))
 
 
 def _small(

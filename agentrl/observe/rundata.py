@@ -23,6 +23,7 @@ class RunData:
     summary: Summary | None
     metrics: tuple[Line, ...]  # one a step, in order
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
+    setbacks: tuple[Line, ...]  # what was not trained on, and why
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
     def series(self, key: str) -> tuple[tuple[float, float], ...]:
@@ -45,6 +46,7 @@ def read_run(run_dir: Path) -> RunData:
         summary=_read_summary(run_dir, notes),
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
+        setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", ("step", "action", "reasons", "groups", "episodes"), notes)),
         notes=tuple(notes),
     )
 

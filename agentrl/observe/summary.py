@@ -42,6 +42,12 @@ class Summary(BaseModel):
     """Tasks that are wrong in themselves and were set aside; `quarantine.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
+    updates_set_aside: int = Field(0, ge=0)
+    """Optimizer steps that were not made: something was not finite, or beyond a limit."""
+    groups_set_aside: int = Field(0, ge=0)
+    """Groups not trained on because a score, logprob or advantage was not finite."""
+    rollbacks: int = Field(0, ge=0)
+    """Times the weights went back to an earlier version."""
     weight_swaps: int = Field(ge=0)
     """Versions taken into the running server."""
     swap_stall_ms_p50: float | None = None

@@ -107,6 +107,9 @@ class Terminal:
         parts = [f"{_SPLITS.get(split, split)} {r.value:.3f} [{r.ci_low:.3f}, {r.ci_high:.3f}] n={r.n}" for split, r in rates.items()]
         self._say(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
 
+    def alert_line(self, text: str) -> None:
+        self._say(Text("alert: ", style="bold red").append(text, style="default"))
+
     def close(self) -> None:
         if self._live:
             self._live.stop()

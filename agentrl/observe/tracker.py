@@ -50,6 +50,11 @@ class RunTracker:
         if self._terminal:
             self._terminal.step_line()
 
+    def alert(self, text: str) -> None:
+        """Tells a person, where there is one, what must not be missed."""
+        if self._terminal:
+            self._terminal.alert_line(text)
+
     def stage(self, name: str, detail: str = "") -> None:
         """Ends the stage before and begins this one; a stage entered again adds to its time."""
         self._end_stage()

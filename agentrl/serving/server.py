@@ -125,7 +125,7 @@ class VLLMServer:
 
     def _command(self, device: str, port: int) -> list[str]:
         serving, policy = self.recipe.serving, self.recipe.policy
-        backend = {"file": FILE_BACKEND, "nccl": "nccl"}[serving.weight_transfer]
+        backend = {"file": FILE_BACKEND, "delta": FILE_BACKEND, "nccl": "nccl"}[serving.weight_transfer]
         launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
         arguments = {
             "--model": str(self.model),
@@ -186,7 +186,7 @@ class VLLMServer:
                 raise ServingError(f"the inference server ended with code {self._process.returncode} while starting; {self._log_tail()}")
             await asyncio.sleep(_POLL_S)
         await self.control.set_version(self.weights.number)
-        if self.recipe.serving.weight_transfer == "file":
+        if self.recipe.serving.weight_transfer != "nccl":
             await self.control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
         # The first request pays for lazy set-up; better now than on the first episode's clock.
         body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from agentrl import deltas
 from agentrl.errors import ServingError, SwapError
-from agentrl.records import PolicyVersion, Probe, SwapReport
+from agentrl.records import ADAPTER, PolicyVersion, Probe, SwapReport
 from agentrl.serving.server import VLLMServer
 
-_HASH_CHUNK = 2**20
+log = logging.getLogger(__name__)
 
 
 class HotSwap(ABC):
@@ -131,35 +133,50 @@ class FileWeightChannel(HotSwap):
         self._update_open = False  # an update was begun in the server and not seen to end
 
     async def _load(self, number: int, folder: Path) -> None:
-        """Loads one version into the paused server."""
-        control = self._server.control
-        self._update_open = True
-        await control.start_weight_update()
-        await control.update_weights({"folder": str(folder), "files": _file_sizes(folder)})
-        await control.finish_weight_update(number)
-        self._update_open = False
+        """Loads one version into the paused server: its delta where it is one and fits what the server has, otherwise the whole file."""
+        if (folder / deltas.WEIGHTS).exists() or not (folder / deltas.RECORD).exists():
+            await self._update(number, folder, _file_sizes(folder))
+            return
+        try:
+            await self._update(number, folder, {deltas.FRAMES: (folder / deltas.FRAMES).stat().st_size})
+        except ServingError as error:
+            log.warning("version %d is loaded whole, because its delta was refused: %s", number, error)
+            await self._reload(number, folder)
 
     async def _reload(self, number: int, folder: Path) -> None:
-        """Loads one version into a paused server that may be in the middle of an update."""
+        """Loads one whole version into a paused server that may be in the middle of an update."""
         if self._update_open:
             with contextlib.suppress(ServingError):  # raised when the server had ended the update by itself
                 await self._server.control.finish_weight_update(None)
-        await self._load(number, folder)
+        try:
+            await asyncio.to_thread(deltas.materialize, folder)
+        except ValueError as error:
+            raise SwapError(f"version {number}: {error}") from error
+        await self._update(number, folder, _file_sizes(folder))
+
+    async def _update(self, number: int, folder: Path, files: dict[str, int]) -> None:
+        control = self._server.control
+        self._update_open = True
+        await control.start_weight_update()
+        await control.update_weights({"folder": str(folder), "files": files})
+        await control.finish_weight_update(number)
+        self._update_open = False
 
 
 def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: Path) -> None:
     """Raises `SwapError` unless `folder` lies in the registry and its weights have the hash the version's record says."""
     if folder == registry_folder or not folder.is_relative_to(registry_folder):
         raise SwapError(f"version {version.number}: {folder} is not below the run's versions folder {registry_folder}")
-    digest, weights = hashlib.sha256(), folder / version.weights
     try:
-        with weights.open("rb") as file:
-            while chunk := file.read(_HASH_CHUNK):
-                digest.update(chunk)
-    except OSError as error:
-        raise SwapError(f"version {version.number}: cannot read {weights}: {error.strerror}") from error
-    if digest.hexdigest() != version.sha256:
-        raise SwapError(f"version {version.number}: {weights} is not the file that was published (sha256 differs)")
+        whole = version.weights == ADAPTER or (folder / version.weights).exists()
+        delta = None if whole else deltas.read(folder)
+        path, expected = (folder / version.weights, version.sha256) if delta is None else (folder / deltas.FRAMES, delta.delta_sha256)
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError) as error:
+        raise SwapError(f"version {version.number}: cannot read its weights in {folder}: {error}") from error
+    if found != expected or (delta is not None and delta.sha256 != version.sha256):
+        raise SwapError(f"version {version.number}: {path} is not the file that was published (sha256 differs)")
 
 
 def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:

@@ -1,5 +1,8 @@
 """The end of the file weight channel that runs inside vLLM: maps a version's safetensors files and loads them in place.
 
+A version that is a delta (`agentrl.deltas`) is applied to a copy of its parent's file that this end keeps for the purpose, and must
+come out with the checksum that it was published with.
+
 Works wherever server and learner see one file system, on CPU and GPU alike. Everything that can be wrong with a version is
 checked before the first parameter is touched, because vLLM's layerwise reload moves parameters aside as it begins: a
 refused file leaves the old weights serving untouched.
@@ -11,6 +14,7 @@ what it costs without adapters.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +25,10 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl import deltas
 from agentrl.records import ADAPTER
 from agentrl.serving.adapter import Adapter, read_adapter, tensors_of
-from agentrl.serving.weight_files import check_same_shapes, tensor_shapes, weight_paths
+from agentrl.serving.weight_files import WeightCopy, check_same_shapes, tensor_shapes, weight_paths
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -54,6 +59,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def __init__(self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self._versions_folder: Path | None = None
+        self._copy = WeightCopy(Path(tempfile.gettempdir()))
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may go back to it
         self._first_paths = sorted(self._first_folder.glob("*.safetensors"))
@@ -73,10 +79,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise RuntimeError("the versions folder was never set: call init_transfer_engine first")
         folder = Path(update_info.folder)
         paths = weight_paths(folder, update_info.files, below=self._versions_folder, first_folder=self._first_folder)
+        adapter = None
         if [path.name for path in paths] == [ADAPTER]:
             adapter, paths = read_adapter(paths[0], self._shapes), self._first_paths
-        else:
-            adapter = None
+        elif [path.name for path in paths] == [deltas.FRAMES]:
+            paths = [self._copy.become(folder)]
         check_same_shapes(self._shapes, self._untied(tensor_shapes(paths)))
         initialize_layerwise_reload(self.model)
         try:
@@ -90,7 +97,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """Nothing left to do: `receive_weights` ends with the model whole."""
 
     def shutdown(self) -> None:
-        """Holds nothing between updates."""
+        """Removes the copy that deltas are applied to."""
+        self._copy.drop()
 
     def _untied(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         return {name: shape for name, shape in shapes.items() if not (self._tied and name == LM_HEAD)}

@@ -1,11 +1,15 @@
-"""What a version's weight files must be before a running model lets them in. Standard library only."""
+"""What a version's weight files must be before a running model lets them in, and how a delta becomes such a file."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from agentrl import deltas
 
 _HEADER_LIMIT = 100 * 2**20  # the format's own bound on its JSON header
 
@@ -44,6 +48,43 @@ def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[st
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
             raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {given.get(name)}")
+
+
+class WeightCopy:
+    """The weights that deltas are applied to: a file in `folder`, made when the first delta comes and changed in place by each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
+        self._sha256 = ""  # of the file; empty while there is none, or its content is in doubt
+
+    def become(self, folder: Path) -> Path:
+        """The whole weights of the delta version in `folder`; the file is good until the next call.
+
+        Raises `ValueError` when the delta is damaged, does not belong to the weights that are here nor to a whole file of its parent,
+        or does not give the weights that were published.
+        """
+        delta = deltas.read(folder)
+        if delta is None:
+            raise ValueError(f"{folder} holds no delta")
+        if self._sha256 != delta.parent_sha256:
+            self._take(folder.parent / f"{delta.parent:06d}" / deltas.WEIGHTS, delta.parent_sha256)
+        self._sha256, wanted = "", delta.sha256
+        deltas.apply(folder, self._path)
+        self._sha256 = wanted
+        return self._path
+
+    def drop(self) -> None:
+        """Removes the file. Idempotent."""
+        self._sha256 = ""
+        self._path.unlink(missing_ok=True)
+
+    def _take(self, parent: Path, sha256: str) -> None:
+        if not parent.is_file():
+            raise ValueError(f"the weights held here are not the delta's parent, and {parent} is not there")
+        self._sha256 = ""
+        shutil.copyfile(parent, self._path)
+        if deltas.sha256_of(self._path) != sha256:
+            raise ValueError(f"{parent} is not the parent that the delta was made from")
 
 
 def _header(path: Path) -> dict[str, tuple[int, ...]]:

@@ -27,9 +27,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import codec
+from agentrl import codec, deltas
 from agentrl.errors import StoreError
-from agentrl.records import PolicyVersion, VersionState
+from agentrl.records import ADAPTER, PolicyVersion, VersionState
 from agentrl.version.manifest import sha256_file
 
 _RECORD = "version.json"
@@ -99,17 +99,33 @@ class FolderRegistry:
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless the weights on disk are the ones that were registered."""
-        weights = self.path(version) / version.weights
+        """Raises `StoreError` unless the weights on disk are the ones that were registered, whole, as deltas or as an adapter."""
+        home = self.path(version)
+        weights = home / version.weights
         with _translated(weights):
-            found = sha256_file(weights)
-        if found != version.sha256:
-            raise StoreError(f"{weights} is not what was registered: sha256 {found[:12]}..., expected {version.sha256[:12]}...")
+            if not weights.exists() and (version.weights == ADAPTER or not (home / deltas.RECORD).exists()):
+                raise StoreError(f"{weights}: No such file or directory")
+            if version.weights == ADAPTER:
+                found = sha256_file(weights)
+                if found != version.sha256:
+                    raise StoreError(f"{weights} is not what was registered: sha256 {found[:12]}..., expected {version.sha256[:12]}...")
+                return
+            try:
+                deltas.verify(home, version.sha256)
+            except ValueError as error:
+                raise StoreError(str(error)) from error
+
+    def has_weights(self, version: PolicyVersion) -> bool:
+        """Whether the version's weights are still kept, whole, as a delta or as an adapter."""
+        home = self.path(version)
+        return (home / version.weights).exists() or (home / deltas.RECORD).exists()
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
         """After a crash: forgets, weights included, every version newer than the learner's checkpoint; returns their numbers.
 
-        The learner will make those versions again, with other weights under the same numbers.
+        The learner will make those versions again, with other weights under the same numbers. When the serving version is among them,
+        the newest one that is left, and was not rolled back, is the serving one from then on: `latest(SERVING, PROMOTED)` never names
+        a version that is gone.
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]
@@ -117,13 +133,16 @@ class FolderRegistry:
                 with _translated(self._home(number)):
                     (self._home(number) / _RECORD).unlink(missing_ok=True)  # first: without it the folder is not a version
                     shutil.rmtree(self._home(number))
+            left = [version for version in self._scan() if version.state is not VersionState.ROLLED_BACK]
+            if lost and left and not any(version.state is VersionState.SERVING for version in left):
+                self._serve(left[-1])
             return tuple(lost)
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers; the records stay as history.
 
-        Kept are the `keep` newest versions, version 0, the serving one and the promoted ones. Folders outside `versions/` are
-        never touched.
+        Kept are the `keep` newest versions, version 0, the serving one, the promoted ones, and what one of these is a delta of.
+        Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             versions = self._scan()
@@ -132,6 +151,9 @@ class FolderRegistry:
             )
             spared = (VersionState.SERVING, VersionState.PROMOTED)
             old = [v for v in versions if v.number != 0 and v.number not in newest and v.state not in spared]
+            kept = [v.number for v in versions if v not in old]
+            needed = {link for number in kept for link in deltas.needed_by(self._home(number))}
+            old = [v for v in old if self._home(v.number) not in needed]
             return tuple(version.number for version in old if self._drop_weights(version.number))
 
     def close(self) -> None:

@@ -305,10 +305,10 @@ def _leave(module: Any, grad_input: Any, grad_output: Any) -> Any:
     return None
 
 
-def main() -> None:
+def main(kind_of: type[Scenario] = Scenario) -> None:
     run_dir, out, *names = sys.argv[1:]
     ranks = processes.join("cpu")
-    scenario = Scenario(Path(run_dir), ranks)
+    scenario = kind_of(Path(run_dir), ranks)
     for name in names:
         kind, _, argument = name.partition("-")
         stage, _, extra = argument.partition("-")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from agentrl.objective.aggregate import denominator
 from agentrl.objective.combined import PolicyLoss, TrainedTokens, policy_loss
-from agentrl.objective.metrics import summarize
+from agentrl.objective.metrics import over_steps, summarize
 from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Sample
 
@@ -233,15 +233,80 @@ def test_metrics_against_numpy() -> None:
     assert tokens.entropy is not None and tokens.reference is not None
     assert found["ratio_mean"] == pytest.approx(ratio.mean())
     assert found["ratio_max"] == pytest.approx(ratio.max())
+    assert found["ratio_min"] == pytest.approx(ratio.min())
     assert found["kl_behaviour"] == pytest.approx((ratio - 1 - log_ratio).mean())
     assert found["ess"] == pytest.approx(weight.sum() ** 2 / (weight**2).sum() / weight.size)
     assert found["mismatch_max"] == pytest.approx(np.abs(log_ratio).max())
     assert found["entropy"] == pytest.approx(tokens.entropy.detach().numpy().mean())
     clipped = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
     assert found["clip_fraction"] == pytest.approx(clipped.mean())
+    assert found["clip_fraction_low"] == pytest.approx((clipped & (ratio < 1)).mean())
+    assert found["clip_fraction_high"] == pytest.approx((clipped & (ratio > 1)).mean())
+    assert found["clip_fraction_low"] > 0 < found["clip_fraction_high"]
+    assert found["mismatch_tokens"] == 0 and "mismatch_kl" not in found, "no token is known to be of these weights"
     assert found["truncated_fraction"] == pytest.approx((ratio > 2).mean())
     gap = (tokens.reference - tokens.logprobs.detach()).numpy()
     assert found["kl_reference"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
+
+
+@pytest.mark.parametrize("proximal", [True, False])
+def test_server_and_learner_are_compared_where_they_had_the_same_weights(proximal: bool) -> None:
+    tokens = draw(4, proximal=proximal)
+    same = torch.arange(300) % 3 == 0
+    parts = [
+        policy_loss(_part(replace(tokens, same=same), keep), made({}), denominator=1)
+        for keep in (tokens.sequence < 20, tokens.sequence >= 20)
+    ]
+    found = summarize(torch.stack([part.sums for part in parts]).sum(0), torch.stack([part.maxima for part in parts]).amax(0))
+    ours = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
+    gap = (ours - tokens.behaviour)[same].numpy()
+    assert found["mismatch_tokens"] == pytest.approx(1 / 3)
+    assert found["mismatch_kl"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dual_clip": 1.2}, {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01}, {"loss": "cispo", "clip_low": 0.1}]
+)
+def test_the_side_of_a_clip_is_the_side_of_the_ratio_that_was_clipped(changes: dict[str, Any]) -> None:
+    objective, tokens = made(changes), draw(5, proximal=False)
+    result = policy_loss(tokens, objective, denominator=1)
+    found = summarize(result.sums, result.maxima)
+    gap = (tokens.logprobs.detach() - tokens.behaviour).numpy()
+    if objective.loss == "gspo":
+        group = tokens.sequence.numpy()
+        gap = np.array([gap[group == one].mean() for one in group])
+    ratio, advantages = np.exp(gap), tokens.advantages.numpy()
+    above, below = ratio > 1 + objective.clip_high, ratio < 1 - objective.clip_low
+    if objective.loss == "cispo":
+        high, low = above, below
+    else:
+        high, low = above & (advantages > 0), below & (advantages < 0)
+        if objective.dual_clip is not None:
+            high = high | ((advantages < 0) & (ratio > objective.dual_clip))
+    assert found["clip_fraction_high"] == pytest.approx(high.mean()) != 0
+    assert found["clip_fraction_low"] == pytest.approx(low.mean()) != 0
+    assert found["clip_fraction"] == pytest.approx(high.mean() + low.mean())
+
+
+def test_extremes_hold_when_every_ratio_lies_on_one_side() -> None:
+    for shift in (0.5, -0.5, 800.0):
+        tokens = TrainedTokens(
+            **{"logprobs": torch.zeros(3, dtype=torch.float64) + shift, "behaviour": torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)},
+            **{"advantages": torch.ones(3), "sequence": torch.zeros(3, dtype=torch.long)},
+        )
+        result = policy_loss(tokens, made({}), denominator=1)
+        found = summarize(result.sums, result.maxima)
+        assert found["ratio_min"] == pytest.approx(math.exp(shift - 0.2) if shift < 700 else math.inf)
+        assert found["ratio_max"] == pytest.approx(math.exp(shift) if shift < 700 else math.inf)
+
+
+def test_figures_of_several_optimizer_steps_count_tokens_not_steps() -> None:
+    passes = [
+        {"kl": 1.0, "ratio_max": 2.0, "ratio_min": 0.5, "nan": math.nan},
+        {"kl": 4.0, "ratio_max": 3.0, "ratio_min": 0.9, "once": 7.0},
+    ]
+    assert over_steps(passes, [200, 100]) == {"kl": 2.0, "ratio_max": 3.0, "ratio_min": 0.5, "once": 7.0}
+    assert over_steps([], []) == {}
 
 
 def test_denominators_count_the_whole_step() -> None:

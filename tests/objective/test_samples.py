@@ -194,3 +194,20 @@ def test_an_empty_step_is_an_empty_batch() -> None:
     batch = build_batch(0, [], RECIPE)
     assert (batch.samples, batch.denominator, batch.group_indices) == ((), 0, ())
     assert counted_samples([]) == ()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"])
+@pytest.mark.parametrize("scores", [(1e300, -1e300), (1.7e308, 1.6e308), (1e39, 0.0)])
+def test_scores_whose_advantages_leave_the_range_of_a_float_are_set_aside(advantage: str, scores: tuple[float, float]) -> None:
+    """1e300 cannot be squared, 1.7e308 not even be added up; 1e39 is a fine score, but no float32."""
+    changes = {"critic": {}} if advantage == "gae" else {}
+    recipe = build({**RECIPE.model_dump(mode="json"), "objective": {"advantage": advantage, "normalize_std": False}, **changes})
+    group = _group(0, *(_scored(name, score, [_turn([1], [2])]) for name, score in zip("ab", scores, strict=True)))
+    made = assemble(0, [group], recipe)
+    assert made.dropped == {0: "non_finite_advantage"} and made.batch.samples == ()
+    assert made.batch.group_indices == (0,)
+
+
+def test_turn_rewards_too_large_to_square_are_set_aside() -> None:
+    huge = [_rewarded(_scored(name, 1.0, [_turn([1], [2])]), (reward,)) for name, reward in (("a", 1e300), ("b", -1e300))]
+    assert assemble(0, [_group(0, *huge)], _with(turn_coef=1.0)).dropped == {0: "non_finite_advantage"}

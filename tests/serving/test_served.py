@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import ipaddress
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agentrl import deltas
 from agentrl.errors import ServingError, SwapError
 from agentrl.recipe import LoraConfig
 from agentrl.records import ADAPTER, Completion, PolicyVersion, Probe
@@ -231,6 +233,45 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_it(served: Serve
     assert await served.channel._disagreement(22, served.probes[22]) < 1e-3
     completion = await served.generate(PROMPT, max_tokens=8)
     assert [span.version for span in completion.versions] == [22]
+
+
+async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_whole(served: Served, tmp_path: Path) -> None:
+    import torch
+
+    model, whole = make_model(seed=1), {}
+    versions: dict[int, PolicyVersion] = {}
+
+    def publish(number: int, parent: int | None) -> None:
+        """As the learner does: whole, or a delta of its parent alone."""
+        written = write_version(tmp_path, number, model)
+        folder = served.server.run_dir / f"versions/{number:06d}"
+        shutil.move(tmp_path / written.folder, folder)
+        whole[number] = tmp_path / f"{number}.safetensors"
+        shutil.copyfile(folder / "model.safetensors", whole[number])
+        if parent is not None:
+            assert deltas.encode(whole[parent], whole[number], folder, number=parent) is not None
+            (folder / "model.safetensors").unlink()
+        versions[number] = dataclasses.replace(written, folder=f"versions/{number:06d}", parent=parent)
+
+    async def swap(number: int) -> None:
+        folder = served.server.run_dir / versions[number].folder
+        report = await served.channel.swap(versions[number], folder, make_probe(model), max_abs_diff=1e-3, timeout_s=60)
+        assert report.version == number
+
+    for number, parent in ((30, None), (31, 30), (32, 31), (33, 31)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.05)
+        publish(number, parent)
+        await swap(number)
+        made_whole = (served.server.run_dir / versions[number].folder / "model.safetensors").exists()
+        # 33 is a delta of 31, but the server is at 32 and there is no whole 31: refused there, and loaded whole
+        assert made_whole == (number in (30, 33)), number
+    folder = served.server.run_dir / versions[32].folder
+    (folder / "model.delta").write_bytes((folder / "model.delta").read_bytes()[:-9])
+    with pytest.raises(SwapError, match="sha256 differs"):
+        await swap(32)
+    assert (await served.generate(PROMPT, max_tokens=4)).versions[0].version == 33
 
 
 async def test_an_idle_server_burns_no_cpu(served: Served) -> None:

@@ -261,3 +261,30 @@ def test_a_manifest_covers_every_regular_file(tmp_path: Path) -> None:
     assert list(folder_manifest(tmp_path)) == ["b.txt", "sub/a.txt"]
     # FIPS 180-4 example: the hash of "abc".
     assert sha256_file(tmp_path / "b.txt") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize(("served", "left"), [(3, 2), (2, 2), (1, 1)])
+def test_forgetting_versions_leaves_one_that_can_serve(registry: FolderRegistry, served: int, left: int) -> None:
+    """The learner went back to checkpoint 2: versions 3 and 4 are gone, whichever of them was serving."""
+    for number in range(5):
+        publish(registry, number)
+    registry.set_state(served, SERVING)
+    assert registry.reconcile(2) == (3, 4)
+    found = registry.latest(SERVING, PROMOTED)
+    assert found is not None and found.number == left
+    assert registry.path(found).is_dir()
+    assert list(states(registry).values()).count(SERVING) == 1
+
+
+def test_forgetting_versions_never_revives_one_that_was_rolled_back(registry: FolderRegistry) -> None:
+    for number in range(4):
+        publish(registry, number)
+    registry.set_state(2, ROLLED_BACK)
+    registry.set_state(3, SERVING)
+    assert registry.reconcile(2) == (3,)
+    assert states(registry) == {0: CANDIDATE, 1: SERVING, 2: ROLLED_BACK}
+    publish(registry, 3, b"others")
+    registry.set_state(1, PROMOTED)
+    registry.set_state(3, SERVING)
+    registry.reconcile(2)
+    assert states(registry) == {0: CANDIDATE, 1: PROMOTED, 2: ROLLED_BACK}, "a promoted one serves without losing its promotion"

@@ -1,0 +1,185 @@
+"""What stops an update, and what becomes of it: numbers that are not finite, and the limits of the recipe.
+
+Every rank judges the same numbers (they were added up over ranks before), so all ranks take the same decision without talking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agentrl.errors import LearnerHalted
+from agentrl.recipe import LearnerConfig
+from agentrl.records import Batch, Group
+
+SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
+_SEVERITY = (SKIP, ROLLBACK, HALT)
+_FIGURES = {
+    "max_kl": "kl_behaviour",
+    "max_kl_reference": "kl_reference",
+    "min_entropy": "entropy",
+    "max_clip_fraction": "clip_fraction",
+    "max_ratio": "ratio_max",
+    "max_mismatch_kl": "mismatch_kl",
+    "max_grad_norm": "grad_norm",
+    "min_effective_sample_size": "ess",
+}
+REFUSE_ALL = -1.0  # as a bound on the gradient's norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a run remembers about its setbacks; part of every checkpoint."""
+
+    bad_in_a_row: int = 0  # optimizer steps of the policy set aside since the last one that was made
+    critic_bad_in_a_row: int = 0
+    bad_groups: int = 0  # in the whole run
+    rollbacks: int = 0  # in the whole run
+    undone: int = 0  # steps by which the learning rate's schedule lags behind the step number, for rollbacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setback:
+    """Something that was not trained on: a line of `failures/updates.jsonl`."""
+
+    step: int
+    action: str  # skip, rollback or halt
+    what: str  # group, critic or policy: a group's numbers, or an optimizer step of one of the two
+    reasons: tuple[str, ...]
+    groups: tuple[int, ...]
+    episodes: tuple[str, ...]
+    metrics: Mapping[str, float | None]  # of the optimizer step; None: not finite
+
+
+class Guard:
+    """Judges each optimizer step before its gradient is applied, and keeps the books.
+
+    `counts` belongs to the checkpoint: a run that keeps dying and resuming must still stop at its limits.
+    """
+
+    def __init__(self, learner: LearnerConfig, counts: Counts = Counts()) -> None:
+        self.counts = counts
+        self.rolling_back = False  # the step in hand must be undone
+        self.sound = False  # nothing objected to the weights that the step in hand began with
+        self._learner = learner
+        self._limits = learner.limits.named
+        self._setbacks: list[Setback] = []
+        self._judged = 0
+
+    def begin(self) -> None:
+        """A new step."""
+        self.rolling_back, self.sound, self._judged = False, False, 0
+
+    def taken(self) -> tuple[Setback, ...]:
+        """The setbacks since the last call, to be written down."""
+        found, self._setbacks = tuple(self._setbacks), []
+        return found
+
+    def leave_out(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
+        """Counts the groups that `assemble` dropped because a number was not finite; returns how many.
+
+        Raises `LearnerHalted` after `learner.max_bad_groups` of them in the run.
+        """
+        found = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
+        for group in found:
+            self._setbacks.append(
+                Setback(
+                    step=step,
+                    action=SKIP,
+                    what="group",
+                    reasons=(dropped[group.index],),
+                    groups=(group.index,),
+                    episodes=tuple(scored.episode.id for scored in group.episodes),
+                    metrics={},
+                )
+            )
+        self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(found))
+        if found and self.counts.bad_groups >= self._learner.max_bad_groups:
+            raise LearnerHalted(
+                f"step {step}: {self.counts.bad_groups} groups were set aside for numbers that are not finite (learner.max_bad_groups);"
+                " failures/updates.jsonl names them. Look for a verifier that returns infinity, or a server whose logprobs are broken"
+            )
+        return len(found)
+
+    def bound(self, metrics: Mapping[str, float]) -> float:
+        """The largest gradient norm that may be applied, from what is known before it is; below 0 for none at all."""
+        if self._objections(metrics):
+            return REFUSE_ALL
+        limit = self._limits.get("max_grad_norm")
+        return math.inf if limit is None else limit.at
+
+    def settle(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Books an optimizer step of the policy. `metrics` now hold `grad_norm`, NaN for a gradient that is not finite.
+
+        Raises `LearnerHalted` where a limit says so, and after `learner.max_bad_updates` steps set aside in a row.
+        """
+        self.sound = self.sound or (applied and self._judged == 0)
+        self._judged += 1
+        if applied:
+            self.counts = replace(self.counts, bad_in_a_row=0)
+            return
+        objections = self._objections(metrics)
+        action = max((action for _, action in objections), key=_SEVERITY.index)
+        reasons = tuple(reason for reason, _ in objections)
+        spent = action == ROLLBACK and self.counts.rollbacks >= self._learner.limits.max_rollbacks
+        if spent:
+            action = HALT
+            reasons += (f"{self.counts.rollbacks} rollbacks are made, learner.limits.max_rollbacks allows no more",)
+        self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
+        if action == HALT:
+            raise LearnerHalted(
+                f"step {part.step}: {'; '.join(reasons)}. The run stops before this update, on the weights of version {part.step}."
+                " Resume it with other learner.limits, or look into failures/updates.jsonl"
+            )
+        if action == ROLLBACK:
+            self.rolling_back = True
+            self.counts = replace(self.counts, rollbacks=self.counts.rollbacks + 1, bad_in_a_row=0)
+            return
+        self.counts = replace(self.counts, bad_in_a_row=self.counts.bad_in_a_row + 1)
+        self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
+
+    def settle_critic(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
+        """Books an optimizer step of the critic; see `settle`."""
+        if applied:
+            self.counts = replace(self.counts, critic_bad_in_a_row=0)
+            return
+        reasons = ("the critic's gradient is not finite",)
+        self._setbacks.append(_setback(part, SKIP, "critic", reasons, metrics))
+        self.counts = replace(self.counts, critic_bad_in_a_row=self.counts.critic_bad_in_a_row + 1)
+        self._stop_at(self.counts.critic_bad_in_a_row, part, "optimizer steps of the critic", reasons)
+
+    def _stop_at(self, in_a_row: int, part: Batch, what: str, reasons: Sequence[str]) -> None:
+        if in_a_row >= self._learner.max_bad_updates:
+            raise LearnerHalted(
+                f"step {part.step}: {in_a_row} {what} in a row were set aside (learner.max_bad_updates), this one because"
+                f" {'; '.join(reasons)}; the weights are those of the last good update. Lower learner.lr, or look for damaged weights or"
+                " experience: failures/updates.jsonl names the episodes"
+            )
+
+    def _objections(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """Reason and action of everything that is wrong with a step's figures; figures that are not there are not judged."""
+        found = []
+        if metrics.get("advantages_not_finite"):
+            found.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
+        for name, what in (("loss", "the loss is"), ("grad_norm", "the gradient is")):
+            if not math.isfinite(metrics.get(name, 0.0)):
+                found.append((f"{what} not finite", SKIP))
+        for name, limit in self._limits.items():
+            value = metrics.get(_FIGURES[name], math.nan)  # a comparison with NaN is false
+            if (value < limit.at) if name.startswith("min_") else (value > limit.at):
+                side = "below" if name.startswith("min_") else "above"
+                found.append((f"{_FIGURES[name]} {value:.4g} is {side} learner.limits.{name}.at={limit.at:g}", limit.action))
+        return found
+
+
+def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> Setback:
+    return Setback(
+        step=part.step,
+        action=action,
+        what=what,
+        reasons=reasons,
+        groups=part.group_indices,
+        episodes=tuple(dict.fromkeys(sample.episode_id for sample in part.samples)),
+        metrics={name: value if math.isfinite(value) else None for name, value in metrics.items()},
+    )

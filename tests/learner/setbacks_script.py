@@ -1,0 +1,125 @@
+"""Runs under torchrun, as `tests.learner.script`: updates that are refused, and what they leave behind."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from agentrl.errors import LearnerHalted
+from agentrl.learner.checkpoint import CheckpointMeta, numbered, restore, save
+from agentrl.learner.guard import Counts
+from agentrl.learner.publish import gather
+from agentrl.learner.update import Updater
+from agentrl.objective import build_batch
+from agentrl.recipe import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
+from agentrl.records import Batch
+from tests.learner.script import Scenario, main
+
+
+class Setbacks(Scenario):
+    def _refused(self, stage: int, batch: Batch, *, bf16: bool = False, **learner: Any) -> dict[str, Any]:
+        """One update that should be refused, then a good one by an engine without limits in between: compared with the good one alone."""
+        plain = self.recipe
+        if bf16:
+            self.recipe = plain.model_copy(update={"policy": plain.policy.model_copy(update={"dtype": "bfloat16"})})
+        engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **learner))
+        updater, before = Updater(engine), gather(engine)
+        halted = ""
+        try:
+            metrics = updater.update(batch)
+        except LearnerHalted as error:
+            metrics, halted = {}, str(error)
+        after = gather(engine)
+        setbacks = updater.guard.taken()
+        counts = updater.guard.counts
+        everyone: list[Any] = [None] * self.ranks.size
+        dist.all_gather_object(everyone, (setbacks, counts, halted, updater.guard.rolling_back), group=self.ranks.control)
+        free = Updater(engine)
+        free.guard._limits = {}
+        free.update(self.batches[0])
+        clean = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size, **learner | {"limits": LimitsConfig()}))
+        reference = Updater(clean).update(self.batches[0])
+        self.recipe = plain
+        return {
+            **{"before": before, "after": after, "then": gather(engine), "clean": gather(clean)},
+            **{"metrics": metrics, "everyone": everyone, "setbacks": setbacks, "counts": counts, "halted": halted, "reference": reference},
+        }
+
+    def norm(self, stage: int) -> dict[str, Any]:
+        """A gradient whose norm exceeds its limit: found only inside the optimizer step."""
+        limits = LimitsConfig(max_grad_norm=Limit(at=0.02))
+        return self._refused(stage, self.batches[0], max_grad_norm=0.01, limits=limits)
+
+    def half(self, stage: int) -> dict[str, Any]:
+        """The same in bfloat16, whose optimizer is DeepSpeed's at every stage."""
+        return self._refused(stage, self.batches[0], bf16=True, max_grad_norm=0.01, limits=LimitsConfig(max_grad_norm=Limit(at=0.02)))
+
+    def figure(self, stage: int) -> dict[str, Any]:
+        """A figure that is known before the optimizer step."""
+        return self._refused(stage, self.batches[0], limits=LimitsConfig(min_entropy=Limit(at=50.0)))
+
+    def halt(self, stage: int) -> dict[str, Any]:
+        return self._refused(stage, self.batches[0], limits=LimitsConfig(max_kl=Limit(at=1e-6, action="halt"), min_entropy=Limit(at=50.0)))
+
+    def logprob(self, stage: int) -> dict[str, Any]:
+        """One token whose behaviour logprob is -inf, on one rank only."""
+        return self._refused(stage, self._spoiled("logprobs", -math.inf))
+
+    def advantage(self, stage: int) -> dict[str, Any]:
+        return self._refused(stage, self._spoiled("advantages", math.nan))
+
+    def _spoiled(self, field: str, value: float) -> Batch:
+        batch = self.batches[0]
+        sample = batch.samples[0]
+        at = sample.loss_mask.index(True)
+        values = list(getattr(sample, field))
+        values[at] = value
+        return replace(batch, samples=(replace(sample, **{field: tuple(values)}), *batch.samples[1:]))
+
+    def undo(self, stage: int) -> dict[str, Any]:
+        """Back to a checkpoint in the middle of a run, and to one from before the first update; each time one more update."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        engine = self.engine(made)
+        root = self.run_dir / f"undo-{stage}-{self.ranks.size}"
+        updater = Updater(engine)
+        for step in range(2):
+            meta = CheckpointMeta(step=step, consumed={}, ranks=self.ranks.size, zero_stage=stage, counts=Counts(rollbacks=step))
+            save(root, engine, meta, keep=1, spare=0)
+            updater.update(self.batches[step])
+        straight = gather(engine)
+        updater.update(self.batches[0])
+        found = []
+        for step in (1, 0):
+            checkpoint = numbered(root, step)
+            assert checkpoint is not None and checkpoint.meta.counts.rollbacks == step
+            restore(checkpoint, engine)
+            updater.update(self.batches[1 if step else 0])
+            found.append(gather(engine))
+        first = self.engine(made)
+        Updater(first).update(self.batches[0])
+        return {"straight": straight, "again": found[0], "from_scratch": found[1], "first": gather(first)}
+
+    def undocritic(self, stage: int) -> dict[str, Any]:
+        """Policy and critic back to before their first update, which is then made again."""
+        changes = {"objective": ObjectiveConfig(advantage="gae"), "critic": CriticConfig(lr=1e-2)}
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size).model_copy(update=changes)
+        engine, critic, updater = self._actor_and_critic(made)
+        root = self.run_dir / f"undo-critic-{stage}-{self.ranks.size}"
+        save(root, engine, CheckpointMeta(step=0, consumed={}, ranks=self.ranks.size, zero_stage=stage), keep=1, critic=critic)
+        batch = build_batch(0, self.groups[0], made)
+        found = []
+        for _ in range(2):
+            updater.update(batch)
+            found.append(gather(engine) | {name: value.detach().clone() for name, value in critic.scorer.named_parameters()})
+            checkpoint = numbered(root, 0)
+            assert checkpoint is not None
+            restore(checkpoint, engine, critic=critic)
+        base = gather(engine) | {name: value.detach().clone() for name, value in critic.scorer.named_parameters()}
+        return {"first": found[0], "again": found[1], "base": base}
+
+
+if __name__ == "__main__":
+    main(Setbacks)

@@ -1,0 +1,343 @@
+"""What is not finite, or beyond a limit, changes nothing: on any number of ranks, at every ZeRO stage, and over a crash."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl import deltas
+from agentrl.errors import LearnerHalted
+from agentrl.experience import SqliteStore
+from agentrl.learner import LearnerProcess
+from agentrl.learner.failures import FailureLog
+from agentrl.learner.guard import Counts, Guard, Setback
+from agentrl.recipe import LearnerConfig, Limit, LimitsConfig, Recipe
+from agentrl.records import Batch, Group, Sample, VersionState
+from agentrl.version import FolderRegistry
+from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
+
+Results = dict[tuple[int, str], dict[str, Any]]
+SCENARIOS = {
+    2: ["norm-0", "norm-2", "norm-3", "figure-2", "half-3", "logprob-2", "advantage-0", "halt-2", "undo-2", "undo-3", "undocritic-2"],
+    1: ["norm-1", "norm-2", "figure-0", "half-0", "half-2", "logprob-0", "advantage-2", "undo-0", "undocritic-0"],
+}
+REFUSED = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if not name.startswith("undo")]
+UNDONE = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if name.startswith("undo-")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    run_dir = tmp_path_factory.mktemp("run")
+    write_run(run_dir, recipe(), [random_group(index, size=5) for index in range(6)])
+    found: Results = {}
+    for ranks, names in SCENARIOS.items():
+        out = run_dir / f"out{ranks}"
+        out.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, "-m", "tests.learner.setbacks_script", str(run_dir), str(out), *names],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            **{"capture_output": True, "text": True, "timeout": 300, "check": False},
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        for name in names:
+            found[ranks, name] = torch.load(out / f"{name}.pt", weights_only=False)
+    return found
+
+
+def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("ranks", "name"), REFUSED)
+def test_a_refused_update_leaves_no_trace_and_is_written_down(results: Results, ranks: int, name: str) -> None:
+    found, kind = results[ranks, name], name.partition("-")[0]
+    assert _gap(found["before"], found["after"]) == 0.0
+    assert _gap(found["then"], found["clean"]) == 0.0, "moments and gradients were untouched too"
+    assert _gap(found["then"], found["before"]) > 0.0
+    (setback,) = found["setbacks"]
+    assert found["everyone"] == [found["everyone"][0]] * ranks, "every rank decided the same"
+    assert setback.groups == (0, 1, 2)
+    assert len(setback.episodes) == 15
+    assert (setback.what, setback.action) == ("policy", "halt" if kind == "halt" else "skip")
+    wanted = {
+        "norm": "grad_norm",
+        "half": "grad_norm",
+        "figure": "entropy",
+        "logprob": "the loss is not finite",
+        "advantage": "1 advantages are not finite",
+        "halt": "kl_behaviour",
+    }
+    assert any(reason.startswith(wanted[kind]) for reason in setback.reasons), setback.reasons
+    if kind == "halt":
+        assert "learner.limits.max_kl.at=1e-06" in found["halted"]
+    else:
+        assert found["metrics"]["updates_set_aside"] == 1 and found["metrics"]["optimizer_steps"] == 0
+        assert found["counts"] == Counts(bad_in_a_row=1)
+    if kind in ("norm", "half", "figure"):
+        assert found["metrics"]["grad_norm"] == pytest.approx(found["reference"]["grad_norm"], rel=1e-6), "the true norm is told"
+        assert math.isfinite(setback.metrics["loss"])
+    if kind in ("logprob", "advantage"):
+        assert setback.metrics["loss"] is None and "loss" not in found["metrics"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("ranks", "name"), UNDONE)
+def test_an_engine_goes_back_as_if_nothing_had_happened(results: Results, ranks: int, name: str) -> None:
+    found = results[ranks, name]
+    assert _gap(found["again"], found["straight"]) == 0.0
+    assert _gap(found["from_scratch"], found["first"]) == 0.0
+    assert _gap(found["straight"], found["first"]) > 0.0
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(("ranks", "name"), [(2, "undocritic-2"), (1, "undocritic-0")])
+def test_a_critic_goes_back_with_its_policy(results: Results, ranks: int, name: str) -> None:
+    found = results[ranks, name]
+    assert _gap(found["first"], found["again"]) == 0.0
+    assert found["base"]["head.weight"].abs().max() == 0.0 < found["first"]["head.weight"].abs().max()
+
+
+def _part(step: int = 3) -> Batch:
+    made = Sample(
+        **{"episode_id": "e", "group_index": 7, "token_ids": (1, 2), "loss_mask": (False, True)},
+        **{"logprobs": (0.0, -1.0), "advantages": (0.0, 1.0), "versions": (-1, 3)},
+    )
+    return Batch(step=step, samples=(made, made), denominator=2, group_indices=(7, 8))
+
+
+FINE = {"loss": 0.1, "kl_behaviour": 0.1, "entropy": 2.0, "ess": 0.9, "ratio_max": 1.5, "clip_fraction": 0.1, "grad_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "metric", "bad"),
+    [
+        ("max_kl", 0.5, "kl_behaviour", 0.6),
+        ("max_kl_reference", 0.5, "kl_reference", 0.6),
+        ("min_entropy", 0.5, "entropy", 0.4),
+        ("max_clip_fraction", 0.5, "clip_fraction", 0.6),
+        ("max_ratio", 5.0, "ratio_max", 6.0),
+        ("max_mismatch_kl", 0.5, "mismatch_kl", 0.6),
+        ("max_grad_norm", 5.0, "grad_norm", 6.0),
+        ("min_effective_sample_size", 0.5, "ess", 0.4),
+    ],
+)
+def test_every_limit_judges_its_own_figure_at_its_bound(name: str, at: float, metric: str, bad: float) -> None:
+    guard = Guard(LearnerConfig(limits=LimitsConfig(**{name: Limit(at=at)})))
+    for fine in (FINE, FINE | {metric: at}):
+        known = {key: value for key, value in fine.items() if key != "grad_norm"}
+        assert guard.bound(known) == (at if name == "max_grad_norm" else math.inf)
+    beyond = FINE | {metric: bad}
+    if name != "max_grad_norm":
+        assert guard.bound(beyond) < 0
+    guard.settle(_part(), beyond, applied=False)
+    (setback,) = guard.taken()
+    assert setback.reasons == (f"{metric} {bad:g} is {'below' if name.startswith('min') else 'above'} learner.limits.{name}.at={at:g}",)
+    assert setback.episodes == ("e",) and setback.groups == (7, 8)
+    assert guard.taken() == ()
+
+
+def test_the_strictest_action_wins_and_rollbacks_run_out() -> None:
+    limits = LimitsConfig(max_kl=Limit(at=0.5), min_entropy=Limit(at=0.5, action="rollback"), max_rollbacks=1)
+    guard = Guard(LearnerConfig(limits=limits))
+    bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
+    guard.begin()
+    guard.settle(_part(), bad, applied=False)
+    assert guard.rolling_back and not guard.sound and guard.counts.rollbacks == 1
+    guard.begin()
+    guard.settle(_part(4), FINE, applied=True)
+    assert guard.sound and not guard.rolling_back
+    with pytest.raises(LearnerHalted, match="1 rollbacks are made"):
+        guard.settle(_part(5), bad, applied=False)
+    assert [setback.action for setback in guard.taken()] == ["rollback", "halt"]
+
+
+def test_a_good_critic_does_not_hide_a_policy_that_is_never_updated() -> None:
+    guard = Guard(LearnerConfig(max_bad_updates=2))
+    nan = FINE | {"grad_norm": math.nan}
+    for _ in range(2):
+        guard.settle_critic(_part(), {}, applied=True)
+        if guard.counts.bad_in_a_row == 1:
+            with pytest.raises(LearnerHalted, match=r"2 optimizer steps in a row were set aside .* the gradient is not finite"):
+                guard.settle(_part(), nan, applied=False)
+        else:
+            guard.settle(_part(), nan, applied=False)
+    guard = Guard(LearnerConfig(max_bad_updates=2))
+    guard.settle_critic(_part(), {"value_grad_norm": math.inf}, applied=False)
+    guard.settle(_part(), FINE, applied=True)
+    with pytest.raises(LearnerHalted, match="of the critic"):
+        guard.settle_critic(_part(), {}, applied=False)
+    assert guard.taken()[0].metrics == {"value_grad_norm": None}
+
+
+def test_the_log_forgets_the_steps_that_are_made_again(tmp_path: Path) -> None:
+    log = FailureLog(tmp_path)
+    assert log.read() == ()
+    log.forget_from(0)
+    made = tuple(
+        Setback(step=step, action="skip", what="group", reasons=("x",), groups=(step,), episodes=("e",), metrics={"loss": None})
+        for step in range(3)
+    )
+    log.append(made[:2])
+    log.append(made[2:])
+    log.append(())
+    with log.path.open("ab") as file:
+        file.write(b'{"step": 3')  # a killed process
+    assert log.read() == made
+    assert log.read(1) == made[1:2]
+    log.forget_from(2)
+    assert log.read() == made[:2]
+    log.append(made[2:])
+    assert log.read() == made
+
+
+def _strange(index: int) -> Group:
+    """A group sampled by a policy that the learner's is nowhere near."""
+    made = [turn([1, 2, 3], [4, 5, 6], [-0.01, -0.01, -0.01], version=index // 3) for _ in range(4)]
+    episodes = tuple(scored(episode(f"g{index}-e{number}", [one]), float(number % 2)) for number, one in enumerate(made))
+    return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=episodes)
+
+
+def _as(group: Group, index: int) -> Group:
+    return Group(index=index, task_id=group.task_id, task_key=group.task_key, episodes=group.episodes)
+
+
+async def _learn(run_dir: Path, made: Recipe, groups: list[Group]) -> FolderRegistry:
+    write_run(run_dir, made, groups)
+    learner = LearnerProcess(run_dir, made)
+    await learner.start()
+    try:
+        await learner.wait(timeout_s=150)
+    finally:
+        await learner.kill()
+    return FolderRegistry(run_dir / "versions")
+
+
+def _rolling(ranks: int, steps: int = 4, **limits: object) -> Recipe:
+    limits = {"max_kl": {"at": 1.0, "action": "rollback"}} | limits
+    learner = {"ranks": ranks, "limits": limits, "warmup_steps": 3, "keep_checkpoints": 1}
+    return recipe(learner=learner).model_copy(update={"steps": steps})
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ranks: int) -> None:
+    """Update 2 finds the policy far from everything: version 2 is refused, version 3 is version 1 again, and update 3 is what update 1
+    would have been with its groups: same weights, moments and learning rate, bit for bit. So too when it dies right after."""
+    groups = [random_group(index) for index in range(12)]
+    rolled = [*groups[:6], *(_strange(index) for index in range(6, 9)), *groups[9:]]
+    run_dir = tmp_path / "rolled"
+    made = _rolling(ranks)
+    if ranks == 1:
+        write_run(run_dir, made, rolled)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "tests.learner.crash"]
+        done = subprocess.run([*command, "publish-3", "--run-dir", str(run_dir)], capture_output=True, timeout=150, check=False)
+        assert done.returncode != 0
+        registry = FolderRegistry(run_dir / "versions")
+        assert registry.get(3) is None and registry.get(2).state is VersionState.CANDIDATE  # type: ignore[union-attr]
+        learner = LearnerProcess(run_dir, made)
+        await learner.start()
+        await learner.wait(timeout_s=150)
+    else:
+        registry = await _learn(run_dir, made, rolled)
+    calm = await _learn(tmp_path / "calm", _rolling(ranks, 2), [*groups[:3], *(_as(groups[9 + n], 3 + n) for n in range(3))])
+
+    versions = registry.versions()
+    assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1), (3, 1), (4, 3)]
+    assert [version.number for version in versions if version.state is VersionState.ROLLED_BACK] == [2]
+    assert versions[3].sha256 == versions[1].sha256 != versions[2].sha256
+    assert versions[4].sha256 == calm.versions()[2].sha256
+    (setback,) = FailureLog(run_dir).read()
+    assert (setback.step, setback.action, setback.groups) == (2, "rollback", (6, 7, 8))
+    assert len(setback.episodes) == 12
+    store = SqliteStore(run_dir / "experience.sqlite")
+    assert store.consumed() == {index: index // 3 for index in range(12)}
+    store.close()
+
+
+@pytest.mark.deepspeed
+async def test_weights_that_did_not_move_stay_as_sound_as_they_were(tmp_path: Path) -> None:
+    """Nothing to learn in step 0: version 1 is the base, so that a rollback in step 1 finds nothing to undo."""
+    groups = [*(random_group(index, scores=[1.0] * 4) for index in range(3)), *(_strange(index) for index in range(3, 6))]
+    versions = (await _learn(tmp_path, _rolling(1, 2), groups)).versions()
+    assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1)]
+    assert versions[1].sha256 == versions[2].sha256
+    assert all(version.state is VersionState.CANDIDATE for version in versions)
+
+
+@pytest.mark.deepspeed
+async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_path: Path) -> None:
+    groups = [random_group(index) for index in range(15)]
+    made = recipe(learner={"lr": 1e-7, "full_every": 3, "keep_versions": 2}, serving={"weight_transfer": "delta"})
+    made = made.model_copy(update={"steps": 5})
+    plain = recipe(learner={"lr": 1e-7}).model_copy(update={"steps": 5})
+    registry, reference = await _learn(tmp_path / "deltas", made, groups), await _learn(tmp_path / "whole", plain, groups)
+    assert [one.sha256 for one in registry.versions()] == [one.sha256 for one in reference.versions()]
+    homes = [registry.path(version) for version in registry.versions()]
+    assert [(home / "model.safetensors").exists() for home in homes] == [True, False, False, True, False, False]
+    assert [(home / "model.delta").exists() for home in homes] == [False, False, False, False, True, True]
+    assert [registry.has_weights(version) for version in registry.versions()] == [True, False, False, True, True, True]
+    for version in registry.versions()[3:]:
+        registry.verify(version)
+    size = [sum(path.stat().st_size for path in home.glob("model.*")) for home in homes]
+    assert size[5] < 0.5 * size[3]
+    (homes[5].parent / deltas.NEWEST).unlink()
+    assert deltas.sha256_of(deltas.materialize(homes[5])) == reference.versions()[5].sha256
+
+
+@pytest.mark.deepspeed
+async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_it_go_on(tmp_path: Path) -> None:
+    groups = [*(random_group(index) for index in range(3)), *(_strange(index) for index in range(3, 6))]
+    made = _rolling(1, 2, max_kl={"at": 1.0, "action": "halt"})
+    with pytest.raises(LearnerHalted, match=r"step 1: kl_behaviour .* is above learner\.limits\.max_kl\.at=1"):
+        await _learn(tmp_path, made, groups)
+    registry, store = FolderRegistry(tmp_path / "versions"), SqliteStore(tmp_path / "experience.sqlite")
+    assert registry.get(1) is not None and registry.get(2) is None
+    assert store.consumed() == {0: 0, 1: 0, 2: 0}
+    assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "halt")]
+
+    made = _rolling(1, 2, max_kl={"at": 1.0, "action": "skip"})
+    (tmp_path / "recipe.json").write_text(made.model_dump_json())
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    await learner.wait(timeout_s=150)
+    assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "skip")]
+    first, second = registry.get(1), registry.get(2)
+    assert first is not None and second is not None and first.sha256 == second.sha256, "a step that is set aside publishes its parent"
+    assert store.consumed() == {index: index // 3 for index in range(6)}
+    store.close()
+
+
+@pytest.mark.deepspeed
+async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_there_are_too_many(tmp_path: Path) -> None:
+    """An infinite reward, an infinite logprob and scores too large to square, through the real store, on two ranks."""
+    groups = [random_group(index) for index in range(6)]
+    groups[1] = random_group(1, scores=[math.inf, 0.0, 1.0, 0.0])
+    broken = [turn([1, 2], [3, 4], [-math.inf, -1.0]) for _ in range(4)]
+    episodes = tuple(scored(episode(f"b{number}", [one]), float(number % 2)) for number, one in enumerate(broken))
+    groups[2] = Group(index=2, task_id="t", task_key="k", episodes=episodes)
+    groups[4] = random_group(4, scores=[1e300, -1e300, 0.0, 0.0])
+    made = recipe(learner={"ranks": 2, "max_bad_groups": 3})
+    with pytest.raises(LearnerHalted, match="3 groups were set aside"):
+        await _learn(tmp_path, made, groups)
+    found = FailureLog(tmp_path).read()
+    assert [(one.step, one.what, one.groups) for one in found] == [(0, "group", (1,)), (0, "group", (2,)), (1, "group", (4,))]
+    assert [one.reasons[0].split()[0] for one in found] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
+    registry = FolderRegistry(tmp_path / "versions")
+    base, first = registry.get(0), registry.get(1)
+    assert base is not None and first is not None and base.sha256 != first.sha256, "the other groups were trained on"
+    made = made.model_copy(update={"learner": made.learner.model_copy(update={"max_bad_groups": 4})})
+    (tmp_path / "recipe.json").write_text(made.model_dump_json())
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    await learner.wait(timeout_s=150)
+    assert len(FailureLog(tmp_path).read()) == 3, "the step that was made again is written down once"
+    assert registry.get(2) is not None
