@@ -6,12 +6,18 @@ construction, so a record that exists is a record that is consistent. `agentrl.c
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
+
+OUTPUT_FILES = 256
+"""Most files that an episode's outputs may have."""
+OUTPUT_BYTES = 4 << 20
+"""Most bytes that an episode's outputs may have together."""
 
 
 class Split(StrEnum):
@@ -113,20 +119,31 @@ class Task:
     data: Mapping[str, Any]  # truth and metadata; never enters the sandbox
     split: Split
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
+    binary_files: Mapping[str, str] = field(default_factory=dict)  # the same, of files that are not text: path -> base64
+    outputs: tuple[str, ...] = ()  # patterns of the files that are judged (see `agentrl.outputs`), such as ("report.json", "src/**")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"task {self.id!r}: prompt is empty")
-        for path in self.files:
+        for path in (*self.files, *self.binary_files, *self.outputs):
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"task {self.id!r}: file path {path!r} leaves the working directory")
 
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        data = asdict(self)
+        for name in ("binary_files", "outputs"):  # a task without them keeps the key it had before they existed
+            if not data[name]:
+                del data[name]
+        text = json.dumps(data, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def contents(self) -> dict[str, bytes]:
+        """What the working directory of a new sandbox holds: relative path -> bytes."""
+        texts = {path: text.encode() for path, text in self.files.items()}
+        return texts | {path: base64.b64decode(text, validate=True) for path, text in self.binary_files.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +226,8 @@ class Failure:
 class Episode:
     """The tree of trajectories of one attempt at one task."""
 
+    __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.codec
+
     id: str
     task_id: str
     task_key: str
@@ -218,6 +237,11 @@ class Episode:
     attempt: int = 0  # infrastructure retries before this one
     wall_s: float = 0.0
     sandbox_s: float = 0.0  # opening, executing and closing the sandbox
+    outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes, as the agent left them; hostile input
+
+    def __post_init__(self) -> None:
+        if len(self.outputs) > OUTPUT_FILES or sum(map(len, self.outputs.values())) > OUTPUT_BYTES:
+            raise ValueError(f"episode {self.id}: outputs of more than {OUTPUT_FILES} files or {OUTPUT_BYTES} bytes")
 
     @property
     def oldest_version(self) -> int | None:
@@ -243,12 +267,15 @@ class Score:
     evidence: str = ""
     reason: str = ""
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # [trajectory][turn] credit for single turns, beside `value`; empty: none is given
+    blame: Blame | None = None  # who is to blame that there is no value, where that is known
 
     def __post_init__(self) -> None:
         if self.value is None and not self.reason:
             raise ValueError("Score without a value needs a reason")
         if self.value is not None and self.value != self.value:
             raise ValueError("Score.value is NaN")
+        if self.value is not None and self.blame is not None:
+            raise ValueError("Score.blame says why there is no value, and there is one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

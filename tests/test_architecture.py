@@ -19,10 +19,10 @@ ONE_FILE_BY_NATURE = {"agentrl/sandbox/exec_server.py"}  # the one file that ent
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "errors"}),
     frozenset({"protocols", "codec"}),
-    frozenset({"recipe", "plugins"}),
+    frozenset({"recipe", "plugins", "outputs", "grading"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
-    frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "project", "doctor", "gpus"}),
+    frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}),
     frozenset({"cli", "__main__"}),
 )
 SIBLINGS = 3  # the level whose rooms do not know each other

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from agentrl.errors import InfrastructureError, SandboxError, SandboxTimeout, ServingError
+from agentrl.outputs import collect, select
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
     Blame,
@@ -56,9 +57,12 @@ class EpisodeRunner:
         """
         state, started = _State(), time.monotonic()
         failures: tuple[Failure, ...] = ()
+        outputs: Mapping[str, bytes] = {}
         try:
             async with asyncio.timeout(task.limits.wall_s):
                 stop_reason = await self._turns(task, state, episode_id=episode_id)
+            if task.outputs:  # an episode that runs out of time leaves none
+                outputs, failures = await self._collect(task, state)
         except TimeoutError as error:
             stop_reason = "failed" if isinstance(error, SandboxTimeout) else "wall_limit"
             if isinstance(error, SandboxTimeout):
@@ -82,7 +86,21 @@ class EpisodeRunner:
             attempt=attempt,
             wall_s=time.monotonic() - started,
             sandbox_s=state.sandbox_s,
+            outputs=outputs,
         )
+
+    async def _collect(self, task: Task, state: _State) -> tuple[Mapping[str, bytes], tuple[Failure, ...]]:
+        """The declared outputs, after the agent's last action; what it made impossible to take is its own failure, and scored."""
+        if state.sandbox is None:  # nothing ran, so the files are what they were
+            return select(task.contents(), task.outputs), ()
+        started = time.monotonic()
+        collected = await collect(state.sandbox, task.outputs)
+        state.sandbox_s += time.monotonic() - started
+        refused = "; ".join(f"{path}: {reason}" for path, reason in collected.refused.items())
+        if not refused:
+            return collected.files, ()
+        failure = Failure(stage="collect", blame=Blame.POLICY, kind="outputs_refused", message=refused[:2000], turn=len(state.turns))
+        return collected.files, (failure,)
 
     async def _turns(self, task: Task, state: _State, *, episode_id: str) -> str:
         """The loop itself; returns the stop reason."""
@@ -143,8 +161,7 @@ class EpisodeRunner:
             return await tool(call.arguments, None, task.limits)
         started = time.monotonic()
         if state.sandbox is None:  # opened at the first call that needs it: many episodes of a weak policy never do
-            files = {path: text.encode() for path, text in task.files.items()}
-            state.sandbox = await self.sandboxes.open(task.sandbox, files=files, timeout_s=self.open_timeout_s)
+            state.sandbox = await self.sandboxes.open(task.sandbox, files=task.contents(), timeout_s=self.open_timeout_s)
         state.sandbox_s += time.monotonic() - started
         started = time.monotonic()
         try:
