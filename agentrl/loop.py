@@ -89,7 +89,7 @@ async def train(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool = Fal
 @asynccontextmanager
 async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, console: bool) -> AsyncIterator[Run]:
     """Checks everything that can be checked, then opens the parts; closes them in reverse order, whatever happens."""
-    family = open_family(recipe.tasks, seed=recipe.seed)
+    family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     gpus = place(recipe)
     model = find_model(recipe.policy.model, root)
     chat = load_chat(str(model))
@@ -122,7 +122,7 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
             family=family,
             sandboxes=sandboxes,
             served=served,
-            groups=_group_runner(recipe, served, sandboxes, chat, scorer),
+            groups=_group_runner(recipe, served, sandboxes, chat, replace(scorer, sandboxes=sandboxes)),
             schedule=GroupSchedule(family, recipe.seed),
             learner=learner,
             stop_at=recipe.steps,

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from agentrl.errors import SandboxTimeout
-from agentrl.protocols import Sandbox
-from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, ExecResult, Task
 
 MAX_DEPTH = 32
 MAX_PATH = 512
@@ -178,3 +178,13 @@ async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], s
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return [], "the working directory cannot be listed: no list of names came back"
     return [name for name in names if plain_path(name)], ""
+
+
+async def produce(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, Collected]:
+    """Runs a Python program in the agent's place: how it ended, and the outputs it left. Raises what `collect` does."""
+    sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+    try:
+        result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)
+        return result, await collect(sandbox, task.outputs)
+    finally:
+        await sandbox.close()
