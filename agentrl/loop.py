@@ -32,7 +32,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.rollout.chat import ChatFormat, load_chat
 from agentrl.sandbox import open_sandboxes
 from agentrl.served import ServedPolicy
-from agentrl.task import GroupSchedule, open_family
+from agentrl.task import GroupSchedule, open_family, sandbox_specs
 from agentrl.transcript import append, transcript
 from agentrl.version import FolderRegistry, sha256_file
 
@@ -153,7 +153,8 @@ async def _pipeline(run: Run) -> None:
     newest = run.registry.latest(VersionState.SERVING, VersionState.PROMOTED) or run.registry.get(0)
     assert newest is not None, "version 0 was registered"
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+        for spec in sandbox_specs(run.family):
+            starting.create_task(run.sandboxes.prepare(spec))
         starting.create_task(run.served.start(newest))
         if newest.number < run.recipe.steps:
             starting.create_task(run.learner.start())
@@ -277,7 +278,8 @@ async def evaluate_only(recipe: Recipe, run_dir: Path, *, root: Path, console: b
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+            for spec in sandbox_specs(run.family):
+                starting.create_task(run.sandboxes.prepare(spec))
             starting.create_task(run.served.start(base))
         await _evaluate(run, "eval", step=0)
     return measure.read_evaluation(run_dir, "eval")

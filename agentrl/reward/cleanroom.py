@@ -32,6 +32,8 @@ READ_BYTES = 4 << 20
 """How much all files that runs have written may have together."""
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
+OPEN_S = 300.0
+"""Deadline of opening a sandbox; it may have to wait until an episode gives up its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,7 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
     files |= {f"runs/{path}": data for path, data in written.items()}
     files["runs/results.json"] = json.dumps(results).encode()
     secret = secrets.token_hex(16)
-    sandbox = await sandboxes.open(task.sandbox, files=files)
+    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
     try:
         argv = ["python3", "-I", "-B", "-c", JUDGE]
         done = await sandbox.exec(argv, stdin=secret.encode() + b"\n", timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
@@ -134,7 +136,7 @@ async def _perform(
                 await sandbox.close()
                 sandbox = None
             if sandbox is None:
-                sandbox = await sandboxes.open(task.sandbox, files=below)
+                sandbox = await sandboxes.open(task.sandbox, files=below, timeout_s=OPEN_S)
             results.append(await _one_run(run, sandbox, tests))
             left = READ_BYTES - sum(map(len, written.values()))
             written |= {f"{number}/{path}": data for path, data in (await _read(sandbox, run.reads, left)).items()}
@@ -186,7 +188,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     secret = secrets.token_hex(16)
     names = sorted({name.partition("::")[0] for name in plan.expected()})
     request = json.dumps({"secret": secret, "mode": plan.mode, "child": PYTEST, "files": names}).encode()
-    sandbox = await sandboxes.open(task.sandbox, files=files)
+    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
     try:
         argv = ["python3", "-I", "-B", "-c", CONTAINED]
         done = await sandbox.exec(argv, stdin=request, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)

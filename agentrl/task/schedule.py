@@ -14,7 +14,7 @@ from agentrl.errors import PluginError, RecipeError
 from agentrl.plugins import resolve
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import TasksConfig
-from agentrl.records import Split, Task
+from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
 
 
@@ -47,6 +47,14 @@ def _share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RecipeError(f"tasks.options.heldout must be a number, got {value!r}", fix='write tasks.options={"heldout": 0.25}')
     return float(value)
+
+
+def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
+    """What to make ready before a run: one spec for each image of a family's tasks; of one without end, the first task's."""
+    if family.size(Split.TRAIN) is None:
+        return [family.task(Split.TRAIN, 0).sandbox]
+    tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
+    return list({(task.sandbox.image, task.sandbox.runtime): task.sandbox for task in tasks}.values())
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -21,6 +21,7 @@ from agentrl.sandbox import select_backend
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIER = "agentrl.reward.cleanroom:grade"
 NEEDLE = "needle-" + "7c1d"  # written in two pieces, so that looking for it does not find this line
@@ -136,16 +137,22 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attack", CODE)
-async def test_code_under_test_that_attacks_the_grader_scores_0(mode: Mode, attack: str, sandboxes: SandboxBackend) -> None:
+async def test_code_under_test_that_attacks_the_grader_scores_0(mode: Mode, sandboxes: SandboxBackend) -> None:
     one, name = in_mode(mode)
-    one = retimed(one, 3.0)
-    result = await score(one, {name: CODE[attack].encode()}, sandboxes)
-    assert result.value == 0.0, result
+    one = replace(one, data={"grading": {**one.data["grading"], "timeout_s": 4.0}})
+    given = await together({attack: score(one, {name: code.encode()}, sandboxes) for attack, code in CODE.items()})
+    assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(CODE, 0.0), given
 
 
-def retimed(one: Task, seconds: float) -> Task:
-    return replace(one, data={"grading": {**one.data["grading"], "timeout_s": seconds}})
+async def together(work: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+    """All of it, a few at a time."""
+    slots = asyncio.Semaphore(3)
+
+    async def one(item: Awaitable[T]) -> T:
+        async with slots:
+            return await item
+
+    return dict(zip(work, await asyncio.gather(*(one(item) for item in work.values())), strict=True))
 
 
 WIN = "import os\nos._exit(0)\n"
@@ -173,13 +180,24 @@ START_FILES: dict[str, dict[str, bytes]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attack", START_FILES)
-async def test_files_that_start_by_themselves_do_not_run_in_the_grader(mode: Mode, attack: str, sandboxes: SandboxBackend) -> None:
-    """Everything is a declared output here, the worst case; beside it lies a wrong solution, which must score 0 all the same."""
+async def test_files_that_start_by_themselves_do_not_run_in_the_grader(mode: Mode, sandboxes: SandboxBackend) -> None:
+    """Everything is a declared output here, the worst case; beside it lies a wrong solution, which must score 0 all the same.
+
+    That the files do not merely break the tests is shown by a right solution beside them.
+    """
     one, name = in_mode(mode)
     one = replace(one, outputs=("**",))
-    files = {**START_FILES[attack], name: DOUBLE.replace("2 * n", "3 * n").encode()}
-    assert (await score(one, files, sandboxes)).value == 0.0
+    wrong = DOUBLE.replace("2 * n", "3 * n").encode()
+    given = await together({attack: score(one, {**files, name: wrong}, sandboxes) for attack, files in START_FILES.items()})
+    assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(START_FILES, 0.0), given
+    everything = {path: data for files in START_FILES.values() for path, data in files.items() if not shadows(path)}
+    right = await score(one, {**everything, name: DOUBLE.encode()}, sandboxes)
+    assert right.value == 1.0, right
+
+
+def shadows(path: str) -> bool:
+    """Modules beside a script come before the library's: a program that brings its own `os` breaks itself, and nothing else."""
+    return path in ("json.py", "hmac.py", "os.py", "subprocess.py")
 
 
 SEARCH = f"""
@@ -256,13 +274,12 @@ BROKEN: dict[str, tuple[Mode, dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-async def test_tests_that_break_on_gold_too_are_the_tasks_fault(name: str, sandboxes: SandboxBackend) -> None:
-    mode, tests, says = BROKEN[name]
-    one = task(mode, tests=tests, timeout_s=2.0, runs=())
-    for _ in range(2):
-        result = await score(one, handed_in(code=DOUBLE), sandboxes)
-        assert result.value is None and result.blame is Blame.TASK and says in result.reason, result
+async def test_tests_that_break_on_gold_too_are_the_tasks_fault(sandboxes: SandboxBackend) -> None:
+    for mode, tests, says in BROKEN.values():
+        one = task(mode, tests=tests, timeout_s=3.0, runs=())
+        for _ in range(2):
+            result = await score(one, handed_in(code=DOUBLE), sandboxes)
+            assert result.value is None and result.blame is Blame.TASK and says in result.reason, result
 
 
 GROWS = """
@@ -280,18 +297,18 @@ LEAVINGS: dict[str, tuple[str, set[str]]] = {
     "a socket": ("import socket; os.makedirs('a'); s = socket.socket(socket.AF_UNIX); s.bind('code.py')", set()),
     "a file without end": ("open('code.py', 'wb').truncate(15 << 20)", set()),
     "a file that nobody may read": ("open('code.py', 'w').write('1'); os.chmod('code.py', 0)", set()),
-    "many other files": ("os.makedirs('a'); [open(f'a/{n}.bin', 'w') for n in range(300)]; open('a/x.txt', 'w')", {"a/x.txt"}),
+    "many other files": ("os.makedirs('a'); [open(f'a/{n}.bin', 'w').close() for n in range(300)]; open('a/x.txt', 'w')", {"a/x.txt"}),
     "a file that grows": (GROWS, set()),
 }
 
 
-@pytest.mark.parametrize("name", LEAVINGS)
-async def test_only_plain_files_leave_the_agents_sandbox(name: str, sandboxes: SandboxBackend) -> None:
-    program, files = LEAVINGS[name]
+async def test_only_plain_files_leave_the_agents_sandbox(sandboxes: SandboxBackend) -> None:
     one = task(outputs=("code.py", "a/**/*.txt"))
-    _, collected = await produce(one, f"import os\n{program}", sandboxes, timeout_s=20)
-    assert set(collected.files) - ({"code.py"} if name == "a file that grows" else set()) == files
-    assert not any(b"root:" in data for data in collected.files.values())
+    work = {name: produce(one, f"import os\n{program}", sandboxes, timeout_s=20) for name, (program, _) in LEAVINGS.items()}
+    taken = {name: dict(collected.files) for name, (_, collected) in (await together(work)).items()}
+    taken["a file that grows"].pop("code.py", None)  # a moment of it, if it was small enough then
+    assert {name: set(files) for name, files in taken.items()} == {name: files for name, (_, files) in LEAVINGS.items()}
+    assert not any(b"root:" in data for files in taken.values() for data in files.values())
 
 
 async def test_a_working_directory_that_nothing_can_be_done_in_is_the_agents_doing(sandboxes: SandboxBackend) -> None:
