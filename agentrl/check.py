@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from agentrl import cheats, codec
-from agentrl.errors import TaskError, UserError
+from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
 from agentrl.outputs import produce
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.recipe import SandboxConfig
@@ -25,6 +26,10 @@ from agentrl.sandbox import conformance, open_sandboxes, select_backend
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.sandbox.select import BackendName
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRIES = 2
 GOLD, NOTHING, IMAGE = "gold solution", "doing nothing", "image"
 
 
@@ -117,11 +122,16 @@ def render(results: Sequence[CaseResult]) -> str:
         return f"every gold solution scores 1, and submitting nothing scores 0; so do {cheated} cheats on {tasks} tasks"
     table = Table("task", "case", "due", "scored", "why", title=f"{len({item.task for item in wrong})} of {tasks} tasks are wrong")
     for item in wrong:
-        table.add_row(item.task, item.case, f"{item.wanted:g}", "-" if item.value is None else f"{item.value:g}", item.detail)
+        table.add_row(item.task, item.case, f"{item.wanted:g}", "-" if item.value is None else f"{item.value:g}", _printable(item.detail))
     console = Console(width=140, force_terminal=False)
     with console.capture() as captured:
         console.print(table, markup=False)
     return captured.get().rstrip()
+
+
+def _printable(text: str) -> str:
+    """Text for a terminal: what programs and tests print may hold control sequences."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _tasks(family: TaskFamily, count: int | None) -> Iterable[Task]:
@@ -137,20 +147,23 @@ def _tasks(family: TaskFamily, count: int | None) -> Iterable[Task]:
 async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[CaseResult]:
     """Makes every image ready; a task whose image cannot be made has failed by that."""
     failed: list[CaseResult] = []
-    problems: dict[SandboxSpec, str] = {}
+    problems: dict[tuple[str, str], str] = {}
     for task in tasks:
         started = time.monotonic()
         limit = float(task.data.get("build_timeout_s", 1800.0))
-        if task.sandbox not in problems:
-            problems[task.sandbox] = ""
+        image = (task.sandbox.image, task.sandbox.runtime)
+        if image not in problems:
+            problems[image] = ""
             try:
                 async with asyncio.timeout(limit):
                     await sandboxes.prepare(task.sandbox)
+            except SandboxTimeout:
+                raise
             except TimeoutError:
-                problems[task.sandbox] = f"{task.sandbox.image}: the image is not ready after {limit:g} s; raise build_timeout_sec"
+                problems[image] = f"{image[0]}: the image is not ready after {limit:g} s; raise environment.build_timeout_sec"
             except UserError as error:
-                problems[task.sandbox] = str(error)
-        if problem := problems[task.sandbox]:
+                problems[image] = str(error)
+        if problem := problems[image]:
             took = time.monotonic() - started
             failed.append(CaseResult(task=task.id, case=IMAGE, wanted=1.0, value=None, detail=problem, wall_s=took))
     return failed
@@ -164,7 +177,7 @@ async def _run_case(task: Task, case: str, family: TaskFamily, sandboxes: Sandbo
     started = time.monotonic()
     wanted = 1.0 if case == GOLD else 0.0
     try:
-        episode, problem = await _attempt(task, case, family, sandboxes)
+        episode, problem = await _retried(lambda: _attempt(task, case, family, sandboxes))
     except TaskError as error:
         episode, problem = None, str(error)
     value: float | None = None
@@ -172,6 +185,17 @@ async def _run_case(task: Task, case: str, family: TaskFamily, sandboxes: Sandbo
         score = await scorer(task, episode)
         value, problem = score.value, score.reason or score.evidence
     return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=time.monotonic() - started)
+
+
+async def _retried(act: Callable[[], Awaitable[T]]) -> T:
+    """A fault of the sandboxes is tried again; one that lasts ends the check."""
+    for attempt in range(RETRIES):
+        try:
+            return await act()
+        except SandboxError as error:
+            log.warning("tried again: %s", error)
+            await asyncio.sleep(0.2 * 2**attempt)
+    return await act()
 
 
 async def _attempt(task: Task, case: str, family: TaskFamily, sandboxes: SandboxBackend) -> tuple[Episode, str]:

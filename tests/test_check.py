@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl import cheats
-from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, check_family, render
+from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, _retried, check_family, render
 from agentrl.cli import app
+from agentrl.errors import SandboxError
 from agentrl.recipe import SandboxConfig
 from agentrl.task import TaskFolders
 
@@ -57,7 +58,9 @@ async def check(family: Path, backend: Any) -> dict[str, dict[str, CaseResult]]:
 
 
 @pytest.mark.parametrize("backend", BOTH)
-async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tmp_path: Path) -> None:
+async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
+    monkeypatch.setattr(cheats, "PROGRAMS", {name: text for name, text in cheats.PROGRAMS.items() if name in few})
     family = tmp_path / "family"
     write_task(family, "good")
     write_task(family, "gold-fails", solve="raise SystemExit('no idea')")
@@ -67,10 +70,10 @@ async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tm
     write_task(family, "broken-tests", tests="import nowhere\n\ndef test_it(runs):\n    pass\n")
     found = await check(family, backend)
     wrong = {name: {case for case, result in cases.items() if not result.ok} for name, cases in found.items()}
-    assert wrong["good"] == set() and set(found["good"]) == {GOLD, NOTHING, *cheats.PROGRAMS}
+    assert wrong["good"] == set() and set(found["good"]) == {GOLD, NOTHING, *few}
     assert wrong["gold-fails"] == {GOLD} and "no idea" in found["gold-fails"][GOLD].detail
     assert wrong["gold-is-wrong"] == {GOLD} and found["gold-is-wrong"][GOLD].value == 0.0
-    assert {"exits with 0", "empty outputs", "fake report"} <= wrong["weak"] and NOTHING not in wrong["weak"]
+    assert wrong["weak"] == few - {"links to the tests"}
     assert wrong["no-image"] == {IMAGE} and "suit" in found["no-image"][IMAGE].detail
     assert found["broken-tests"][GOLD].value is None and "nowhere" in found["broken-tests"][GOLD].detail
     table = render([result for cases in found.values() for result in cases.values()])
@@ -106,3 +109,25 @@ def test_json_has_every_case(tmp_path: Path) -> None:
     results = {item["case"]: item for item in json.loads(done.stdout)}
     assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
     assert len(results) == 2 + len(cheats.PROGRAMS)
+
+
+def test_the_table_takes_any_text() -> None:
+    result = CaseResult(task="f/[b]", case=GOLD, wanted=1.0, value=None, detail="[/red] what a test said [bold]\x1b[31m", wall_s=0.0)
+    shown = render([result])
+    assert "[/red] what a test said [bold]" in shown and "f/[b]" in shown and "\x1b" not in shown
+
+
+async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_it_lasts() -> None:
+    calls = 0
+
+    async def act() -> int:
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise SandboxError("busy")
+        return calls
+
+    assert await _retried(act) == 3
+    calls = -9
+    with pytest.raises(SandboxError):
+        await _retried(act)

@@ -178,7 +178,7 @@ def _image(folder: Path) -> Path:
                 raise _Mistake(f"environment/{path.name}", "is not used", "files for the working directory lie in environment/files")
     if own:
         return environment
-    if any((folder.parent / name).is_file() for name in _IMAGES):
+    if (folder.parent / "image.toml").is_file():  # no Dockerfile here: its context would hold every task's tests
         return folder.parent
     raise _Mistake(
         "environment", "has no image", f"write environment/image.toml, environment/Dockerfile, or one image.toml in {folder.parent.name}/"
