@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from agentrl import cheats, codec
 from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
-from agentrl.outputs import produce
+from agentrl.outputs import example, produce
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.recipe import SandboxConfig
 from agentrl.records import Episode, SandboxSpec, Split, Task
@@ -67,18 +67,22 @@ async def check_family(
             broken = await _prepare(tasks, sandboxes)
             results += broken
             without = {result.task for result in broken}
-            work = [(task, case) for task in tasks if task.id not in without for case in _cases(task)]
-            progress.update(bar, description=f"{len(tasks)} tasks on {sandboxes.name}", total=len(work))
+            good = [task for task in tasks if task.id not in without]
+            progress.update(bar, description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
+            prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer)
             slots = asyncio.Semaphore(parallel)
 
             async def one(task: Task, case: str) -> None:
                 async with slots:
-                    results.append(await _run_case(task, case, family, sandboxes, scorer))
+                    results.append(await prover.case(task, case))
                 progress.advance(bar)
 
-            async with asyncio.TaskGroup() as running:
-                for task, case in work:
-                    running.create_task(one(task, case))
+            for golden in (True, False):  # cheats go where gold went
+                async with asyncio.TaskGroup() as running:
+                    for task in good:
+                        for case in _cases(task):
+                            if (case == GOLD) == golden:
+                                running.create_task(one(task, case))
     finally:
         await sandboxes.close()
     return sorted(results, key=lambda result: (result.task, result.wanted == 0, result.case))
@@ -170,21 +174,54 @@ async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[Cas
 
 
 def _cases(task: Task) -> list[str]:
-    return [GOLD, NOTHING, *(cheats.PROGRAMS if task.outputs else cheats.ANSWERS)]
+    return [GOLD, NOTHING, *([*cheats.TEXTS, *cheats.PROGRAMS] if task.outputs else cheats.ANSWERS)]
 
 
-async def _run_case(task: Task, case: str, family: TaskFamily, sandboxes: SandboxBackend, scorer: TaskScorer) -> CaseResult:
-    started = time.monotonic()
-    wanted = 1.0 if case == GOLD else 0.0
-    try:
-        episode, problem = await _retried(lambda: _attempt(task, case, family, sandboxes))
-    except TaskError as error:
-        episode, problem = None, str(error)
-    value: float | None = None
-    if episode is not None and not problem:
-        score = await scorer(task, episode)
-        value, problem = score.value, score.reason or score.evidence
-    return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=time.monotonic() - started)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prover:
+    """Runs single cases; remembers which files a task's gold solution left."""
+
+    family: TaskFamily
+    sandboxes: SandboxBackend
+    scorer: TaskScorer
+    left: dict[str, list[str]] = field(default_factory=dict)
+
+    async def case(self, task: Task, case: str) -> CaseResult:
+        started = time.monotonic()
+        wanted = 1.0 if case == GOLD else 0.0
+        try:
+            episode, problem = await _retried(lambda: self._attempt(task, case))
+        except TaskError as error:
+            episode, problem = None, str(error)
+        value: float | None = None
+        if episode is not None and not problem:
+            score = await self.scorer(task, episode)
+            value, problem = score.value, score.reason or score.evidence
+        took = time.monotonic() - started
+        return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
+
+    async def _attempt(self, task: Task, case: str) -> tuple[Episode, str]:
+        """The episode of a case, and what went wrong where gold did not even run."""
+        episode = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
+        if not task.outputs and case != GOLD:
+            return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""
+        if case == GOLD:
+            return await self._gold(task, episode)
+        paths = self.left.get(task.id) or [example(pattern) for pattern in task.outputs]
+        if case in cheats.TEXTS:
+            return replace(episode, outputs=cheats.handed_in(case, paths)), ""
+        program = "" if case == NOTHING else cheats.program(case, paths)
+        _, collected = await produce(task, program, self.sandboxes, timeout_s=task.limits.wall_s)
+        return replace(episode, outputs=collected.files), ""
+
+    async def _gold(self, task: Task, episode: Episode) -> tuple[Episode, str]:
+        limit = task.limits.wall_s if task.outputs else task.limits.tool_timeout_s
+        result, collected = await produce(task, self.family.gold(task), self.sandboxes, timeout_s=limit)
+        self.left[task.id] = sorted(collected.files)
+        shown = show(result, task.limits)
+        refused = "".join(f"; {path}: {reason}" for path, reason in collected.refused.items())
+        problem = "" if result.ok else f"gold solution failed: {shown}{refused}"
+        return replace(episode, answer=shown, outputs=collected.files), problem
 
 
 async def _retried(act: Callable[[], Awaitable[T]]) -> T:
@@ -196,19 +233,3 @@ async def _retried(act: Callable[[], Awaitable[T]]) -> T:
             log.warning("tried again: %s", error)
             await asyncio.sleep(0.2 * 2**attempt)
     return await act()
-
-
-async def _attempt(task: Task, case: str, family: TaskFamily, sandboxes: SandboxBackend) -> tuple[Episode, str]:
-    """The episode of a case, and what went wrong where gold did not even run."""
-    episode = Episode(id="check", task_id=task.id, task_key=task.key, trajectories=())
-    if not task.outputs and case != GOLD:
-        return replace(episode, answer=None if case == NOTHING else cheats.ANSWERS[case]), ""
-    program = family.gold(task) if case == GOLD else "" if case == NOTHING else cheats.programs(task.outputs)[case]
-    limit = task.limits.wall_s if task.outputs else task.limits.tool_timeout_s
-    result, collected = await produce(task, program, sandboxes, timeout_s=limit)
-    shown = show(result, task.limits)
-    if case != GOLD:
-        return replace(episode, outputs=collected.files), ""
-    refused = "".join(f"; {path}: {reason}" for path, reason in collected.refused.items())
-    problem = "" if result.ok else f"gold solution failed: {shown}{refused}"
-    return replace(episode, answer=shown, outputs=collected.files), problem

@@ -18,6 +18,7 @@ from agentrl.task import TaskFolders
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+CHEATS = {*cheats.TEXTS, *cheats.PROGRAMS}
 RUNS = '[[run]]\nname = "one"\nargv = ["python3", "a.py"]\n'
 STRICT = "def test_it(runs):\n    assert runs['one'].stdout == '42\\n'\n"
 SOLVE = "open('a.py', 'w').write('print(6 * 7)')"
@@ -29,7 +30,7 @@ def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--parallel", "4"])
     assert done.exit_code == 0, done.output
-    assert "every gold solution scores 1" in done.output and f"{10 * len(cheats.PROGRAMS)} cheats on 10 tasks" in done.output
+    assert "every gold solution scores 1" in done.output and f"{10 * len(CHEATS)} cheats on 10 tasks" in done.output
 
 
 def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOLVE, outputs: str = "a.py", image: str = "") -> None:
@@ -60,7 +61,8 @@ async def check(family: Path, backend: Any) -> dict[str, dict[str, CaseResult]]:
 @pytest.mark.parametrize("backend", BOTH)
 async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
-    monkeypatch.setattr(cheats, "PROGRAMS", {name: text for name, text in cheats.PROGRAMS.items() if name in few})
+    for kind in ("PROGRAMS", "TEXTS"):
+        monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in few})
     family = tmp_path / "family"
     write_task(family, "good")
     write_task(family, "gold-fails", solve="raise SystemExit('no idea')")
@@ -108,7 +110,7 @@ def test_json_has_every_case(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["check", str(family), "--backend", "bubblewrap", "--json"])
     results = {item["case"]: item for item in json.loads(done.stdout)}
     assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
-    assert len(results) == 2 + len(cheats.PROGRAMS)
+    assert len(results) == 2 + len(CHEATS)
 
 
 def test_the_table_takes_any_text() -> None:
