@@ -15,13 +15,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from agentrl import cheats, codec
-from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
+from agentrl.errors import SandboxError, SandboxTimeout, UserError
 from agentrl.outputs import example, produce
 from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.recipe import SandboxConfig
 from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
-from agentrl.rollout.tools import show
+from agentrl.rollout.tools import load_tools, show
 from agentrl.sandbox import conformance, open_sandboxes, select_backend
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.sandbox.select import BackendName
@@ -191,7 +191,7 @@ class _Prover:
         wanted = 1.0 if case == GOLD else 0.0
         try:
             episode, problem = await _retried(lambda: self._attempt(task, case))
-        except TaskError as error:
+        except UserError as error:
             episode, problem = None, str(error)
         value: float | None = None
         if episode is not None and not problem:
@@ -215,6 +215,7 @@ class _Prover:
         return replace(episode, outputs=collected.files), ""
 
     async def _gold(self, task: Task, episode: Episode) -> tuple[Episode, str]:
+        load_tools(task.tools)
         limit = task.limits.wall_s if task.outputs else task.limits.tool_timeout_s
         result, collected = await produce(task, self.family.gold(task), self.sandboxes, timeout_s=limit)
         self.left[task.id] = sorted(collected.files)

@@ -69,6 +69,9 @@ async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tm
     write_task(family, "gold-is-wrong", solve="open('a.py', 'w').write('print(41)')")
     write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
     write_task(family, "no-image", image='suite = "bookworm"\npackages = []\nsuit = "x"\n')
+    write_task(family, "no-tool")
+    toml = family / "no-tool" / "task.toml"
+    toml.write_text('tools = ["pyhton"]\n' + toml.read_text())
     write_task(family, "broken-tests", tests="import nowhere\n\ndef test_it(runs):\n    pass\n")
     found = await check(family, backend)
     wrong = {name: {case for case, result in cases.items() if not result.ok} for name, cases in found.items()}
@@ -76,10 +79,11 @@ async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tm
     assert wrong["gold-fails"] == {GOLD} and "no idea" in found["gold-fails"][GOLD].detail
     assert wrong["gold-is-wrong"] == {GOLD} and found["gold-is-wrong"][GOLD].value == 0.0
     assert wrong["weak"] == few - {"links to the tests"}
+    assert wrong["no-tool"] == {GOLD} and "unknown tool 'pyhton'" in found["no-tool"][GOLD].detail
     assert wrong["no-image"] == {IMAGE} and "suit" in found["no-image"][IMAGE].detail
     assert found["broken-tests"][GOLD].value is None and "nowhere" in found["broken-tests"][GOLD].detail
     table = render([result for cases in found.values() for result in cases.values()])
-    assert "5 of 6 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
+    assert "6 of 7 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
 
 
 def test_mistakes_in_folders_end_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

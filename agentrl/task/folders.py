@@ -68,7 +68,7 @@ class TaskFolders:
     """The family in a folder; see `agentrl.protocols.TaskFamily`. Train and held-out tasks are different folders.
 
     `root` is what images are named relative to. `heldout` is the share of the tasks without a `split` of their own that the
-    seed holds out, at least one of two or more. Raises `TaskError` that lists every mistake.
+    seed holds out, of two or more at least one and never all. Raises `TaskError` that lists every mistake.
     """
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:
@@ -120,7 +120,7 @@ def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, 
     """Tasks of each split, by name. Those without a split are ordered by a seeded hash and the first of them held out."""
     free = [task for task in tasks if task.description.split is None]
     free.sort(key=lambda task: hashlib.sha256(f"{seed}:{task.name}".encode()).digest())
-    count = max(1, round(heldout * len(free))) if heldout and len(free) > 1 else 0
+    count = min(max(1, round(heldout * len(free))), len(free) - 1) if heldout and len(free) > 1 else 0
     chosen = {task.name for task in free[:count]}
     splits: dict[Split, list[FolderTask]] = {split: [] for split in Split}
     for task in tasks:

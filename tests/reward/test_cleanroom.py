@@ -155,6 +155,26 @@ async def together(work: Mapping[str, Awaitable[T]]) -> dict[str, T]:
     return dict(zip(work, await asyncio.gather(*(one(item) for item in work.values())), strict=True))
 
 
+async def test_a_test_that_is_skipped_or_lost_has_not_passed(sandboxes: SandboxBackend) -> None:
+    """Every test that the host finds in the source must report success; parametrized ones in every case."""
+    head = "import pytest\nfrom twice import double\n\n"
+    cases = {
+        "def test_a():\n    pytest.skip('no time')\n": 0.0,
+        "@pytest.mark.xfail\ndef test_a():\n    assert double(1) == 3\n": 0.0,
+        "@pytest.mark.parametrize('n', [1, 2, 3])\ndef test_a(n):\n    assert double(n) == 2 * n\n": 1.0,
+        "@pytest.mark.parametrize('n', [1, 2, 3])\ndef test_a(n):\n    assert double(n) < 5\n": 0.0,
+        "class TestAll:\n    def test_a(self, tmp_path):\n        assert double(2) == 4\n": 1.0,
+        "def test_a():\n    pass\n\ndel test_a\n": None,
+    }
+    work = {}
+    for text in cases:
+        tests = {"test_it.py": head + text}
+        one = task("pytest", ("twice.py",), tests=tests, gold=GOLD.replace("code.py", "twice.py"))
+        work[text] = score(one, {"twice.py": DOUBLE.encode()}, sandboxes)
+    given = await together(work)
+    assert {text: result.value for text, result in given.items()} == cases, given
+
+
 WIN = "import os\nos._exit(0)\n"
 START_FILES: dict[str, dict[str, bytes]] = {
     "conftest.py": handed_in(**{"conftest.py": WIN, "tests/conftest.py": WIN}),

@@ -119,6 +119,11 @@ def test_splits_are_drawn_with_the_seed_and_never_overlap(tmp_path: Path) -> Non
     assert not set(names(0, Split.HELDOUT)) & set(names(0, Split.TRAIN))
     assert names(0, Split.HELDOUT) == names(0, Split.HELDOUT)
     assert len({tuple(names(seed, Split.HELDOUT)) for seed in range(6)}) > 1
+    for share, held in ((0.0, 0), (0.01, 1), (0.99, 7)):
+        assert TaskFolders(tmp_path / "family", root=tmp_path, heldout=share).size(Split.HELDOUT) == held
+    for share in (-0.1, 1.0):
+        with pytest.raises(UserError, match="heldout"):
+            TaskFolders(tmp_path / "family", root=tmp_path, heldout=share)
 
 
 def edit(path: str, old: str, new: str) -> Callable[[Path], None]:
