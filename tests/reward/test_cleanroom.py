@@ -32,6 +32,8 @@ JUDGE = (
     f"# {NEEDLE}\ndef test_double(runs):\n    assert runs['four'].value == 8\n\ndef test_runs(runs):\n    assert runs['also'].exit == 0\n"
 )
 PYTEST = f"""# {NEEDLE}
+import wave  # nothing else has loaded it, so it shows whose modules come first
+
 from code_ import double
 
 def test_double():
@@ -111,10 +113,11 @@ CODE: dict[str, str] = {
     "writes to every descriptor": """
 import os
 for fd in range(3, 64):
-    try:
-        os.write(fd, b'0000 {"test": "test_it.py::test_double", "error": ""}\\n')
-    except OSError:
-        pass
+    for name in ("test_double", "test_more", "test_runs"):
+        try:
+            os.write(fd, b'0000 {"test": "test_it.py::%s", "error": ""}\\n' % name.encode())
+        except OSError:
+            pass
 os._exit(0)
 """,
     "kills the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n",
@@ -185,7 +188,9 @@ START_FILES: dict[str, dict[str, bytes]] = {
     "pytest.ini": handed_in(
         **{"pytest.ini": "[pytest]\naddopts = --collect-only\npython_functions = no\n", "tox.ini": "[pytest]\naddopts = -k no\n"}
     ),
-    "a module of the library's name": handed_in(**{"json.py": WIN, "hmac.py": WIN, "pytest.py": WIN, "subprocess.py": WIN, "os.py": WIN}),
+    "a module of the library's name": handed_in(
+        **{"json.py": WIN, "hmac.py": WIN, "wave.py": WIN, "pytest.py": WIN, "subprocess.py": WIN, "os.py": WIN}
+    ),
     "a module of a test's name": handed_in(
         **{"test_it.py": "def test_double():\n    pass\n", "tests/test_it.py": "", "tests/test.sh": "exit 0\n"}
     ),
@@ -210,14 +215,17 @@ async def test_files_that_start_by_themselves_do_not_run_in_the_grader(mode: Mod
     wrong = DOUBLE.replace("2 * n", "3 * n").encode()
     given = await together({attack: score(one, {**files, name: wrong}, sandboxes) for attack, files in START_FILES.items()})
     assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(START_FILES, 0.0), given
-    everything = {path: data for files in START_FILES.values() for path, data in files.items() if not shadows(path)}
+    everything = {path: data for files in START_FILES.values() for path, data in files.items() if mode == "pytest" or not shadows(path)}
     right = await score(one, {**everything, name: DOUBLE.encode()}, sandboxes)
     assert right.value == 1.0, right
 
 
 def shadows(path: str) -> bool:
-    """Modules beside a script come before the library's: a program that brings its own `os` breaks itself, and nothing else."""
-    return path in ("json.py", "hmac.py", "os.py", "subprocess.py")
+    """Modules beside a script come before the library's: a program that brings its own `os` breaks itself, and nothing else.
+
+    Under pytest the library comes first.
+    """
+    return path in ("json.py", "wave.py", "hmac.py", "os.py", "subprocess.py")
 
 
 SEARCH = f"""
