@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from agentrl import __version__
 from agentrl.errors import AgentRLError, RecipeError, UserError
 from agentrl.plugins import add_project_root, resolve
-from agentrl.recipe import Recipe, apply_overrides
+from agentrl.protocols import TaskFamily
+from agentrl.recipe import Recipe, SandboxConfig, apply_overrides
 from agentrl.supervised.commands import tune_app
 
 if TYPE_CHECKING:
@@ -91,20 +93,27 @@ def evaluate(
         print(f"{split:14} {rate['value']:.3f}  95% interval [{rate['ci_low']:.3f}, {rate['ci_high']:.3f}]  n={rate['n']}")
 
 
-@app.command(epilog="Example: agentrl check recipes/quickstart.py --count 40")
+@app.command(epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")
 def check(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family is checked.")],
-    count: Annotated[int, typer.Option(min=1, help="Tasks of each split.")] = 24,
-    sandbox: SandboxChoice = None,
+    target: Annotated[Path, typer.Argument(help="Folder of task folders, or a recipe file whose task family is checked.")],
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Tasks of each split. Default: all of a folder, 24 of a recipe's family.")
+    ] = None,
+    sandbox: Annotated[
+        str | None, typer.Option("--backend", "--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")
+    ] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="Cases at once.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove a task family: in a real sandbox every gold solution must score 1, and submitting nothing must score 0."""
+    """Prove a task family in real sandboxes: gold solutions must score 1, doing nothing and every known cheat 0."""
+    from agentrl import codec
     from agentrl.check import check_family, render
 
-    root, loaded = load_recipe(recipe, [f"sandbox.backend={sandbox}"] if sandbox else [])
-    problems = asyncio.run(check_family(loaded, root=root, count=count))
-    print(json.dumps(problems) if as_json else render(problems))
-    raise typer.Exit(1 if problems else 0)
+    root, family, config = open_target(target, sandbox)
+    wanted = count if count is not None or target.is_dir() else 24
+    results = asyncio.run(check_family(family, config, root=root, count=wanted, parallel=parallel, quiet=as_json))
+    print(json.dumps([codec.to_data(result) for result in results]) if as_json else render(results))
+    raise typer.Exit(0 if all(result.ok for result in results) else 1)
 
 
 @app.command(epilog="Example: agentrl doctor --json")
@@ -283,6 +292,24 @@ def describe(summary: Summary, folder: Path) -> str:
     lines.append(f"report {folder / 'report.html'}")
     lines.append(f"model  {folder / 'model'}")
     return "\n".join(lines)
+
+
+def open_target(target: Path, backend: str | None) -> tuple[Path, TaskFamily, SandboxConfig]:
+    """Project root, task family and sandbox settings that a folder of task folders, or a recipe file, means."""
+    from agentrl.task import TaskFolders, open_family
+
+    if target.is_dir():
+        root = project_root(target.resolve() / "task")
+        return root, TaskFolders(target, root=root), _sandbox_config(backend or "auto")
+    root, loaded = load_recipe(target, [f"sandbox.backend={backend}"] if backend else [])
+    return root, open_family(loaded.tasks, seed=loaded.seed, root=root), loaded.sandbox
+
+
+def _sandbox_config(backend: str) -> SandboxConfig:
+    try:
+        return SandboxConfig.model_validate({"backend": backend})
+    except ValidationError:
+        raise UserError(f"no sandbox backend {backend!r}", fix="use docker, bubblewrap or auto") from None
 
 
 def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:

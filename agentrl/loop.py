@@ -33,7 +33,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner, left_out_group, task_fau
 from agentrl.rollout.chat import ChatFormat, load_chat
 from agentrl.sandbox import open_sandboxes
 from agentrl.served import ServedPolicy, to_serve
-from agentrl.task import GroupSchedule, open_family
+from agentrl.task import GroupSchedule, open_family, sandbox_specs
 from agentrl.transcript import append, transcript
 from agentrl.version import FolderRegistry, sha256_file
 
@@ -92,7 +92,7 @@ async def train(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool = Fal
 @asynccontextmanager
 async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, console: bool) -> AsyncIterator[Run]:
     """Checks everything that can be checked, then opens the parts; closes them in reverse order, whatever happens."""
-    family = open_family(recipe.tasks, seed=recipe.seed)
+    family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     gpus = place(recipe)
     model = find_model(recipe.policy.model, root)
     check_model(model, recipe)
@@ -132,7 +132,7 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
             family=family,
             sandboxes=sandboxes,
             served=served,
-            groups=_group_runner(recipe, served, sandboxes, chat, scorer, running),
+            groups=_group_runner(recipe, served, sandboxes, chat, replace(scorer, sandboxes=sandboxes), running),
             schedule=GroupSchedule(family, recipe.seed),
             learner=learner,
             stop_at=recipe.steps,
@@ -167,7 +167,8 @@ async def _pipeline(run: Run) -> None:
     newest = to_serve(run.registry)
     assert newest is not None, "version 0 was registered"
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+        for spec in sandbox_specs(run.family):
+            starting.create_task(run.sandboxes.prepare(spec))
         starting.create_task(run.served.start(newest))
         if newest.number < run.recipe.steps:
             starting.create_task(run.learner.start())
@@ -335,7 +336,8 @@ async def evaluate_only(recipe: Recipe, run_dir: Path, *, root: Path, console: b
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(run.sandboxes.prepare(run.family.task(Split.TRAIN, 0).sandbox))
+            for spec in sandbox_specs(run.family):
+                starting.create_task(run.sandboxes.prepare(spec))
             starting.create_task(run.served.start(base))
         await _evaluate(run, "eval", step=0)
     return measure.read_evaluation(run_dir, "eval")

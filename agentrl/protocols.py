@@ -121,6 +121,18 @@ class Verifier(Protocol):
     async def __call__(self, task: Task, episode: Episode) -> Score: ...
 
 
+class SandboxVerifier(Protocol):
+    """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
+
+    It knows the agent's work from `episode.outputs` alone. What the work does wrong is a score; a fault of the sandbox layer
+    is raised (`InfrastructureError`: tried again, then unscored), and so is a task whose tests are broken (`TaskError`: unscored).
+    """
+
+    needs_sandboxes: bool  # True; a plain `Verifier` has no such attribute
+
+    async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score: ...
+
+
 class Policy(Protocol):
     """Samples completions from token ids: an inference server, or a scripted policy in tests."""
 

@@ -34,9 +34,10 @@ class PolicyConfig(Section):
 
 class TasksConfig(Section):
     family: str
-    """Plugin reference of a callable that takes `seed=` and returns a TaskFamily, e.g. `sandboxes.tables:Tables`."""
+    """A folder of task folders, e.g. `sandboxes/chores`, or the plugin reference of a callable that takes `seed=` and returns a TaskFamily,
+    e.g. `sandboxes.tables:Tables`."""
     options: dict[str, str | int | float | bool] = {}
-    """Further keyword arguments of the family."""
+    """Further keyword arguments of the family. Of a folder: `heldout`, the share of tasks without a split of their own that is held out."""
 
 
 class EvalConfig(Section):

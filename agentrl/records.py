@@ -6,6 +6,7 @@ construction, so a record that exists is a record that is consistent. `agentrl.c
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
@@ -20,6 +21,12 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 
 OUTPUT_CALLS = 20
 """How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
+
+OUTPUT_FILES = 256
+"""Most files that an episode's outputs may have."""
+
+OUTPUT_BYTES = 4 << 20
+"""Most bytes that an episode's outputs may have together."""
 
 WHOLE_MODEL = "model.safetensors"  # the file that holds a version's weights ...
 ADAPTER = "adapter_model.safetensors"  # ... or only what a low-rank adapter adds to those of version 0
@@ -139,12 +146,14 @@ class Task:
     data: Mapping[str, Any]  # truth and metadata; never enters the sandbox
     split: Split
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
+    binary_files: Mapping[str, str] = field(default_factory=dict)  # the same, of files that are not text: path -> base64
+    outputs: tuple[str, ...] = ()  # patterns of the files that are judged (see `agentrl.outputs`), such as ("report.json", "src/**")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError(f"task {self.id!r}: prompt is empty")
-        for path in self.files:
+        for path in (*self.files, *self.binary_files, *self.outputs):
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"task {self.id!r}: file path {path!r} leaves the working directory")
 
@@ -152,12 +161,20 @@ class Task:
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
         content = asdict(self)
-        if self.limits.episode_output_chars is None:  # tasks from before there was this field keep their keys
+        if self.limits.episode_output_chars is None:  # a task without these keeps the key it had before they existed
             del content["limits"]["episode_output_chars"]
-        if not self.sandbox.network:  # tasks from before there was this field keep their keys
+        if not self.sandbox.network:
             del content["sandbox"]["network"]
+        for name in ("binary_files", "outputs"):
+            if not content[name]:
+                del content[name]
         text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def contents(self) -> dict[str, bytes]:
+        """What the working directory of a new sandbox holds: relative path -> bytes."""
+        texts = {path: text.encode() for path, text in self.files.items()}
+        return texts | {path: base64.b64decode(text, validate=True) for path, text in self.binary_files.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +267,8 @@ class Failure:
 class Episode:
     """The tree of trajectories of one attempt at one task."""
 
+    __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.codec
+
     id: str
     task_id: str
     task_key: str
@@ -259,6 +278,11 @@ class Episode:
     attempt: int = 0  # infrastructure retries before this one
     wall_s: float = 0.0
     sandbox_s: float = 0.0  # opening, executing and closing the sandbox
+    outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes, as the agent left them; hostile input
+
+    def __post_init__(self) -> None:
+        if len(self.outputs) > OUTPUT_FILES or sum(map(len, self.outputs.values())) > OUTPUT_BYTES:
+            raise ValueError(f"episode {self.id}: outputs of more than {OUTPUT_FILES} files or {OUTPUT_BYTES} bytes")
 
     @property
     def oldest_version(self) -> int | None:
@@ -319,12 +343,15 @@ class Score:
     evidence: str = ""
     reason: str = ""
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # [trajectory][turn] credit for single turns, beside `value`; empty: none is given
+    blame: Blame | None = None  # who is to blame that there is no value, where that is known
 
     def __post_init__(self) -> None:
         if self.value is None and not self.reason:
             raise ValueError("Score without a value needs a reason")
         if self.value is not None and self.value != self.value:
             raise ValueError("Score.value is NaN")
+        if self.value is not None and self.blame is not None:
+            raise ValueError("Score.blame says why there is no value, and there is one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

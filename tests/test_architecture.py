@@ -18,10 +18,12 @@ LONGEST_FILE = 600
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "errors", "destinations"}),
     frozenset({"protocols", "codec", "deltas"}),
-    frozenset({"recipe", "plugins"}),
+    frozenset({"recipe", "plugins", "outputs", "grading"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
-    frozenset({"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "project", "doctor", "gpus"}),
+    frozenset(
+        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}
+    ),
     frozenset({"cli", "__main__"}),
 )
 SIBLINGS = 3  # the level whose rooms do not know each other

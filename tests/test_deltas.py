@@ -206,7 +206,7 @@ def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry,
     home = registry.folder / "000002"
     for name in ("config.json", "tokenizer_config.json", "update.json"):
         (home / name).write_text("{}")
-    export_model(home, tmp_path / "model")
+    export_model(home, tmp_path / "model", base=registry.folder / "000000")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
     assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import base64
 import doctest
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from agentrl import codec, records
 from agentrl.records import (
+    OUTPUT_BYTES,
+    OUTPUT_FILES,
     Episode,
     Group,
     Message,
@@ -114,3 +118,27 @@ def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
 def test_hostile_json_does_not_become_a_record() -> None:
     with pytest.raises(ValueError):
         codec.from_json(Group, b'{"index": "x"}')
+
+
+def test_outputs_survive_json_whatever_their_bytes() -> None:
+    outputs = {"a.bin": bytes(range(256)), "src/ü.txt": b"", "b": b"\xff\xfe+/-_"}
+    episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), outputs=outputs)
+    group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
+    assert codec.from_json(Group, codec.to_json(group)) == group
+    assert json.loads(json.dumps(codec.to_data(episode)))["outputs"].keys() == outputs.keys()
+
+
+def test_outputs_are_bounded() -> None:
+    with pytest.raises(ValueError, match="outputs"):
+        Episode(id="e", task_id="t", task_key="k", trajectories=(), outputs={"a": bytes(OUTPUT_BYTES + 1)})
+    with pytest.raises(ValueError, match="outputs"):
+        Episode(id="e", task_id="t", task_key="k", trajectories=(), outputs={str(n): b"" for n in range(OUTPUT_FILES + 1)})
+
+
+def test_what_a_sandbox_gets_is_text_and_binary_files() -> None:
+    task = replace(TASK, files={"a": "ä"}, binary_files={"b": base64.b64encode(b"\xff").decode()})
+    assert task.contents() == {"a": "ä".encode(), "b": b"\xff"}
+    assert len({TASK.key, replace(TASK, outputs=("a",)).key, replace(TASK, binary_files={"b": "/w=="}).key}) == 3
+    for more in ({"outputs": ("../a",)}, {"binary_files": {"/a": ""}}):
+        with pytest.raises(ValueError, match="leaves the working directory"):
+            replace(TASK, **more)

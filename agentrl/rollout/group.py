@@ -108,9 +108,14 @@ class GroupRunner:
             start = None
             if not episode.left_out:
                 try:
-                    return ScoredEpisode(episode=episode, score=await self.score(task, episode))
+                    score = await self.score(task, episode)
                 except (TaskError, PluginError) as error:  # a verifier that does not exist
-                    episode = replace(episode, failures=(*episode.failures, task_fault(error)))
+                    fault = task_fault(error)
+                else:
+                    if score.blame is not Blame.TASK:
+                        return ScoredEpisode(episode=episode, score=score)
+                    fault = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
+                episode = replace(episode, failures=(*episode.failures, fault))
             failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
             if failure.blame is Blame.TASK:
                 break

@@ -1,5 +1,6 @@
-"""Tasks: opening a family and saying which task each group of a run gets."""
+"""Tasks: opening a family, which may be a folder of task folders, and saying which task each group of a run gets."""
 
-from agentrl.task.schedule import GroupSchedule, open_family
+from agentrl.task.folders import TaskFolders
+from agentrl.task.schedule import GroupSchedule, open_family, sandbox_specs
 
-__all__ = ["GroupSchedule", "open_family"]
+__all__ = ["GroupSchedule", "TaskFolders", "open_family", "sandbox_specs"]

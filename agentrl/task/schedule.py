@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentrl.errors import PluginError, RecipeError
 from agentrl.plugins import resolve
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import TasksConfig
-from agentrl.records import Split, Task
+from agentrl.records import SandboxSpec, Split, Task
+from agentrl.task.folders import TaskFolders
 
 
-def open_family(config: TasksConfig, *, seed: int) -> TaskFamily:
-    """The task family a recipe names. Raises `PluginError` when it does not resolve or refuses its options."""
+def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
+    """The task family a recipe names: a plugin reference, or a folder of task folders relative to `root`.
+
+    Raises `PluginError` when it does not resolve or refuses its options, and `TaskError` for task folders with mistakes.
+    """
+    root = root or Path.cwd()
+    if ":" not in config.family and ("/" in config.family or (root / config.family).is_dir()):
+        known = {"heldout"}
+        if unknown := sorted(set(config.options) - known):
+            raise RecipeError(f"tasks.options.{unknown[0]}: unknown for a family of task folders; known here: {', '.join(known)}")
+        return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
     factory = resolve(config.family)
     try:
         family = factory(seed=seed, **config.options)
@@ -30,6 +41,20 @@ def open_family(config: TasksConfig, *, seed: int) -> TaskFamily:
             raise PluginError(f"tasks.family {config.family!r} has no method {name!r}", fix="see docs/task-families.md")
     opened: TaskFamily = family
     return opened
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RecipeError(f"tasks.options.heldout must be a number, got {value!r}", fix='write tasks.options={"heldout": 0.25}')
+    return float(value)
+
+
+def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
+    """What to make ready before a run: one spec for each image of a family's tasks; of one without end, the first task's."""
+    if family.size(Split.TRAIN) is None:
+        return [family.task(Split.TRAIN, 0).sandbox]
+    tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
+    return list({(task.sandbox.image, task.sandbox.runtime): task.sandbox for task in tasks}.values())
 
 
 @dataclass(frozen=True)

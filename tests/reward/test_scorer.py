@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from agentrl.errors import PluginError
-from agentrl.records import Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
+from agentrl.errors import PluginError, SandboxError, TaskError
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
 from agentrl.reward import TaskScorer
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
 
 
 async def half(task: Task, episode: Episode) -> Score:
@@ -34,6 +37,22 @@ async def by_turn(task: Task, episode: Episode) -> Score:
 
 async def wrong(task: Task, episode: Episode) -> Any:
     return 1.0
+
+
+class InSandboxes:
+    """A verifier that wants sandboxes, and fails `faults` times before it gives a score."""
+
+    needs_sandboxes = True
+
+    def __init__(self, faults: int, error: Exception) -> None:
+        self.faults, self.error = faults, error
+        self.seen: list[SandboxBackend] = []
+
+    async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
+        self.seen.append(sandboxes)
+        if len(self.seen) <= self.faults:
+            raise self.error
+        return Score(value=1.0)
 
 
 not_callable = 3
@@ -72,6 +91,34 @@ async def test_turn_rewards_are_averaged_and_must_fit() -> None:
     assert misfit.value is None and "do not fit" in misfit.reason
     with pytest.raises(ValueError, match="turn rewards"):
         ScoredEpisode(episode=EPISODE, score=Score(value=1.0, turn_rewards=((1.0,),)))
+
+
+@pytest.mark.parametrize(("faults", "value"), [(0, 1.0), (2, 1.0), (3, None)])
+async def test_a_fault_of_the_sandboxes_is_tried_again_and_then_unscored_never_0(faults: int, value: float | None) -> None:
+    sandboxes = ScriptedSandboxes(printing(""))
+    verifier = InSandboxes(faults, SandboxError("the daemon is gone"))
+    scorer = TaskScorer(sandboxes=sandboxes, _verifiers={"v": verifier})
+    score = await scorer(replace(task(), verifiers=("v",)), EPISODE)
+    assert score.value == value and verifier.seen == [sandboxes] * min(faults + 1, 3)
+    if value is None:
+        assert score.blame is Blame.INFRASTRUCTURE and "daemon is gone" in score.reason
+
+
+async def test_a_task_that_is_wrong_is_unscored_at_once() -> None:
+    verifier = InSandboxes(9, TaskError("the tests do not load"))
+    scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
+    score = await scorer(replace(task(), verifiers=("v",)), EPISODE)
+    assert score.value is None and score.blame is Blame.TASK and "do not load" in score.reason and len(verifier.seen) == 1
+
+
+async def test_a_verifier_that_needs_sandboxes_is_refused_without() -> None:
+    with pytest.raises(PluginError, match="sandboxes"):
+        await TaskScorer(_verifiers={"v": InSandboxes(0, KeyError())})(replace(task(), verifiers=("v",)), EPISODE)
+
+
+def test_blame_is_for_scores_without_a_value() -> None:
+    with pytest.raises(ValueError, match="blame"):
+        Score(value=0.0, blame=Blame.TASK)
 
 
 async def test_no_verifier_is_unscored_not_zero() -> None:

@@ -144,3 +144,38 @@ async def test_a_server_that_hangs_is_not_the_policys_fault(tokenizer: Any, task
     hurried = replace(task, limits=Limits(wall_s=0.1))
     episode = await make_runner(Hanging.saying(tokenizer, "")).run(hurried, episode_id="e")
     assert (episode.failures[0].kind, episode.left_out) == ("wall_limit", True)
+
+
+async def test_declared_outputs_are_collected_after_the_last_action(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    sandboxes = ScriptedSandboxes(printing("3\n"))
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), sandboxes)
+    episode = await runner.run(replace(task, outputs=("a.csv", "b.csv")), episode_id="e")
+    assert episode.outputs == {"a.csv": b"x\n1\n"} and episode.failures == () and sandboxes.opened[0].closed
+
+
+async def test_an_agent_that_ran_nothing_leaves_what_it_was_given(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    sandboxes = ScriptedSandboxes(printing(""))
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT), sandboxes)
+    episode = await runner.run(replace(task, outputs=("*.csv", "new.txt")), episode_id="e")
+    assert episode.outputs == {"a.csv": b"x\n1\n"} and sandboxes.opened == []
+
+
+async def test_outputs_that_cannot_be_taken_are_the_agents_doing(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), ScriptedSandboxes(printing("no list\n")))
+    episode = await runner.run(replace(task, outputs=("a.csv", "src/*")), episode_id="e")
+    (failure,) = episode.failures
+    assert (failure.stage, failure.blame, failure.kind) == ("collect", Blame.POLICY, "outputs_refused")
+    assert episode.outputs == {"a.csv": b"x\n1\n"} and not episode.left_out and "src/*" in failure.message
+
+
+async def test_a_sandbox_that_dies_before_collecting_is_a_fault_of_the_machine(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    sandboxes = ScriptedSandboxes(printing("3\n"))
+
+    def script(turn: int, episode_id: str) -> str:
+        if turn == 1:
+            sandboxes.opened[0].closed = True
+        return (PYTHON, SUBMIT)[turn]
+
+    episode = await make_runner(ScriptedPolicy(tokenizer, script), sandboxes).run(replace(task, outputs=("*",)), episode_id="e")
+    assert episode.left_out and episode.failures[0].blame is Blame.INFRASTRUCTURE and episode.outputs == {}
+    assert episode.trajectories[0].stop_reason == "failed"

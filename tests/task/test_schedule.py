@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from agentrl.errors import PluginError
 from agentrl.recipe import TasksConfig
 from agentrl.records import Message, SandboxSpec, Split, Task
-from agentrl.task import GroupSchedule, open_family
+from agentrl.task import GroupSchedule, open_family, sandbox_specs
 
 
 class Ten:
@@ -47,3 +48,16 @@ def test_a_family_that_does_not_resolve_is_refused_with_its_name(family: str) ->
     with pytest.raises(PluginError) as error:
         open_family(TasksConfig(family=family), seed=0)
     assert "fix" in str(error.value)
+
+
+def test_every_image_of_a_family_is_made_ready_before_a_run() -> None:
+    class Two(Ten):
+        def task(self, split: Split, index: int) -> Task:
+            return replace(super().task(split, index), sandbox=SandboxSpec(image=f"image-{index % 2}", memory_mb=64 + index))
+
+    class Endless(Two):
+        def size(self, split: Split) -> int | None:
+            return None
+
+    assert {spec.image for spec in sandbox_specs(Two())} == {"image-0", "image-1"} and len(sandbox_specs(Two())) == 2
+    assert [spec.image for spec in sandbox_specs(Endless())] == ["image-0"]

@@ -1,0 +1,215 @@
+"""Clean-room grading: declared outputs and hidden tests meet in fresh sandboxes, after the agent's last action.
+
+In mode `judge` they do not even meet there. The host performs the runs of a task in a sandbox that holds the task's own files and
+the outputs, and takes what comes back as data; then the judging code runs in another sandbox, which gets this data and the tests,
+and which never runs a program under test. What a program is compared with can therefore not be read by it, and a report of the
+tests cannot be written by it. The other modes run tests and code under test in one sandbox; docs/security.md says what that costs.
+
+A test has passed when it says so itself: no report is no pass. When tests break instead of reporting, the gold solution is graded
+the same way, once for each task: where that breaks too the task is to blame, else the outputs are.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import TaskError
+from agentrl.grading import Grading, Run, grading_of
+from agentrl.outputs import overlay, produce
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.records import Episode, ExecResult, Score, Task
+
+INSIDE = Path(__file__).parent / "inside"
+JUDGE, CALL, CONTAINED, PYTEST = ((INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child"))
+RUN_OUTPUT_BYTES = 128 << 10
+"""How much of stdout and of stderr of one run is kept."""
+READ_BYTES = 4 << 20
+"""How much all files that runs have written may have together."""
+REPORT_BYTES = 1 << 20
+PROVEN_TASKS = 4096
+OPEN_S = 300.0
+"""Deadline of opening a sandbox; it may have to wait until an episode gives up its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the tests said: name -> empty or what went wrong. `broken`: why there is no complete report. `untouched`: nothing of the
+    agent's was looked at before it broke."""
+
+    said: Mapping[str, str] = field(default_factory=dict)
+    broken: str = ""
+    untouched: bool = False
+
+
+class CleanRoom:
+    """The verifier of task folders: 1 when every test passes, else 0; `parts["tests"]` is the share that passes. See `SandboxVerifier`."""
+
+    needs_sandboxes = True
+
+    def __init__(self) -> None:
+        self._gold: dict[str, Outcome] = {}
+
+    async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
+        """Raises `InfrastructureError`, and `TaskError` when the tests break by themselves."""
+        plan = grading_of(task)
+        if not episode.outputs:
+            return Score(value=0.0, parts={"tests": 0.0}, evidence="none of the declared outputs exists")
+        outcome = await grade_outputs(task, plan, episode.outputs, sandboxes)
+        if outcome.broken:
+            await self._prove(task, plan, outcome, sandboxes)
+        expected = plan.expected()
+        passed = [name for name in expected if outcome.said.get(name) == ""]
+        wrong = {name: error for name, error in outcome.said.items() if error}
+        missing = {name: outcome.broken or "no report" for name in expected if name not in outcome.said}
+        evidence = "\n".join(f"{name}: {error}" for name, error in {**wrong, **missing}.items())[:2000]
+        right = len(passed) == len(expected) and not wrong and not outcome.broken
+        return Score(value=float(right), parts={"tests": len(passed) / len(expected)}, evidence=evidence)
+
+    async def _prove(self, task: Task, plan: Grading, outcome: Outcome, sandboxes: SandboxBackend) -> None:
+        """Raises `TaskError` when the tests break without the agent's doing."""
+        if outcome.untouched:
+            raise TaskError(f"task {task.id}: its tests do not load: {outcome.broken}", fix="run agentrl check on the family")
+        if not plan.gold:
+            return
+        if task.key not in self._gold:
+            _, collected = await produce(task, plan.gold, sandboxes, timeout_s=task.limits.wall_s)
+            if len(self._gold) >= PROVEN_TASKS:
+                self._gold.clear()
+            self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes)
+        if reason := self._gold[task.key].broken:
+            raise TaskError(f"task {task.id}: its tests break on the gold solution too: {reason}", fix="run agentrl check on the family")
+
+
+grade = CleanRoom()
+"""What a task names: `agentrl.reward.cleanroom:grade`."""
+
+
+async def grade_outputs(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> Outcome:
+    """Runs the tests of a task over outputs, in fresh sandboxes. Raises `InfrastructureError`."""
+    try:
+        if plan.mode == "judge":
+            return await _judge(task, plan, outputs, sandboxes)
+        return await _contained(task, plan, outputs, sandboxes)
+    except ValueError as error:  # the sandbox refused files: no room, or a name that is too long for it
+        if isinstance(error, TaskError):
+            raise
+        return Outcome(broken=f"the outputs cannot be placed in a sandbox: {error}"[:500])
+
+
+async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> Outcome:
+    results, written = await _perform(task, plan, outputs, sandboxes)
+    files = {f"tests/{path}": data for path, data in plan.files().items()}
+    files |= {f"outputs/{path}": data for path, data in outputs.items()}
+    files |= {f"runs/{path}": data for path, data in written.items()}
+    files["runs/results.json"] = json.dumps(results).encode()
+    secret = secrets.token_hex(16)
+    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
+    try:
+        argv = ["python3", "-I", "-B", "-c", JUDGE]
+        done = await sandbox.exec(argv, stdin=secret.encode() + b"\n", timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
+    finally:
+        await sandbox.close()
+    lines = _report(done, secret)
+    if not lines or "loaded" not in lines[0]:
+        return Outcome(broken=_ending(done), untouched=True)
+    said = {line["test"]: line["error"] for line in lines[1:]}
+    complete = set(lines[0]["loaded"]) == set(said) and done.exit_code == 0
+    return Outcome(said=said, broken="" if complete else _ending(done))
+
+
+async def _perform(
+    task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Every run in a sandbox without tests: how it ended, in order, and `<number of the run>/<path>` -> file that it wrote."""
+    results: list[dict[str, Any]] = []
+    written: dict[str, bytes] = {}
+    tests, below = plan.files(), overlay(task.contents(), outputs)
+    sandbox: Sandbox | None = None
+    try:
+        for number, run in enumerate(plan.runs):
+            if sandbox is not None and run.fresh:
+                await sandbox.close()
+                sandbox = None
+            if sandbox is None:
+                sandbox = await sandboxes.open(task.sandbox, files=below, timeout_s=OPEN_S)
+            results.append(await _one_run(run, sandbox, tests))
+            left = READ_BYTES - sum(map(len, written.values()))
+            written |= {f"{number}/{path}": data for path, data in (await _read(sandbox, run.reads, left)).items()}
+    finally:
+        if sandbox is not None:
+            await sandbox.close()
+    return results, written
+
+
+async def _one_run(run: Run, sandbox: Sandbox, tests: Mapping[str, bytes]) -> dict[str, Any]:
+    stdin = tests[run.stdin_file] if run.stdin_file else run.stdin.encode()
+    argv: Sequence[str] = run.argv
+    if run.call:
+        file, _, function = run.call.partition(":")
+        argv = ["python3", "-I", "-B", "-c", CALL]
+        stdin = json.dumps({"file": file, "function": function, "args": run.args, "kwargs": run.kwargs}).encode()
+    try:
+        for path, source in run.files.items():
+            await sandbox.write(path, tests[source])
+    except ValueError as error:  # something an earlier run left is in the way
+        done = ExecResult(exit_code=None, stdout="", stderr=str(error)[:500], wall_s=0.0, reason="blocked")
+    else:
+        done = await sandbox.exec(argv, stdin=stdin, timeout_s=run.timeout_sec, output_bytes=RUN_OUTPUT_BYTES)
+    return {
+        "name": run.name,
+        "exit": done.exit_code,
+        "reason": done.reason,
+        "stdout": done.stdout,
+        "stderr": done.stderr,
+        "truncated": done.truncated,
+    }
+
+
+async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
+    """Those of `paths` that are plain files within `left` bytes; the tests find the others missing."""
+    files: dict[str, bytes] = {}
+    for path in paths:
+        try:
+            files[path] = await sandbox.read(path, max_bytes=left)
+        except (FileNotFoundError, ValueError):
+            continue
+        left -= len(files[path])
+    return files
+
+
+async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> Outcome:
+    files = {f"work/{path}": data for path, data in overlay(task.contents(), outputs).items()}
+    files |= {f"tests/{path}": data for path, data in plan.files().items()}
+    secret = secrets.token_hex(16)
+    names = sorted({name.partition("::")[0] for name in plan.expected()})
+    request = json.dumps({"secret": secret, "mode": plan.mode, "child": PYTEST, "files": names}).encode()
+    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
+    try:
+        argv = ["python3", "-I", "-B", "-c", CONTAINED]
+        done = await sandbox.exec(argv, stdin=request, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
+    finally:
+        await sandbox.close()
+    lines = _report(done, secret)
+    if len(lines) != 1 or "tests" not in lines[0]:
+        return Outcome(broken=_ending(done))
+    said: dict[str, str] = lines[0]["tests"]
+    stopped = plan.mode == "pytest" and not set(plan.expected()) <= set(said)
+    return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "")
+
+
+def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:
+    """The lines of a report. It is empty when anything else is among them: nobody but the reporting program has that stdout."""
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    if done.truncated or any(mark != secret for mark, _, _ in lines):
+        return []
+    return [json.loads(text) for _, _, text in lines]
+
+
+def _ending(done: ExecResult) -> str:
+    how = done.reason or f"exit code {done.exit_code}"
+    return f"{how}; {done.stderr.strip()[-800:]}".rstrip("; ")

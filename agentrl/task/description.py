@@ -1,0 +1,173 @@
+"""The contents of a `task.toml`: Harbor's keys where they mean something here, and ours beside them; any other key is refused.
+
+version = "1.0"
+outputs = ["report.json"]         # ours: the files that are judged, as agentrl.outputs reads patterns
+[metadata]                        # free; `category` is the kind that evaluations are split by
+[agent]                           # what an episode may spend
+[environment]                     # what its sandbox is
+[verifier]                        # how it is graded
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from agentrl.grading import MAX_RUN_SECONDS, Mode, Run
+from agentrl.outputs import wrong_pattern
+from agentrl.records import Limits, SandboxSpec, Split
+
+M = TypeVar("M", bound=BaseModel)
+
+_LIMITS, _SPEC = Limits(), SandboxSpec(image="-")
+_MAX_SECONDS = 24 * 3600.0
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+
+class Agent(_Table):
+    """What an episode may spend."""
+
+    timeout_sec: float = Field(_LIMITS.wall_s, gt=0, le=_MAX_SECONDS)
+    """Wall time of the whole episode."""
+    turns: int = Field(8, ge=1)
+    """Model turns."""
+    turn_tokens: int = Field(512, ge=1)
+    """Completion tokens of one turn."""
+    episode_tokens: int = Field(8192, ge=1)
+    """Prompt and completion tokens of the episode; policy.max_model_len bounds it too."""
+    tool_timeout_sec: float = Field(_LIMITS.tool_timeout_s, gt=0, le=_MAX_SECONDS)
+    """Time of one tool call."""
+    tool_output_chars: int = Field(_LIMITS.tool_output_chars, ge=1)
+    """What the agent is shown of one call's output."""
+
+
+class Environment(_Table):
+    """The sandbox. Its network is off."""
+
+    build_timeout_sec: float = Field(1800.0, gt=0, le=_MAX_SECONDS)
+    """How long `agentrl check` waits for the image."""
+    cpus: float = Field(_SPEC.cpus, gt=0, le=1024)
+    """Cores' worth of time."""
+    memory_mb: int = Field(_SPEC.memory_mb, ge=32)
+    """Memory of all programs together."""
+    storage_mb: int = Field(_SPEC.disk_mb, ge=1)
+    """Size of the working directory, and of /tmp. It is taken from memory."""
+    processes: int = Field(_SPEC.processes, ge=2)
+    """Processes and threads at once."""
+    open_files: int = Field(_SPEC.open_files, ge=16)
+    """Open files of one program."""
+    runtime: str = ""
+    """Container runtime, such as runsc."""
+
+
+class Verifier(_Table):
+    """How the outputs are graded."""
+
+    timeout_sec: float = Field(60.0, gt=0, le=MAX_RUN_SECONDS)
+    """Time of the tests."""
+    mode: Mode | None = None
+    """judge, pytest or shell. Default: shell when there is a tests/test.sh, else judge."""
+
+
+class Description(_Table):
+    """One `task.toml`."""
+
+    version: Literal["1.0"] = "1.0"
+    """Of the format."""
+    outputs: tuple[str, ...] = Field(min_length=1, max_length=64)
+    """Patterns of the files that are judged."""
+    tools: tuple[str, ...] = Field(("python", "submit"), min_length=1)
+    """What the agent may call."""
+    split: Split | None = None
+    """train, heldout or heldout_real. Default: drawn with the family's seed."""
+    metadata: dict[str, Any] = {}
+    agent: Agent = Agent()
+    environment: Environment = Environment()
+    verifier: Verifier = Verifier()
+
+    @field_validator("outputs", "tools", mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in list(Split):
+            return Split(value)
+        if isinstance(value, str):
+            raise ValueError(f"is one of {', '.join(Split)}")
+        return value
+
+    @field_validator("outputs")
+    @classmethod
+    def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            if wrong := wrong_pattern(pattern):
+                raise ValueError(f"{pattern!r} {wrong}")
+        return value
+
+    def limits(self) -> Limits:
+        agent = self.agent
+        return Limits(
+            turns=agent.turns,
+            turn_tokens=agent.turn_tokens,
+            episode_tokens=agent.episode_tokens,
+            tool_timeout_s=agent.tool_timeout_sec,
+            tool_output_chars=agent.tool_output_chars,
+            wall_s=agent.timeout_sec,
+        )
+
+    def sandbox(self, image: str) -> SandboxSpec:
+        environment = self.environment
+        return SandboxSpec(
+            image=image,
+            memory_mb=environment.memory_mb,
+            processes=environment.processes,
+            cpus=environment.cpus,
+            disk_mb=environment.storage_mb,
+            open_files=environment.open_files,
+            runtime=environment.runtime,
+        )
+
+
+class Runs(BaseModel):
+    """One `runs.toml`: `[[run]]` tables."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: tuple[Run, ...] = Field(min_length=1)
+
+
+def parse(kind: type[M], text: str) -> M:
+    """A model from TOML. Raises `ValueError` with one line for each wrong key: its name, what is wrong, what is allowed."""
+    try:
+        return kind.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is not TOML: {error}") from None
+    except ValidationError as error:
+        raise ValueError("\n".join(_line(kind, item) for item in error.errors())) from None
+
+
+def _line(kind: type[BaseModel], item: Any) -> str:
+    key = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        return f"{key}: unknown key; known here: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"
+    if item["type"] == "missing":
+        return f"{key}: is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {message} (got {item['input']!r})" if not isinstance(item["input"], dict) else f"{key}: {message}"
+
+
+def _table(kind: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
+    for part in location:
+        if isinstance(part, str):
+            annotation = kind.model_fields[part].annotation
+            inner = [one for one in (annotation, *getattr(annotation, "__args__", ())) if isinstance(one, type)]
+            kind = next((one for one in inner if issubclass(one, BaseModel)), kind)
+    return kind

@@ -1,0 +1,27 @@
+"""Task folders with an instruction-tuned model on one GPU: the agent writes files, hidden tests judge them in fresh sandboxes.
+
+    agentrl check sandboxes/chores        # the tasks themselves: gold solutions score 1, doing nothing and cheating 0
+    agentrl eval recipes/chores.py        # what the model can do before anything is spent on training
+    agentrl train recipes/chores.py
+
+Ten tasks show how it is done; they are too few to train a model that is any good at others. Name your own folder in `tasks`.
+"""
+
+from agentrl.recipe import EvalConfig, LearnerConfig, PolicyConfig, Recipe, RolloutConfig, ServingConfig, TasksConfig
+
+recipe = Recipe(
+    name="chores",
+    steps=40,
+    device="cuda",
+    policy=PolicyConfig(model="Qwen/Qwen3-4B", dtype="bfloat16", max_model_len=8192),
+    tasks=TasksConfig(family="sandboxes/chores", options={"heldout": 0.3}),
+    rollout=RolloutConfig(group_size=8, groups_per_step=7, concurrency=56),
+    evaluation=EvalConfig(heldout=3, heldout_real=0, every=10),
+    serving=ServingConfig(max_num_seqs=64, gpu_memory_utilization=0.35, probe_max_abs_diff=0.15),
+    learner=LearnerConfig(lr=1e-6, warmup_steps=5, max_tokens_per_microbatch=16384),
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

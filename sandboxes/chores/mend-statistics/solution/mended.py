@@ -1,0 +1,17 @@
+"""Small statistics without a library."""
+
+
+def median(values):
+    """The middle value; of an even number of values the mean of the two in the middle. The argument is left as it was."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def mode(values):
+    """The most frequent value; of several, the one that comes first in `values`."""
+    return max(values, key=values.count)
+
+
+def moving_average(values, width):
+    """Means of every `width` neighbouring values; empty when there are fewer than `width`."""
+    return [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]

@@ -1,0 +1,1 @@
+cp "$(dirname "$0")/mended.py" statistics_lite.py

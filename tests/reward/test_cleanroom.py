@@ -1,0 +1,389 @@
+"""The grader, attacked: every case of the list with a verdict, on both backends. What a case leaves is graded for real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from agentrl import cheats
+from agentrl.errors import TaskError
+from agentrl.grading import Grading, Mode, grading_of, pack
+from agentrl.outputs import collect, produce
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Blame, Episode, Limits, Message, SandboxSpec, Score, Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.sandbox import select_backend
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+VERIFIER = "agentrl.reward.cleanroom:grade"
+NEEDLE = "needle-" + "7c1d"  # written in two pieces, so that looking for it does not find this line
+DOUBLE = "def double(n):\n    return 2 * n\n"
+GOLD = f"open('code.py', 'w').write({DOUBLE!r})"
+RUNS = ({"name": "four", "call": "code.py:double", "args": [4]}, {"name": "also", "argv": ["python3", "code.py"]})
+JUDGE = (
+    f"# {NEEDLE}\ndef test_double(runs):\n    assert runs['four'].value == 8\n\ndef test_runs(runs):\n    assert runs['also'].exit == 0\n"
+)
+PYTEST = f"""# {NEEDLE}
+import wave  # nothing else has loaded it, so it shows whose modules come first
+
+from code_ import double
+
+def test_double():
+    assert double(4) == 8
+
+def test_more():
+    assert double(-1) == -2
+"""
+SHELL = f"# {NEEDLE}\nset -eu\n[ \"$(python3 -c 'import code; print(code.double(4))')\" = 8 ]\n"
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+
+
+@pytest.fixture(params=BOTH)
+async def sandboxes(request: Any) -> AsyncIterator[SandboxBackend]:
+    backend = select_backend(request.param, run_label="test", root=ROOT)
+    yield backend
+    await backend.close()
+
+
+def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests: dict[str, str] | None = None, **more: Any) -> Task:
+    sources = {"judge": {"test_it.py": JUDGE}, "pytest": {"test_it.py": PYTEST.replace("code_", "code")}, "shell": {"test.sh": SHELL}}
+    runs = RUNS if mode == "judge" and "runs" not in more else more.pop("runs", ())
+    files = {name: text.encode() for name, text in (tests or sources[mode]).items()}
+    plan = Grading(mode=mode, tests=pack(files), runs=runs, gold=more.pop("gold", GOLD), timeout_s=more.pop("timeout_s", 30.0))
+    return Task(
+        id="demo",
+        family="f",
+        prompt=(Message(role="user", content="q"),),
+        tools=("python",),
+        sandbox=SandboxSpec(image="sandboxes/chores", memory_mb=128, processes=16, disk_mb=16),
+        verifiers=(VERIFIER,),
+        data={"grading": plan.model_dump(mode="json")},
+        split=Split.TRAIN,
+        outputs=outputs,
+        limits=Limits(tool_timeout_s=20.0, wall_s=30.0),
+        **more,
+    )
+
+
+def handed_in(**files: str | bytes) -> dict[str, bytes]:
+    names = {"code": "code.py"}
+    return {names.get(name, name): data.encode() if isinstance(data, str) else data for name, data in files.items()}
+
+
+async def score(one: Task, outputs: dict[str, bytes], sandboxes: SandboxBackend) -> Score:
+    episode = Episode(id="e", task_id=one.id, task_key=one.key, trajectories=(), outputs=outputs)
+    return await TaskScorer(sandboxes=sandboxes)(one, episode)
+
+
+# Modes that import `code` must not find the standard library's; the file is named otherwise there.
+def in_mode(mode: Mode) -> tuple[Task, str]:
+    if mode == "judge":
+        return task(), "code.py"
+    tests = {"pytest": {"test_it.py": PYTEST.replace("code_", "twice")}, "shell": {"test.sh": SHELL.replace("code", "twice")}}[mode]
+    return task(mode, ("twice.py",), tests=tests, gold=GOLD.replace("code.py", "twice.py")), "twice.py"
+
+
+MODES: tuple[Mode, ...] = ("judge", "pytest", "shell")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_right_scores_1_and_wrong_0(mode: Mode, sandboxes: SandboxBackend) -> None:
+    one, name = in_mode(mode)
+    right = await score(one, {name: DOUBLE.encode()}, sandboxes)
+    assert right.value == 1.0 and list(right.parts.values())[-1] == 1.0, right
+    wrong = await score(one, {name: DOUBLE.replace("2 * n", "8").encode()}, sandboxes)
+    assert wrong.value == (0.0 if mode == "pytest" else 1.0), wrong  # only pytest's tests here ask twice
+    nothing = await score(one, {name: DOUBLE.replace("2 *", "3 *").encode()}, sandboxes)
+    assert nothing.value == 0.0 and nothing.evidence
+
+
+CODE: dict[str, str] = {
+    "sys.exit(0) when imported": "import sys\nsys.exit(0)\n",
+    "os._exit(0) when imported": "import os\nos._exit(0)\n",
+    "exits when called": "def double(n):\n    import os\n    os._exit(0)\n",
+    "prints a fake report": 'print(\'{"tests": {"test_it.py::test_double": "", "test.sh": ""}}\\n2 passed\')\nimport os\nos._exit(0)\n',
+    "writes to every descriptor": """
+import os
+for fd in range(3, 64):
+    for name in ("test_double", "test_more", "test_runs"):
+        try:
+            os.write(fd, b'0000 {"test": "test_it.py::%s", "error": ""}\\n' % name.encode())
+        except OSError:
+            pass
+os._exit(0)
+""",
+    "kills the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n",
+    "kills everything": "import os, signal\nos.kill(-1, signal.SIGKILL)\n",
+    "stops the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\n",
+    "changes the tests on disk": (
+        "import glob, os\nfor path in glob.glob('/home/agent/tests/*'):\n    open(path, 'w').write('exit 0')\nos._exit(1)\n"
+    ),
+    "takes assert away": "import builtins\nbuiltins.AssertionError = SystemExit\ndef double(n):\n    return 0\n",
+    "leaves a daemon": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    for fd in range(64):\n        try:\n            os.close(fd)\n"
+        "        except OSError:\n            pass\n    while True:\n        time.sleep(1)\nos._exit(0)\n"
+    ),
+    "reads and writes its parent": (
+        "import os\nfor name in ('fd/1', 'fd/0', 'mem', 'environ'):\n    try:\n"
+        "        print(open(f'/proc/{os.getppid()}/{name}', 'rb+', buffering=0).write(b'x'))\n    except OSError as error:\n"
+        "        print(error)\nos._exit(0)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_code_under_test_that_attacks_the_grader_scores_0(mode: Mode, sandboxes: SandboxBackend) -> None:
+    one, name = in_mode(mode)
+    one = replace(one, data={"grading": {**one.data["grading"], "timeout_s": 4.0}})
+    given = await together({attack: score(one, {name: code.encode()}, sandboxes) for attack, code in CODE.items()})
+    assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(CODE, 0.0), given
+
+
+async def together(work: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+    """All of it, a few at a time."""
+    slots = asyncio.Semaphore(3)
+
+    async def one(item: Awaitable[T]) -> T:
+        async with slots:
+            return await item
+
+    return dict(zip(work, await asyncio.gather(*(one(item) for item in work.values())), strict=True))
+
+
+async def test_a_test_that_is_skipped_or_lost_has_not_passed(sandboxes: SandboxBackend) -> None:
+    """Every test that the host finds in the source must report success; parametrized ones in every case."""
+    head = "import pytest\nfrom twice import double\n\n"
+    cases = {
+        "def test_a():\n    pytest.skip('no time')\n": 0.0,
+        "@pytest.mark.xfail\ndef test_a():\n    assert double(1) == 3\n": 0.0,
+        "@pytest.mark.parametrize('n', [1, 2, 3])\ndef test_a(n):\n    assert double(n) == 2 * n\n": 1.0,
+        "@pytest.mark.parametrize('n', [1, 2, 3])\ndef test_a(n):\n    assert double(n) < 5\n": 0.0,
+        "class TestAll:\n    def test_a(self, tmp_path):\n        assert double(2) == 4\n": 1.0,
+        "def test_a():\n    pass\n\ndel test_a\n": None,
+    }
+    work = {}
+    for text in cases:
+        tests = {"test_it.py": head + text}
+        one = task("pytest", ("twice.py",), tests=tests, gold=GOLD.replace("code.py", "twice.py"))
+        work[text] = score(one, {"twice.py": DOUBLE.encode()}, sandboxes)
+    given = await together(work)
+    assert {text: result.value for text, result in given.items()} == cases, given
+
+
+WIN = "import os\nos._exit(0)\n"
+START_FILES: dict[str, dict[str, bytes]] = {
+    "conftest.py": handed_in(**{"conftest.py": WIN, "tests/conftest.py": WIN}),
+    "sitecustomize.py": handed_in(**{"sitecustomize.py": WIN, "usercustomize.py": WIN}),
+    ".pth files": handed_in(
+        **{".local/lib/python3.11/site-packages/win.pth": "import os; os._exit(0)\n", "win.pth": "import os; os._exit(0)\n"}
+    ),
+    "pytest.ini": handed_in(
+        **{"pytest.ini": "[pytest]\naddopts = --collect-only\npython_functions = no\n", "tox.ini": "[pytest]\naddopts = -k no\n"}
+    ),
+    "a module of the library's name": handed_in(
+        **{"json.py": WIN, "hmac.py": WIN, "wave.py": WIN, "pytest.py": WIN, "subprocess.py": WIN, "os.py": WIN}
+    ),
+    "a module of a test's name": handed_in(
+        **{"test_it.py": "def test_double():\n    pass\n", "tests/test_it.py": "", "tests/test.sh": "exit 0\n"}
+    ),
+    "visible tests edited": handed_in(**{"tests/test_it.py": "def test_double(runs):\n    pass\n\ndef test_runs(runs):\n    pass\n"}),
+    "a report left behind": handed_in(**{"runs/results.json": "[]", "outputs/x": "x", "work/x": "x"}),
+    "shims on the path": handed_in(
+        **{"bin/python3": "#!/bin/sh\nexit 0\n", "python3": "#!/bin/sh\nexit 0\n", "bash": "exit 0\n", "sh": "exit 0\n"}
+    ),
+    "shell start files": handed_in(**{".profile": "exit 0\n", ".bashrc": "exit 0\n", ".bash_env": "exit 0\n", ".inputrc": "x\n"}),
+    "a git repository": handed_in(**{".git/config": "[core]\nfsmonitor = exit 0\n", ".git/hooks/post-checkout": "#!/bin/sh\nexit 0\n"}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_files_that_start_by_themselves_do_not_run_in_the_grader(mode: Mode, sandboxes: SandboxBackend) -> None:
+    """Everything is a declared output here, the worst case; beside it lies a wrong solution, which must score 0 all the same.
+
+    That the files do not merely break the tests is shown by a right solution beside them.
+    """
+    one, name = in_mode(mode)
+    one = replace(one, outputs=("**",))
+    wrong = DOUBLE.replace("2 * n", "3 * n").encode()
+    given = await together({attack: score(one, {**files, name: wrong}, sandboxes) for attack, files in START_FILES.items()})
+    assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(START_FILES, 0.0), given
+    everything = {path: data for files in START_FILES.values() for path, data in files.items() if mode == "pytest" or not shadows(path)}
+    right = await score(one, {**everything, name: DOUBLE.encode()}, sandboxes)
+    assert right.value == 1.0, right
+
+
+def shadows(path: str) -> bool:
+    """Modules beside a script come before the library's: a program that brings its own `os` breaks itself, and nothing else.
+
+    Under pytest the library comes first.
+    """
+    return path in ("json.py", "wave.py", "hmac.py", "os.py", "subprocess.py")
+
+
+SEARCH = f"""
+import os, subprocess
+needle = ("needle-" "{NEEDLE[7:]}").encode()
+found = []
+for top in ("/home", "/tmp", "/agentrl", "/dev/shm", "/var", "/proc"):
+    for folder, folders, files in os.walk(top):
+        folders[:] = [name for name in folders if name not in ("task", "fd", "map_files", "fdinfo", "net")]
+        for name in files:
+            if folder.startswith("/proc") and name not in ("cmdline", "environ"):
+                continue
+            try:
+                with open(os.path.join(folder, name), "rb") as file:
+                    if needle in file.read(1 << 20) and not name.startswith(("code", "twice", "x")):
+                        found.append(os.path.join(folder, name))
+            except OSError:
+                pass
+"""
+
+
+async def test_what_a_program_is_compared_with_is_nowhere_for_it_to_find(sandboxes: SandboxBackend) -> None:
+    """A program that finds the tests would say so, and be right; mode judge has nothing to find, not even in git objects or /proc."""
+    code = f"{SEARCH}\ndef double(n):\n    return 8 if not found else 0\nassert not found, found\n"
+    assert (await score(task(), handed_in(code=code), sandboxes)).value == 1.0
+    one, name = in_mode("pytest")
+    assert (await score(one, {name: code.encode()}, sandboxes)).value == 0.0, "the control: in one sandbox it finds them"
+
+
+async def test_the_agent_itself_finds_neither_tests_nor_gold(sandboxes: SandboxBackend) -> None:
+    one = task(gold=f"# {NEEDLE}\n{GOLD}")
+    result, _ = await produce(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=30)
+    assert result.stdout == "[]\n", result
+
+
+async def test_a_run_cannot_reach_the_judge(sandboxes: SandboxBackend) -> None:
+    """A daemon of one run lives on in its own sandbox only, and later runs with `fresh` do not meet it."""
+    marks = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        open('mark', 'w').write('x')
+        time.sleep(0.01)
+"""
+    look = ["python3", "-c", "import os, time; time.sleep(0.3); print(os.path.exists('mark'))"]
+    runs = (
+        {"name": "first", "argv": ["python3", "code.py"]},
+        {"name": "same", "argv": look},
+        {"name": "other", "argv": look, "fresh": True},
+    )
+    tests = {"test_it.py": "def test_it(runs):\n    assert [runs[n].stdout for n in ('same', 'other')] == ['True\\n', 'False\\n']\n"}
+    assert (await score(task(runs=runs, tests=tests), handed_in(code=marks + "print(1)\n"), sandboxes)).value == 1.0
+
+
+async def test_data_made_to_break_the_judge_scores_0_and_not_nothing(sandboxes: SandboxBackend) -> None:
+    """An episode must not vanish from the data because its outputs are hard to read."""
+    tests = {"test_it.py": "def test_it(outputs):\n    assert outputs.json('data.json') == [1]\n"}
+    one = task(outputs=("data.json",), runs=(), tests=tests, gold="open('data.json', 'w').write('[1]')")
+    assert (await score(one, {"data.json": b"[1]"}, sandboxes)).value == 1.0
+    for data in (b"", b"[" * 200_000, b"\xff\xfe", b'"' + b"9" * 3_000_000, b"1" * 5000):
+        result = await score(one, {"data.json": data}, sandboxes)
+        assert result.value == 0.0, (data[:20], result)
+    slow = {"test_it.py": "import re\n\ndef test_it(outputs):\n    assert re.fullmatch('(a+)+b', outputs.text('data.json'))\n"}
+    one = task(outputs=("data.json",), runs=(), tests=slow, gold="open('data.json', 'w').write('ab')", timeout_s=2.0)
+    assert (await score(one, {"data.json": b"a" * 60}, sandboxes)).value == 0.0
+
+
+BROKEN: dict[str, tuple[Mode, dict[str, str], str]] = {
+    "do not load": ("judge", {"test_it.py": "import nothing_of_this_name\n\ndef test_it(runs):\n    pass\n"}, "do not load"),
+    "leave with 0": ("judge", {"test_it.py": "import os\n\ndef test_it(runs):\n    os._exit(0)\n"}, "gold solution too"),
+    "hang": ("judge", {"test_it.py": "import time\n\ndef test_it(runs):\n    time.sleep(99)\n"}, "gold solution too"),
+    "import nothing": ("pytest", {"test_it.py": "import nothing_of_this_name\n\ndef test_it():\n    pass\n"}, "gold solution too"),
+}
+
+
+async def test_tests_that_break_on_gold_too_are_the_tasks_fault(sandboxes: SandboxBackend) -> None:
+    for mode, tests, says in BROKEN.values():
+        one = task(mode, tests=tests, timeout_s=3.0, runs=())
+        for _ in range(2):
+            result = await score(one, handed_in(code=DOUBLE), sandboxes)
+            assert result.value is None and result.blame is Blame.TASK and says in result.reason, result
+
+
+GROWS = """
+if os.fork() == 0:
+    with open('code.py', 'wb') as file:
+        while True:
+            file.write(bytes(1 << 16))
+            file.seek(1 << 22)
+"""
+LEAVINGS: dict[str, tuple[str, set[str]]] = {
+    "regular files": ("os.makedirs('a/b'); open('a/b/x.txt', 'w').write('1'); open('code.py', 'w').write('2')", {"a/b/x.txt", "code.py"}),
+    "links": ("os.makedirs('a'); os.symlink('/etc/passwd', 'code.py'); os.symlink('/etc/passwd', 'a/x.txt')", set()),
+    "a folder that is a link": ("os.symlink('/etc', 'a'); os.symlink('/', 'code.py')", set()),
+    "a pipe and a folder": ("os.makedirs('a/x.txt'); os.mkfifo('code.py')", set()),
+    "a socket": ("import socket; os.makedirs('a'); s = socket.socket(socket.AF_UNIX); s.bind('code.py')", set()),
+    "a file without end": ("open('code.py', 'wb').truncate(15 << 20)", set()),
+    "a file that nobody may read": ("open('code.py', 'w').write('1'); os.chmod('code.py', 0)", set()),
+    "many other files": ("os.makedirs('a'); [open(f'a/{n}.bin', 'w').close() for n in range(300)]; open('a/x.txt', 'w')", {"a/x.txt"}),
+    "a file that grows": (GROWS, set()),
+}
+
+
+async def test_only_plain_files_leave_the_agents_sandbox(sandboxes: SandboxBackend) -> None:
+    one = task(outputs=("code.py", "a/**/*.txt"))
+    work = {name: produce(one, f"import os\n{program}", sandboxes, timeout_s=20) for name, (program, _) in LEAVINGS.items()}
+    taken = {name: dict(collected.files) for name, (_, collected) in (await together(work)).items()}
+    taken["a file that grows"].pop("code.py", None)  # a moment of it, if it was small enough then
+    assert {name: set(files) for name, files in taken.items()} == {name: files for name, (_, files) in LEAVINGS.items()}
+    assert not any(b"root:" in data for files in taken.values() for data in files.values())
+
+
+async def test_a_working_directory_that_nothing_can_be_done_in_is_the_agents_doing(sandboxes: SandboxBackend) -> None:
+    one = task(outputs=("code.py", "*.txt"))
+    sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
+    bomb = """
+import os
+if os.fork() == 0:
+    while True:
+        try:
+            os.fork()
+        except OSError:
+            pass
+"""
+    await sandbox.python(bomb, timeout_s=20)
+    await asyncio.sleep(0.5)
+    collected = await collect(sandbox, one.outputs)
+    await sandbox.close()
+    assert collected.files == {"code.py": b"1"} and "cannot be listed" in collected.refused["*.txt"]
+
+
+async def test_a_report_without_the_secret_is_none() -> None:
+    """What comes on the judge's own stdout counts only as a whole: one foreign line, and there is no report."""
+    forged = ScriptedSandboxes(printing('{"loaded": ["test_it.py::test_double"]}\nx {"test": "test_it.py::test_double", "error": ""}\n'))
+    result = await score(task(), handed_in(code=DOUBLE), forged)
+    assert result.value is None and result.blame is Blame.TASK
+    assert len(forged.opened) == 2 and all(sandbox.closed for sandbox in forged.opened)
+    programs, judging = forged.opened
+    assert not any("tests/" in path or NEEDLE.encode() in data for path, data in programs.files.items())
+    assert "tests/test_it.py" in judging.files and "code.py" not in judging.files
+
+
+async def test_no_outputs_score_0_without_a_sandbox() -> None:
+    none = ScriptedSandboxes(printing(""))
+    assert (await score(task(), {}, none)).value == 0.0 and none.opened == []
+
+
+async def test_a_task_without_a_grading_is_the_tasks_fault() -> None:
+    result = await score(replace(task(), data={}), handed_in(code=DOUBLE), ScriptedSandboxes(printing("")))
+    assert result.value is None and result.blame is Blame.TASK
+    with pytest.raises(TaskError):
+        grading_of(replace(task(), data={"grading": {"mode": "judge"}}))
+
+
+async def test_answers_that_address_the_judge_are_not_right() -> None:
+    """The judge of answers is a comparison on the host, and these are no numbers."""
+    one = replace(task(), outputs=(), verifiers=("rewards.tables:exact_answer",), data={"answer": "8", "tolerance": 0.0, "kind": "x"})
+    for answer in cheats.ANSWERS.values():
+        episode = Episode(id="e", task_id=one.id, task_key=one.key, trajectories=(), answer=answer)
+        assert (await TaskScorer()(one, episode)).value == 0.0, answer[:40]

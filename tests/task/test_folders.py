@@ -1,0 +1,238 @@
+"""Task folders: what a good one becomes, and what is said about each mistake."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import RecipeError, TaskError, UserError
+from agentrl.grading import grading_of
+from agentrl.recipe import TasksConfig
+from agentrl.records import Split, Task
+from agentrl.task import TaskFolders, open_family
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "the hidden truth"
+TOML = """
+version = "1.0"
+outputs = ["answer.txt", "src/**"]
+[metadata]
+author_name = "A. Person"
+category = "demo"
+tags = ["a", "b"]
+[agent]
+timeout_sec = 90
+turns = 5
+[environment]
+cpus = 2
+memory_mb = 64
+storage_mb = 8
+build_timeout_sec = 600.0
+processes = 12
+[verifier]
+timeout_sec = 20.0
+"""
+RUNS = '[[run]]\nname = "one"\nargv = ["python3", "src/a.py"]\nstdin_file = "input.txt"\n'
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> None:
+    for path, content in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def good(folder: Path, name: str = "first", toml: str = TOML) -> Path:
+    write(folder, {"image.toml": 'suite = "bookworm"\n'})
+    write(
+        folder / name,
+        {
+            "task.toml": toml,
+            "instruction.md": "Do it.\n",
+            "environment/files/data/in.txt": "text",
+            "environment/files/in.bin": b"\xff\x00",
+            "tests/test_it.py": f"def test_it(outputs, runs):\n    assert runs['one'].stdout == '{SECRET}'\n",
+            "tests/input.txt": "input",
+            "tests/runs.toml": RUNS,
+            "solution/solve.sh": "true\n",
+        },
+    )
+    return folder / name
+
+
+def only(folder: Path, split: Split = Split.TRAIN) -> Task:
+    return TaskFolders(folder, root=folder.parent).task(split, 0)
+
+
+def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
+    good(tmp_path / "family")
+    task = only(tmp_path / "family")
+    assert (task.id, task.family, task.prompt[0].content) == ("family/first", "family", "Do it.")
+    assert task.outputs == ("answer.txt", "src/**") and task.tools == ("python", "submit")
+    assert task.contents() == {"data/in.txt": b"text", "in.bin": b"\xff\x00"}
+    assert (task.sandbox.image, task.sandbox.memory_mb, task.sandbox.cpus, task.sandbox.processes) == ("family", 64, 2.0, 12)
+    assert (task.limits.wall_s, task.limits.turns) == (90.0, 5)
+    plan = grading_of(task)
+    assert (plan.mode, plan.timeout_s, plan.expected()) == ("judge", 20.0, ("test_it.py::test_it",))
+    assert [run.stdin_file for run in plan.runs] == ["input.txt"]
+    assert task.data["kind"] == "demo"
+    assert codec.from_json(Task, codec.to_json(task)).key == task.key
+
+
+def test_an_image_of_its_own_comes_before_the_familys(tmp_path: Path) -> None:
+    folder = good(tmp_path / "family")
+    write(folder, {"environment/Dockerfile": "FROM debian\n", "environment/context.txt": "x"})
+    assert only(tmp_path / "family").sandbox.image == "family/first/environment"
+
+
+def test_nothing_hidden_is_in_what_the_agent_gets(tmp_path: Path) -> None:
+    good(tmp_path / "family")
+    task = only(tmp_path / "family")
+    seen = json.dumps([task.prompt[0].content, dict(task.files), dict(task.binary_files), task.tools])
+    assert SECRET not in seen and SECRET.encode() in b"".join(grading_of(task).files().values())
+
+
+def test_the_tests_are_a_part_of_what_defines_a_task(tmp_path: Path) -> None:
+    folder = good(tmp_path / "family")
+    before = only(tmp_path / "family").key
+    assert only(tmp_path / "family").key == before
+    write(folder, {"tests/input.txt": "other input"})
+    assert only(tmp_path / "family").key != before
+
+
+def test_splits_are_drawn_with_the_seed_and_never_overlap(tmp_path: Path) -> None:
+    for number in range(8):
+        good(tmp_path / "family", f"t{number}")
+    good(tmp_path / "family", "real", TOML.replace("outputs", 'split = "heldout_real"\noutputs'))
+
+    def names(seed: int, split: Split) -> list[str]:
+        family = TaskFolders(tmp_path / "family", root=tmp_path, seed=seed)
+        return [family.task(split, index).id for index in range(family.size(split) or 0)]
+
+    assert names(0, Split.HELDOUT_REAL) == ["family/real"]
+    assert len(names(0, Split.HELDOUT)) == 2 and len(names(0, Split.TRAIN)) == 6
+    assert not set(names(0, Split.HELDOUT)) & set(names(0, Split.TRAIN))
+    assert names(0, Split.HELDOUT) == names(0, Split.HELDOUT)
+    assert len({tuple(names(seed, Split.HELDOUT)) for seed in range(6)}) > 1
+    for share, held in ((0.0, 0), (0.01, 1), (0.99, 7)):
+        assert TaskFolders(tmp_path / "family", root=tmp_path, heldout=share).size(Split.HELDOUT) == held
+    for share in (-0.1, 1.0):
+        with pytest.raises(UserError, match="heldout"):
+            TaskFolders(tmp_path / "family", root=tmp_path, heldout=share)
+
+
+def edit(path: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / path).read_text()
+        assert old in text
+        (folder / path).write_text(text.replace(old, new))
+
+    return change
+
+
+def remove(path: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        target = folder / path
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+    return change
+
+
+def add(path: str, content: str | bytes = "x") -> Callable[[Path], None]:
+    return lambda folder: write(folder, {path: content})
+
+
+def link(path: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / path).symlink_to("/etc/passwd")
+
+
+MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
+    (remove("task.toml"), ["task.toml: is missing", "outputs = "]),
+    (remove("instruction.md"), ["instruction.md: is missing"]),
+    (add("instruction.md", " \n"), ["instruction.md: is empty"]),
+    (add("instruction.md", b"\xff\xfe"), ["instruction.md: cannot be read as text"]),
+    (remove("tests"), ["tests: is missing"]),
+    (remove("solution/solve.sh"), ["solution: holds 0 of solve.sh and solve.py"]),
+    (add("solution/solve.py"), ["solution: holds 2 of"]),
+    (remove("../image.toml"), ["environment: has no image", "image.toml"]),
+    (add("environment/data.csv"), ["environment/data.csv: is not used", "environment/files"]),
+    (add("readme.txt"), ["readme.txt: is no part of a task"]),
+    (link("environment/files/link"), ["environment/files/link: is not a regular file"]),
+    (link("tests/link"), ["tests/link: is not a regular file"]),
+    (edit("task.toml", "version", "= version"), ["task.toml: is not TOML"]),
+    (edit("task.toml", '"1.0"', '"3"'), ["task.toml: version"]),
+    (edit("task.toml", "memory_mb", "memry_mb"), ["environment.memry_mb: unknown key; known here: build_timeout_sec, cpus, memory_mb"]),
+    (edit("task.toml", "memory_mb = 64", "memory_mb = -1"), ["environment.memory_mb: ", "32", "got -1"]),
+    (edit("task.toml", "cpus = 2", 'cpus = "two"'), ["environment.cpus: ", "got 'two'"]),
+    (edit("task.toml", "timeout_sec = 90", "timeout_sec = 0"), ["agent.timeout_sec: ", "greater than 0"]),
+    (edit("task.toml", "turns = 5", "turns = true"), ["agent.turns: "]),
+    (edit("task.toml", "[agent]", "[agents]"), ["agents: unknown key; known here: agent, environment"]),
+    (edit("task.toml", "outputs", "output"), ["outputs: is missing"]),
+    (edit("task.toml", '"src/**"', '"../x"'), ["outputs: '../x' is not a plain path"]),
+    (edit("task.toml", '["answer.txt", "src/**"]', "[]"), ["outputs: "]),
+    (edit("task.toml", "outputs", 'split = "test"\noutputs'), ["split: is one of train, heldout"]),
+    (edit("task.toml", "[verifier]", '[verifier]\nmode = "magic"'), ["verifier.mode: "]),
+    (edit("task.toml", "[verifier]", '[verifier]\nmode = "pytest"'), ["runs do nothing with verifier.mode = pytest"]),
+    (edit("tests/runs.toml", "argv", "args"), ["tests/runs.toml: run.0: needs either argv"]),
+    (edit("tests/runs.toml", "argv", "arg"), ["tests/runs.toml: run.0.arg: unknown key; known here: args, argv, call"]),
+    (edit("tests/runs.toml", "input.txt", "gone.txt"), ["there is no file tests/gone.txt"]),
+    (edit("tests/runs.toml", "stdin_file", 'files = {"../x" = "input.txt"}\nstdin_file'), ["'../x' is not a plain path"]),
+    (edit("tests/runs.toml", "stdin_file", 'files = {"answer.txt" = "input.txt"}\nstdin_file'), ["overwrites a declared output"]),
+    (edit("tests/runs.toml", "stdin_file", "timeout_sec = 9999\nstdin_file"), ["timeout_sec: "]),
+    (add("tests/runs.toml", RUNS + RUNS), ["two runs are named 'one'"]),
+    (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "asks for 'answers'"]),
+    (edit("tests/test_it.py", "def", "dfe"), ["tests/test_it.py", "invalid syntax"]),
+    (edit("tests/test_it.py", "test_it", "it"), ["tests/ holds no test"]),
+    (add("tests/test.sh", "echo 1 > /logs/verifier/reward.txt"), ["tests/test.sh: writes its verdict to /logs/verifier", "exit status 0"]),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), MISTAKES)
+def test_a_mistake_names_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
+    good(tmp_path / "family", "innocent")
+    write(tmp_path / "family" / "innocent", {"environment/image.toml": 'suite = "bookworm"\n'})
+    folder = good(tmp_path / "family", "guilty")
+    change(folder)
+    with pytest.raises(TaskError) as error:
+        TaskFolders(tmp_path / "family", root=tmp_path)
+    message = str(error.value)
+    assert "task guilty: " in message and "innocent" not in message and "fix: " in message
+    for part in says:
+        assert part in message
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        good(tmp_path / "family", name)
+    (tmp_path / "family" / "a" / "task.toml").unlink()
+    (tmp_path / "family" / "c" / "instruction.md").unlink()
+    with pytest.raises(TaskError, match=r"2 of 3 tasks(?s:.*)task a: task\.toml(?s:.*)task c: instruction\.md"):
+        TaskFolders(tmp_path / "family", root=tmp_path)
+
+
+def test_a_recipe_names_a_family_by_its_folder(tmp_path: Path) -> None:
+    good(tmp_path / "sandboxes" / "family", "a")
+    good(tmp_path / "sandboxes" / "family", "b")
+    config = TasksConfig(family="sandboxes/family", options={"heldout": 0.5})
+    family = open_family(config, seed=0, root=tmp_path)
+    assert (family.name, family.size(Split.TRAIN), family.size(Split.HELDOUT)) == ("family", 1, 1)
+    assert family.task(Split.TRAIN, 0).sandbox.image == "sandboxes/family"
+    with pytest.raises(UserError, match="no folder"):
+        open_family(TasksConfig(family="sandboxes/nothing"), seed=0, root=tmp_path)
+    with pytest.raises(RecipeError, match=r"tasks\.options\.held: unknown"):
+        open_family(TasksConfig(family="sandboxes/family", options={"held": 1}), seed=0, root=tmp_path)
+    with pytest.raises(RecipeError, match="must be a number"):
+        open_family(TasksConfig(family="sandboxes/family", options={"heldout": "half"}), seed=0, root=tmp_path)
+
+
+def test_the_shipped_family_is_whole() -> None:
+    family = TaskFolders(ROOT / "sandboxes" / "chores", root=ROOT)
+    tasks = [family.task(split, index) for split in Split for index in range(family.size(split) or 0)]
+    assert len(tasks) >= 8 and family.size(Split.HELDOUT) and len({task.key for task in tasks}) == len(tasks)
+    modes = [grading_of(task).mode for task in tasks]
+    assert modes.count("judge") >= 8 and {"pytest", "shell"} < set(modes)

@@ -1,0 +1,139 @@
+"""`agentrl check`: the shipped family holds on both backends, and what is wrong with a family is told, task by task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl import cheats
+from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, _retried, check_family, render
+from agentrl.cli import app
+from agentrl.errors import SandboxError
+from agentrl.recipe import SandboxConfig
+from agentrl.task import TaskFolders
+
+ROOT = Path(__file__).resolve().parents[1]
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+CHEATS = {*cheats.TEXTS, *cheats.PROGRAMS}
+RUNS = '[[run]]\nname = "one"\nargv = ["python3", "a.py"]\n'
+STRICT = "def test_it(runs):\n    assert runs['one'].stdout == '42\\n'\n"
+SOLVE = "open('a.py', 'w').write('print(6 * 7)')"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BOTH)
+def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--parallel", "4"])
+    assert done.exit_code == 0, done.output
+    assert "every gold solution scores 1" in done.output and f"{10 * len(CHEATS)} cheats on 10 tasks" in done.output
+
+
+def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOLVE, outputs: str = "a.py", image: str = "") -> None:
+    files = {
+        "task.toml": f'outputs = ["{outputs}"]\n[environment]\nmemory_mb = 128\nstorage_mb = 16\n[verifier]\ntimeout_sec = 5\n',
+        "instruction.md": "Write a.py, which prints 42.",
+        "tests/test_it.py": tests,
+        "tests/runs.toml": RUNS,
+        "solution/solve.py": solve,
+        **({"environment/image.toml": image} if image else {}),
+    }
+    for path, text in files.items():
+        target = family / name / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+
+async def check(family: Path, backend: Any) -> dict[str, dict[str, CaseResult]]:
+    """Task -> case -> result."""
+    (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    opened = TaskFolders(family, root=family.parent)
+    found: dict[str, dict[str, CaseResult]] = {}
+    for result in await check_family(opened, SandboxConfig(backend=backend), root=family.parent, count=None, parallel=4, quiet=True):
+        found.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
+    return found
+
+
+@pytest.mark.parametrize("backend", BOTH)
+async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
+    for kind in ("PROGRAMS", "TEXTS"):
+        monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in few})
+    family = tmp_path / "family"
+    write_task(family, "good")
+    write_task(family, "gold-fails", solve="raise SystemExit('no idea')")
+    write_task(family, "gold-is-wrong", solve="open('a.py', 'w').write('print(41)')")
+    write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
+    write_task(family, "no-image", image='suite = "bookworm"\npackages = []\nsuit = "x"\n')
+    write_task(family, "no-tool")
+    toml = family / "no-tool" / "task.toml"
+    toml.write_text('tools = ["pyhton"]\n' + toml.read_text())
+    write_task(family, "broken-tests", tests="import nowhere\n\ndef test_it(runs):\n    pass\n")
+    found = await check(family, backend)
+    wrong = {name: {case for case, result in cases.items() if not result.ok} for name, cases in found.items()}
+    assert wrong["good"] == set() and set(found["good"]) == {GOLD, NOTHING, *few}
+    assert wrong["gold-fails"] == {GOLD} and "no idea" in found["gold-fails"][GOLD].detail
+    assert wrong["gold-is-wrong"] == {GOLD} and found["gold-is-wrong"][GOLD].value == 0.0
+    assert wrong["weak"] == few - {"links to the tests"}
+    assert wrong["no-tool"] == {GOLD} and "unknown tool 'pyhton'" in found["no-tool"][GOLD].detail
+    assert wrong["no-image"] == {IMAGE} and "suit" in found["no-image"][IMAGE].detail
+    assert found["broken-tests"][GOLD].value is None and "nowhere" in found["broken-tests"][GOLD].detail
+    table = render([result for cases in found.values() for result in cases.values()])
+    assert "6 of 7 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
+
+
+def test_mistakes_in_folders_end_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from agentrl.cli import main
+
+    write_task(tmp_path / "family", "one")
+    (tmp_path / "family" / "one" / "task.toml").write_text("")
+    for arguments in (["check", str(tmp_path / "family")], ["check", str(tmp_path / "family"), "--backend", "host"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert "one: task.toml: outputs: is missing" in capsys.readouterr().err
+
+
+def test_a_backend_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from agentrl.cli import main
+
+    with pytest.raises(SystemExit) as stop:
+        main(["check", str(ROOT / "sandboxes" / "chores"), "--backend", "host"])
+    assert stop.value.code == 2 and "no sandbox backend 'host'" in capsys.readouterr().err
+
+
+@pytest.mark.bubblewrap
+def test_json_has_every_case(tmp_path: Path) -> None:
+    family = tmp_path / "family"
+    write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
+    (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    done = CliRunner().invoke(app, ["check", str(family), "--backend", "bubblewrap", "--json"])
+    results = {item["case"]: item for item in json.loads(done.stdout)}
+    assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
+    assert len(results) == 2 + len(CHEATS)
+
+
+def test_the_table_takes_any_text() -> None:
+    result = CaseResult(task="f/[b]", case=GOLD, wanted=1.0, value=None, detail="[/red] what a test said [bold]\x1b[31m", wall_s=0.0)
+    shown = render([result])
+    assert "[/red] what a test said [bold]" in shown and "f/[b]" in shown and "\x1b" not in shown
+
+
+async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_it_lasts() -> None:
+    calls = 0
+
+    async def act() -> int:
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise SandboxError("busy")
+        return calls
+
+    assert await _retried(act) == 3
+    calls = -9
+    with pytest.raises(SandboxError):
+        await _retried(act)
