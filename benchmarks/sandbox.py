@@ -38,8 +38,8 @@ from agentrl.sandbox.lease import lease
 CODE = "import csv, json\nprint(sum(range(100)))"
 OPEN_S = 120.0
 EXEC_S = 30.0
-SETTLE_S = 0.3
-"""After a sandbox has gone: what the daemon clears up, and a pool that refills, must not be in the next one's time."""
+SETTLE_S = 0.5
+"""What the daemon clears up when a command has returned, and a pool that refills, must not be in the next one's time."""
 PEER = "docker CLI"
 
 Backend = DockerBackend | BubblewrapBackend
@@ -107,7 +107,7 @@ async def ours(backend: Backend, spec: SandboxSpec) -> AsyncIterator[Mapping[str
         opened = await pool.open(spec, files={"a.csv": b"x\n1\n"}, timeout_s=OPEN_S)
         seconds = time.perf_counter() - start
         await opened.close()
-        await asyncio.sleep(2 * SETTLE_S)
+        await asyncio.sleep(SETTLE_S)
         return seconds
 
     try:
@@ -139,7 +139,9 @@ async def docker_cli(tag: str) -> AsyncIterator[Mapping[str, Operation]]:
             await asyncio.sleep(SETTLE_S)
 
     async def execute(*argv: str) -> float:
-        return await command("docker", "exec", container, *argv)
+        seconds = await command("docker", "exec", container, *argv)
+        await asyncio.sleep(SETTLE_S)
+        return seconds
 
     container = f"agentrl-benchmark-{os.getpid()}"
     await command("docker", "run", "--detach", "--network=none", "--name", container, tag, "sleep", "86400")

@@ -161,6 +161,7 @@ def test_a_program_with_a_wrong_head_is_refused(tmp_path):
         "Wrong.\n\nkind: nonsense",
         "Wrong.\n\nkind: files\nsurprise: 1",
         "W.\n\nkind: files\nends: never",
+        "W.\n\nkind: files\nrun: twice",
     ):
         path = tmp_path / "x.py"
         path.write_text(f'"""{head}\n"""\n')

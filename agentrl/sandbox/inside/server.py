@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, t
 from agentrl.sandbox.inside.program import Program, cannot_start, kill_everything
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
 from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
-from agentrl.sandbox.inside.wire import Body, Refused
+from agentrl.sandbox.inside.wire import Body, Refused, frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -153,6 +154,22 @@ class Server:
         if self.waiting is None and self.paused_at is None:
             with contextlib.suppress(OSError):
                 self.waiting = Waiting(self.users, self.likely)
+                if not self.poll.poll(0):
+                    self.rehearse_a_call()
+
+    def rehearse_a_call(self) -> None:
+        """Goes through the motions of a call, as the child does of its work: the pages written to are then no longer shared with it."""
+        pipes, poll = Pipes(), self.poll
+        pipes.handed_over()
+        request: Request = json.loads('{"argv":["true"],"env":null,"timeout_s":1.0,"output_bytes":1000}')
+        program = Program(0, pipes, request, work("exec", (request["argv"], request["env"])))
+        program.end(0)
+        try:
+            self.poll = select.poll()  # what comes from the host waits
+            fields, output = self.watched(program, None)
+        finally:
+            self.poll = poll
+        frame(fields, output)
 
     def step(self, program: Program, session: Session | None) -> bool:
         """Waits for one thing to happen to the program; False when it is over and its output read."""

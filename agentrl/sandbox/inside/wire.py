@@ -61,11 +61,15 @@ class Link:
         return header
 
     def send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        text = json.dumps(header, separators=(",", ":")).encode()
         try:
-            self.sock.sendall(PREFIX.pack(len(text), len(body)) + text + body)
+            self.sock.sendall(frame(header, body))
         except OSError:
             os._exit(0)
+
+
+def frame(header: dict[str, Any], body: bytes) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return PREFIX.pack(len(text), len(body)) + text + body
 
 
 class Body(io.RawIOBase):
