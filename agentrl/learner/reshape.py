@@ -72,7 +72,7 @@ def _take_apart(source: Path, target: Path, engine: Any) -> str | None:
     expected = {name for names in _names(engine) for name in names}
     missing = sorted(name for name in expected if not (target / "zero" / name / "fp32.pt").is_file())
     if missing:
-        return f"it has no {missing[0]}; resume with the model, the critic and the LoRA settings that it was made with"
+        return f"it has no {missing[0]}; resume with the model and the critic that it was made with"
     for name in expected:
         _complete(target / "zero" / name)
     header = {key: value for key, value in _read(headers).items() if key not in ("module", "optimizer")}

@@ -177,6 +177,31 @@ class Scenario:
         updater.update(self._ppo_batches(engine.recipe)[1])
         return {"weights": gather(engine), "heads": _heads(engine)}
 
+    def refused(self, stage: int) -> dict[str, str]:
+        """What is said of checkpoints that cannot be gone on from: never trained, without a critic, of another model."""
+        fresh = self.run_dir / "checkpoints-fresh"
+        engine = self.engine(self.with_learner(zero_stage=3, ranks=self.ranks.size))
+        save(fresh, engine, CheckpointMeta(step=1, consumed={}, ranks=self.ranks.size, zero_stage=3), keep=1)
+        plain = self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1)
+        separate, shared = self._with_critic(stage, CriticConfig(), weight_decay=0.1), self._with_critic(stage, SHARED, weight_decay=0.1)
+        trials = {
+            "fresh": (plain, fresh),
+            "no critic": (separate, self._root(stage, 2, "plain")),
+            "no head": (shared, self._root(3, 2, "plain")),
+            "other groups": (shared, self._root(0, 2, "plain")),
+        }
+        said = {}
+        for name, (made, root) in trials.items():
+            found = newest(root)
+            assert found is not None
+            target, critic, _ = self._actor_and_critic(made) if made.critic else (self.engine(made), None, None)
+            try:
+                restore(found, target, critic=critic)
+            except LearnerError as error:
+                said[name] = str(error)
+            assert not list(root.glob(".*")), "what was written on the way is gone"
+        return said
+
     def ppo(self, stage: int, pieces: int = 1) -> dict[str, Any]:
         return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, minibatches=pieces, warmup_steps=1, gamma=0.97, lam=0.9))
 

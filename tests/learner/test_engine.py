@@ -27,7 +27,7 @@ SCENARIOS = {  # two ranks before one, which continues what they leave
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
         *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "ppo-0-3", "shared-0", "shared-3", "shared-0-3"),
-        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0"),
+        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0", "refused-2"),
         *("stage-0-lora", "stage-1-lora", "stage-2-lora", "stage-3-lora", "resume-0-lora", "reshape-2-lora", "reshape-3-lora"),
         *("poisoned-2-lora", "stage-1-offload", "stage-2-offload", "stage-3-offload", "resume-2-offload", "resume-3-offload"),
         *("poisoned-2-offload", "poisoned-3-offload"),
@@ -154,6 +154,14 @@ def test_another_zero_stage_goes_on_with_a_value_head(results: dict[tuple[int, s
     found, reference = results[ranks, name], results[2, f"shared-{name[-1]}"]
     assert _gap(found["weights"], reference["weights"]) < 1e-4
     assert _gap(found["heads"], reference["heads"][0]) < 1e-5
+
+
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused_with_what_to_do(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    said = results[1, "refused-2"]
+    assert "made no step yet; resume with the ranks and the learner.zero_stage" in said["fresh"]
+    assert "holds no critic; resume with the critic settings" in said["no critic"]
+    assert "it has no value.bias; resume with the model and the critic" in said["no head"]
+    assert "other groups of parameters; resume with the learner.weight_decay and the critic" in said["other groups"]
 
 
 @pytest.mark.parametrize(("ranks", "name"), POISONED)
