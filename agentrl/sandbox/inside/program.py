@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -138,7 +139,8 @@ def kill_everything(number: int) -> None:
         os.kill(-1, number)
 
 
-def find_oom_counter() -> int:
+@functools.cache
+def oom_counter() -> int:
     """Descriptor of the sandbox's own count of kills for memory; -1 where it shows none."""
     for path in OOM_COUNTERS:
         with contextlib.suppress(OSError):
@@ -149,12 +151,9 @@ def find_oom_counter() -> int:
     return -1
 
 
-OOM_COUNTER = find_oom_counter()
-
-
 def oom_kills() -> int:
     """How often the kernel has killed for memory here, as far as it is shown."""
-    if OOM_COUNTER < 0:
+    if oom_counter() < 0:
         return 0
-    text = os.pread(OOM_COUNTER, 4096, 0)
+    text = os.pread(oom_counter(), 4096, 0)
     return int(text[text.index(b"oom_kill ") + 9 :].split(b"\n", 1)[0])
