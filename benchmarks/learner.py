@@ -1,6 +1,7 @@
 """One learner update on this machine: ours (forests of shared prefixes), TRL's GRPOTrainer and a padded plain loop, side by side.
 
     python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--out docs/learner-results.md]
+    python benchmarks/learner.py --only shared --clock cpu      # one case; processor time, on a machine that others use too
 
 The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is
 not. Contenders take turns within each repetition. TRL runs with what is fastest here: no reference model, one batch when it fits,
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,11 +288,11 @@ def bound(case: Case, size: str) -> float:
     return theirs / ours
 
 
-def once(contender: Any, case: Case) -> float:
-    start = time.perf_counter()
+def once(contender: Any, case: Case, clock: Callable[[], float]) -> float:
+    start = clock()
     contender.backward(case)
     contender.optimizer.step()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     contender.optimizer.zero_grad()
     return seconds
 
@@ -313,9 +314,9 @@ def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
                 raise SystemExit(f"{case.name}: the gradient of {contender.name} differs from ours by {gap:.2g}")
 
 
-def table(size: str, repeat: int) -> str:
+def table(size: str, repeat: int, *, only: str, clock: Callable[[], float]) -> str:
     contenders: list[Any] = [Ours(size), Trl(size), Padded(size)]
-    made = cases(0)
+    made = [case for case in cases(0) if only in case.name]
     check_same_update(contenders, made)
     lines = [
         "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours | FLOP bound | reached |",
@@ -324,10 +325,10 @@ def table(size: str, repeat: int) -> str:
     for case in made:
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for contender in contenders:
-            once(contender, case)
+            once(contender, case, clock)
         for _ in range(repeat):
             for contender in contenders:
-                times[contender.name].append(once(contender, case))
+                times[contender.name].append(once(contender, case, clock))
         for contender in contenders:
             values = times[contender.name]
             median = statistics.median(values)
@@ -381,6 +382,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["small"])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -388,11 +391,10 @@ def main() -> None:
     if options.head:
         head_peak(options.head)
         return
-    parts = [
-        f"## Model `{size}`\n\nHidden, layers, heads, key heads, MLP: {SIZES[size]}.\n\n{table(size, options.repeat)}"
-        for size in options.size
-    ]
-    text = "\n\n".join([*parts, f"## Memory\n\n{head_table()}"])
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    tables = {size: table(size, options.repeat, only=options.only, clock=clock) for size in options.size}
+    parts = [f"## Model `{size}`\n\nHidden, layers, heads, key heads, MLP: {SIZES[size]}.\n\n{made}" for size, made in tables.items()]
+    text = "\n\n".join(parts if options.only else [*parts, f"## Memory\n\n{head_table()}"])
     command = f"python benchmarks/learner.py --repeat {options.repeat} --size {' '.join(options.size)} --threads {options.threads}"
     page = f"# One learner update, side by side\n\nCommand: `{command}`. Float32; {os.cpu_count()} cores.\n\n{text}\n"
     print(page)

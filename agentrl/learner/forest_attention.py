@@ -23,7 +23,7 @@ NAME = "agentrl_forest"
 _WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
 _SLACK = 2**15  # ... plus this many: below it one more kernel call costs more than the padding
 _PIECE = 128  # queries of one row
-_KEPT = 2**23  # elements of a mask that is kept as numbers, 32 MiB of them
+_KEPT = 2**22  # elements of a mask that is kept as numbers, 16 MiB of them
 _BLOCK = 128  # FlexAttention's tile
 
 
