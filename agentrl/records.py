@@ -450,7 +450,7 @@ class ExecResult:
     wall_s: float
     truncated: bool = False
     reason: str = ""
-    restarted: bool = False  # the session had ended before this call, so what earlier calls left in it is gone
+    restarted: bool = False  # the session is new: it had ended before this call, or the sandbox is from a snapshot, which holds files only
     session_ended: bool = False  # the session did not outlive this call: the next one starts afresh
 
     @property

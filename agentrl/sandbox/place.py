@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult, SandboxSpec
@@ -39,6 +40,8 @@ class ChannelSandbox:
         self._turn = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
         self._when_closed: list[Callable[[], None]] = []
+        self._restored = False
+        self._sessions: set[str] = set()  # asked for so far
 
     async def exec(
         self,
@@ -63,7 +66,11 @@ class ChannelSandbox:
         if session and not SESSION_NAME.fullmatch(session):
             raise ValueError(f"a session is named by up to 64 letters, digits, `_` and `-`, not {session[:100]!r}")
         program = {"session": session or None}
-        return await self._run("python", program, code.encode("utf-8", "surrogatepass"), timeout_s=timeout_s, output_bytes=output_bytes)
+        body = code.encode("utf-8", "surrogatepass")
+        result = await self._run("python", program, body, timeout_s=timeout_s, output_bytes=output_bytes)
+        first = bool(session) and session not in self._sessions
+        self._sessions |= {session}
+        return replace(result, restarted=True) if first and self._restored else result
 
     async def _run(self, operation: str, program: Mapping[str, object], body: bytes, *, timeout_s: float, output_bytes: int) -> ExecResult:
         if timeout_s <= 0 or output_bytes < 0:
@@ -113,7 +120,8 @@ class ChannelSandbox:
         return reply.body
 
     async def restore(self, archive: bytes) -> None:
-        """Unpacks a snapshot into the working directory, inside the sandbox."""
+        """Unpacks a snapshot into the working directory, inside the sandbox. What sessions held is not in it, and they will say so."""
+        self._restored = True
         async with self._turn:
             await self._channel.call("restore", body=archive, timeout_s=2 * FILE_S)
 

@@ -143,10 +143,12 @@ async def _session_pauses(bench: Bench) -> None:
 
 @must
 async def _session_is_not_in_a_snapshot(bench: Bench) -> None:
-    """A snapshot holds files; after it a session starts afresh."""
+    """A snapshot holds files; after it a session starts afresh, and says so once."""
     async with bench.sandbox() as sandbox:
         await _answers(sandbox, "x = 1; print(open('f', 'w').write('kept'))", "4\n")
         archive = await sandbox.snapshot()
         await _answers(sandbox, "x", "1\n")
     async with bench.sandbox(snapshot=archive) as sandbox:
-        await _answers(sandbox, "print('x' in globals(), open('f').read())", "False kept\n")
+        result = await _in_session(sandbox, "print('x' in globals(), open('f').read())")
+        expect((result.ok, result.stdout, result.restarted) == (True, "False kept\n", True), result)
+        await _answers(sandbox, "print('once')", "once\n")
