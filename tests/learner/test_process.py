@@ -48,7 +48,7 @@ def _listening(argument: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return [ipaddress.ip_address(found.laddr.ip) for found in sockets]
 
 
-async def _until(condition: object, timeout_s: float = 90.0) -> None:
+async def _until(condition: object, timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "waited too long"
@@ -82,7 +82,7 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
     store.put(left_out_group(5, "t5", "k5", broken, size=4))
     await learner.start()
-    await learner.wait(timeout_s=90)
+    await learner.wait(timeout_s=300)
     first, second = registry.get(1), registry.get(2)
     assert first is not None
     assert second is not None
@@ -116,7 +116,7 @@ async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_prefere
     write_run(tmp_path, made, [random_group(index, scores=[1.0] * 4) for index in range(3)])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=90)
+    await learner.wait(timeout_s=300)
     update = json.loads((tmp_path / "versions" / "000001" / "update.json").read_text())
     assert update["weights_changed"] == 1.0
     assert update["kl_penalty_mean"] != 0.0
@@ -129,7 +129,7 @@ async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_ze
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=90)
+    await learner.wait(timeout_s=300)
     saved = torch.load(tmp_path / "checkpoints" / "000001" / "state" / "mp_rank_00_model_states.pt", weights_only=False)
     assert saved["module"]["value.weight"].any()
 
@@ -137,7 +137,7 @@ async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_ze
     (tmp_path / "recipe.json").write_text(again.model_dump_json())
     learner = LearnerProcess(tmp_path, again)
     await learner.start()
-    await learner.wait(timeout_s=90)
+    await learner.wait(timeout_s=300)
     assert "resumed after 1 steps" in learner.log_tail()
     names = []
     for number in range(3):
@@ -155,7 +155,7 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=90)
+    await learner.wait(timeout_s=300)
     registry, base = FolderRegistry(tmp_path / "versions"), tmp_path / "versions" / "000000"
     second = registry.get(2)
     assert second is not None and second.weights == "adapter_model.safetensors"
@@ -174,7 +174,7 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
     with pytest.raises(LearnerError, match="is not what was registered"):
-        await learner.wait(timeout_s=90)
+        await learner.wait(timeout_s=300)
 
 
 async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
     with pytest.raises(LearnerError, match="has no turn rewards"):
-        await learner.wait(timeout_s=90)
+        await learner.wait(timeout_s=300)
 
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
     learners = [LearnerProcess(run_dir, made) for run_dir in (crashing, calm)]
     for learner in learners:
         await learner.start()
-        await learner.wait(timeout_s=120)
+        await learner.wait(timeout_s=300)
     store.close()
     for number in (1, 2):
         files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
@@ -230,7 +230,7 @@ async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged"):
-        await learner.wait(timeout_s=90)
+        await learner.wait(timeout_s=300)
     with pytest.raises(LearnerError):
         learner.check()
 
