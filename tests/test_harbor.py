@@ -166,7 +166,7 @@ def tasks(family: Path) -> dict[str, Task]:
 async def test_unmodified_folders_hold(backend: Any, family: Path) -> None:
     opened = TaskFolders(family, root=family.parent)
     results: dict[str, dict[str, CaseResult]] = {}
-    for result in await check_family(opened, SandboxConfig(backend=backend), root=family.parent, count=None, parallel=2, quiet=True):
+    for result in await check_family(opened, SandboxConfig(backend=backend), root=family.parent, count=None, parallel=4, quiet=True):
         results.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
     assert set(results) == {"count", "greet"}
     for name, cases in results.items():

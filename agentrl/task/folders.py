@@ -219,17 +219,17 @@ def _image(folder: Path, description: Description) -> Path:
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
         raise _Mistake("environment", "holds an image.toml and a Dockerfile", "keep one of them")
+    if (environment / "docker-compose.yaml").is_file():
+        raise _Mistake("environment/docker-compose.yaml", "asks for several containers, and a sandbox is one", "leave the task out")
+    if not own and (name := description.environment.docker_image):
+        raise _Mistake("task.toml", f"environment.docker_image = {name!r} has no Dockerfile", f"write environment/Dockerfile: FROM {name}")
     if environment.is_dir() and "Dockerfile" not in own:
         known = {"image.toml", "files"}
         for path in sorted(environment.iterdir()):
             if path.name not in known:
                 raise _Mistake(f"environment/{path.name}", "is not used", "files for the working directory lie in environment/files")
-    if (environment / "docker-compose.yaml").is_file():
-        raise _Mistake("environment/docker-compose.yaml", "asks for several containers, and a sandbox is one", "leave the task out")
     if own:
         return environment
-    if name := description.environment.docker_image:
-        raise _Mistake("task.toml", f"environment.docker_image = {name!r} has no Dockerfile", f"write environment/Dockerfile: FROM {name}")
     if (folder.parent / "image.toml").is_file():  # no Dockerfile here: its context would hold every task's tests
         return folder.parent
     raise _Mistake(
