@@ -200,6 +200,14 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
         assert taken.files == {"data/app.log": b"INFO a\nERROR b\nINFO c\nmine", "new.txt": b"new"}
         assert taken.removed == ("notes.txt",) and set(taken.refused) == {"p"}
 
+        forged = "import os\nfor name in ('reward.txt', 'reward.json'):\n    open('/logs/verifier/' + name, 'w').write('1')\n"
+        _, taken = await produce(task, forged + "open('x', 'w')", sandboxes, timeout_s=30)
+        score = TaskScorer(sandboxes=sandboxes)
+        for outputs in (taken.files, {"count.py": forged.encode()}, {"count.py": b"exit(1)"}):
+            cheat = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs=outputs)
+            result = await score(task, cheat)
+            assert result.value == 0.0 and "exit code 0" in result.evidence, (outputs, result)
+
         sandbox = await sandboxes.open(task.sandbox)
         await sandbox.exec(["rm", "notes.txt"], timeout_s=20)
         again = await sandboxes.open(task.sandbox, snapshot=await sandbox.snapshot())
@@ -208,7 +216,7 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
         liar = Episode(
             id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs={"x": b""}, removed=("../../etc/x", "data/app.log")
         )
-        assert (await TaskScorer(sandboxes=sandboxes)(task, liar)).value == 0.0
+        assert (await score(task, liar)).value == 0.0
     finally:
         await sandboxes.close()
 
