@@ -162,6 +162,7 @@ def tasks(family: Path) -> dict[str, Task]:
     return {task.id.rpartition("/")[2]: task for task in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BOTH)
 async def test_unmodified_folders_hold(backend: Any, family: Path) -> None:
     opened = TaskFolders(family, root=family.parent)

@@ -1,9 +1,9 @@
 """What a Dockerfile says besides files and still holds in a sandbox: its WORKDIR with what lies there, and its ENV.
 
 A sandbox's root is read-only, and its working directory is /home/agent. So the last step of making such an image
-(`agentrl.sandbox.inside.arrange`) puts aside what lies in the WORKDIR (or in /app, when there is none) and leaves a link to
+(`agentrl.sandbox.layout.arrange`) puts aside what lies in the WORKDIR (or in /app, when there is none) and leaves a link to
 /home/agent in its place, and links from /logs, /tests and /solution to places below /tmp. Each new sandbox then copies what was put
-aside into its working directory (`agentrl.sandbox.inside.begin`). All of it is a part of the image, so both backends have it.
+aside into its working directory (`agentrl.sandbox.layout.begin`). All of it is a part of the image, so both backends have it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import docker
 
 from agentrl.errors import SandboxError, TaskError
 from agentrl.protocols import Sandbox
-from agentrl.sandbox import inside
 from agentrl.sandbox.inside.users import ENVIRONMENT, HOME
 
-FOLDER = Path(inside.__file__).parent
+FOLDER = Path(__file__).parent
 ARRANGE, BEGIN = ((FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("arrange", "begin"))
 DEFAULT = "/app"
 BEGIN_S = 60.0
