@@ -65,10 +65,10 @@ mcp_servers = []
 """,
     "instruction.md": "Write /app/count.py: it prints how many lines of the log that it is given have each level of $LEVELS.\n",
     "environment/Dockerfile": """FROM {base}
-ENV LEVELS="ERROR INFO" PATH=/app/bin:/opt/tools:$PATH
+ENV LEVELS="ERROR INFO" PATH=/app/bin:/opt/tools:/opt/bin:$PATH
 WORKDIR /app
 COPY data/ /app/data/
-RUN echo draft > notes.txt && mkdir -p /logs/verifier
+RUN echo draft > notes.txt && mkdir -p /logs/verifier bin && ln -s /app/bin /opt/bin && rmdir bin
 """,
     "environment/data/example.txt": "ERROR 1\nINFO 2\n",
     "environment/data/app.log": "INFO a\nERROR b\nINFO c\n",
