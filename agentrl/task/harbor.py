@@ -87,7 +87,7 @@ def translated(description: dict[str, Any]) -> dict[str, Any]:
             taken, why = keys[key]
             value = table.pop(key)
             if not taken(value) and not (hosts_named and key in _ASKS_FOR_NETWORK):
-                wrong.append(f"{name + '.' if name else ''}{key} = {str(value)[:80]!r}: {why}")
+                wrong.append(f"{name + '.' if name else ''}{key} = {repr(value)[:80]}: {why}")
     if found.get("solution") == {}:
         del found["solution"]
     if "schema_version" in found:
