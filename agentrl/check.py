@@ -212,7 +212,7 @@ class _Prover:
             return replace(episode, outputs=cheats.handed_in(case, paths)), ""
         program = "" if case == NOTHING else cheats.program(case, paths)
         _, collected = await produce(task, program, self.sandboxes, timeout_s=task.limits.wall_s)
-        return replace(episode, outputs=collected.files), ""
+        return replace(episode, outputs=collected.files, removed=collected.removed), ""
 
     async def _gold(self, task: Task, episode: Episode) -> tuple[Episode, str]:
         load_tools(task.tools)
@@ -222,7 +222,7 @@ class _Prover:
         shown = show(result, task.limits)
         refused = "".join(f"; {path}: {reason}" for path, reason in collected.refused.items())
         problem = "" if result.ok else f"gold solution failed: {shown}{refused}"
-        return replace(episode, answer=shown, outputs=collected.files), problem
+        return replace(episode, answer=shown, outputs=collected.files, removed=collected.removed), problem
 
 
 async def _retried(act: Callable[[], Awaitable[T]]) -> T:

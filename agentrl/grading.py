@@ -1,10 +1,11 @@
 """What the grading of one task needs, as its folder says it: tests, runs, mode. Lies in `Task.data["grading"]`, so on the host.
 
-Three modes, from the strongest on:
+Four modes, from the strongest on:
 
     judge   programs under test run where no test is, judging code runs where no program under test ever is
     pytest  the tests import the code under test, in one process with it
     shell   tests/test.sh starts the code under test, in one sandbox with it
+    harbor  the same in the places that Harbor's folders name: /tests, /logs and the image's own working directory
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from agentrl.records import Task
 MAX_RUNS = 64
 MAX_RUN_SECONDS = 300.0
 """All runs of a task together: a program under test must not be able to hold the grading for longer."""
+MAX_TEST_SECONDS = 3600.0
+"""The tests themselves, where the task says so."""
 KEY = "grading"
 JUDGE_ARGUMENTS = ("outputs", "runs")
 
-Mode = Literal["judge", "pytest", "shell"]
+Mode = Literal["judge", "pytest", "shell", "harbor"]
+
+SCRIPTED: tuple[Mode, ...] = ("shell", "harbor")
+"""Modes whose one test is the script tests/test.sh."""
 
 
 class Run(BaseModel):
@@ -89,7 +95,7 @@ class Grading(BaseModel):
     tests: dict[str, str]
     """Path in tests/ -> base64 of the file."""
     runs: tuple[Run, ...] = Field((), max_length=MAX_RUNS)
-    timeout_s: float = Field(60.0, gt=0, le=MAX_RUN_SECONDS)
+    timeout_s: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
     """Deadline of the tests themselves."""
     gold: str = ""
     """Python source of the gold solution. When tests break, it tells whose fault that is."""
@@ -107,10 +113,10 @@ class Grading(BaseModel):
             for path in (*run.files.values(), *([run.stdin_file] if run.stdin_file else [])):
                 if path not in self.tests:
                     raise ValueError(f"run {run.name!r}: there is no file tests/{path}")
-        if self.mode != "shell":
+        if self.mode not in SCRIPTED:
             list(self.expected())
         elif "test.sh" not in self.tests:
-            raise ValueError("verifier.mode = shell needs tests/test.sh")
+            raise ValueError(f"verifier.mode = {self.mode} needs tests/test.sh")
         return self
 
     def files(self) -> dict[str, bytes]:
@@ -119,7 +125,7 @@ class Grading(BaseModel):
 
     def expected(self) -> tuple[str, ...]:
         """Names of the tests that must each report success, read from their source on the host. `ValueError` when there are none."""
-        if self.mode == "shell":
+        if self.mode in SCRIPTED:
             return ("test.sh",)
         files = self.files()
         names = tuple(

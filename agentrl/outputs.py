@@ -1,7 +1,8 @@
 """Declared outputs: the files of an agent's work that are judged, and how they leave its sandbox.
 
 A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern `*` and
-`?` stand for characters of one name, a `**` that is a whole name for any number of folders. Only regular files are taken, never
+`?` stand for characters of one name, a `**` that is a whole name for any number of folders. `WHOLE` stands for every file that
+is not as the image put it there, and for those that are gone; tasks as Harbor knows them declare it. Only regular files are taken, never
 what a link points to, and only within bounds; what the agent made of its files is its own doing and never a fault of the machine.
 """
 
@@ -15,8 +16,11 @@ from fnmatch import fnmatchcase
 
 from agentrl.errors import SandboxTimeout
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, ExecResult, Task
+from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult, Task
 
+WHOLE = "."
+START = "/opt/agentrl/start"
+"""In a sandbox from a Dockerfile: what the image put into the working directory (see `agentrl.sandbox.layout`)."""
 MAX_DEPTH = 32
 MAX_PATH = 512
 COLLECT_S = 90.0
@@ -37,6 +41,28 @@ for root in %r:
 print(json.dumps(names))
 """
 
+# The same of what differs from the image's working directory. What it leaves out is the agent's own loss.
+_CHANGES = """
+import filecmp, json, os
+def files(top):
+    for folder, folders, names in os.walk(top):
+        folders[:] = sorted(folders) if folder.count("/") - top.count("/") < %d else []
+        yield from (os.path.relpath(os.path.join(folder, name), top) for name in sorted(names))
+def same(path):
+    old, new = os.path.join(START, path), os.path.join(".", path)
+    if os.path.islink(old) or os.path.islink(new):
+        return os.path.islink(old) and os.path.islink(new) and os.readlink(old) == os.readlink(new)
+    return os.path.isfile(old) and os.path.isfile(new) and filecmp.cmp(old, new, shallow=False)
+START, names = %r, []
+for path in files("."):
+    if not same(path):
+        names.append(path)
+        if len(names) > 20000:
+            break
+gone = [path for path in files(START) if not os.path.lexists(path)]
+print(json.dumps([names, gone]))
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
@@ -44,6 +70,7 @@ class Collected:
 
     files: Mapping[str, bytes]
     refused: Mapping[str, str] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()  # where the working directory is judged as a whole
 
 
 def plain_path(path: str) -> bool:
@@ -65,11 +92,13 @@ def wrong_pattern(pattern: str) -> str:
 
 def is_exact(pattern: str) -> bool:
     """Whether the pattern names one file."""
-    return "*" not in pattern and "?" not in pattern
+    return pattern != WHOLE and "*" not in pattern and "?" not in pattern
 
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern names this path. In time of their lengths' product at most, however hostile the path."""
+    if pattern == WHOLE:
+        return True
     steps, reached = pattern.split("/"), {0}
     if steps[-1] == "**":
         steps.append("*")
@@ -91,6 +120,8 @@ def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
 
 def example(pattern: str) -> str:
     """A path that the pattern names."""
+    if pattern == WHOLE:
+        return "x"
     return "/".join("x" if step == "**" else step.replace("*", "x").replace("?", "x") for step in pattern.split("/"))
 
 
@@ -136,8 +167,13 @@ async def collect(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float
 async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> Collected:
     files: dict[str, bytes] = {}
     refused: dict[str, str] = {}
+    removed: tuple[str, ...] = ()
     names = [pattern for pattern in patterns if is_exact(pattern)]
-    if wild := [pattern for pattern in patterns if not is_exact(pattern)]:
+    if WHOLE in patterns:
+        names, gone, problem = await _changes(sandbox)
+        removed = tuple(gone[:REMOVED_FILES])
+        refused |= {WHOLE: problem} if problem else {}
+    elif wild := [pattern for pattern in patterns if not is_exact(pattern)]:
         found, problem = await _listing(sandbox, sorted({_root(pattern) for pattern in wild}))
         names += [name for name in found if any(matches(pattern, name) for pattern in wild)]
         refused |= dict.fromkeys(wild, problem) if problem else {}
@@ -156,7 +192,7 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> Collected:
                 break
         else:
             left -= len(files[name])
-    return Collected(files=files, refused=refused)
+    return Collected(files=files, refused=refused, removed=removed)
 
 
 def _root(pattern: str) -> str:
@@ -168,16 +204,41 @@ def _root(pattern: str) -> str:
 
 async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
     """Names of files below `roots` as the sandbox tells them, checked, and what is wrong with its answer."""
-    result = await sandbox.python(_LISTING % (list(roots), MAX_DEPTH), timeout_s=LISTING_S, output_bytes=LISTING_BYTES)
+    names, problem = await _told(sandbox, _LISTING % (list(roots), MAX_DEPTH))
+    found = _names(names)
+    if not problem and found is None:
+        problem = "the working directory cannot be listed: no list of names came back"
+    return found or [], problem
+
+
+async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
+    """Names of files that are new or changed, and of those that are gone, as the sandbox tells them, and what is wrong with its answer."""
+    told, problem = await _told(sandbox, _CHANGES % (MAX_DEPTH, START))
+    if problem:
+        return [], [], problem
+    if isinstance(told, list) and len(told) == 2:
+        changed, gone = map(_names, told)
+        if changed is not None and gone is not None:
+            return changed, gone, ""
+    return [], [], "the working directory cannot be listed: no lists of names came back"
+
+
+async def _told(sandbox: Sandbox, program: str) -> tuple[object, str]:
+    """What a listing program printed, as data, and what is wrong with it."""
+    result = await sandbox.python(program, timeout_s=LISTING_S, output_bytes=LISTING_BYTES)
     if not result.ok or result.truncated:
-        return [], f"the working directory cannot be listed: {(result.reason or result.stderr or 'too many names')[-200:]}"
+        return None, f"the working directory cannot be listed: {(result.reason or result.stderr or 'too many names')[-200:]}"
     try:
-        names = json.loads(result.stdout)
+        return json.loads(result.stdout), ""
     except (ValueError, RecursionError):
-        return [], "the working directory cannot be listed: no list came back"
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        return [], "the working directory cannot be listed: no list of names came back"
-    return [name for name in names if plain_path(name)], ""
+        return None, "the working directory cannot be listed: no list came back"
+
+
+def _names(told: object) -> list[str] | None:
+    """Those of the names told that can be used; None where no list of names was told."""
+    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
+        return None
+    return [name for name in told if plain_path(name)]
 
 
 async def produce(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, Collected]:

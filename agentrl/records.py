@@ -28,6 +28,9 @@ OUTPUT_FILES = 256
 OUTPUT_BYTES = 4 << 20
 """Most bytes that an episode's outputs may have together."""
 
+REMOVED_FILES = 4096
+"""Most files whose removal is a part of an episode's outputs."""
+
 WHOLE_MODEL = "model.safetensors"  # the file that holds a version's weights ...
 ADAPTER = "adapter_model.safetensors"  # ... or only what a low-rank adapter adds to those of version 0
 
@@ -279,8 +282,11 @@ class Episode:
     wall_s: float = 0.0
     sandbox_s: float = 0.0  # opening, executing and closing the sandbox
     outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes, as the agent left them; hostile input
+    removed: tuple[str, ...] = ()  # files of the image's working directory that the agent removed, where all of it is judged; hostile input
 
     def __post_init__(self) -> None:
+        if len(self.removed) > REMOVED_FILES:
+            raise ValueError(f"episode {self.id}: more than {REMOVED_FILES} removed files")
         if len(self.outputs) > OUTPUT_FILES or sum(map(len, self.outputs.values())) > OUTPUT_BYTES:
             raise ValueError(f"episode {self.id}: outputs of more than {OUTPUT_FILES} files or {OUTPUT_BYTES} bytes")
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import SandboxError, SandboxTimeout
-from agentrl.outputs import collect, example, is_exact, matches, overlay, plain_path, select, wrong_pattern
-from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, ExecResult
+from agentrl.outputs import WHOLE, collect, example, is_exact, matches, overlay, plain_path, select, wrong_pattern
+from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 
 NAME = st.text("ab.*?", min_size=1, max_size=3).filter(lambda name: name not in (".", ".."))
@@ -153,3 +153,16 @@ async def test_a_sandbox_that_is_gone_or_silent_is_a_fault_of_the_machine() -> N
 
     with pytest.raises(SandboxTimeout):
         await collect(Silent("s", printing(""), {}), ["a"], timeout_s=0.05)
+
+
+async def test_the_whole_working_directory_is_what_differs_from_the_images() -> None:
+    assert is_exact(WHOLE) is False and matches(WHOLE, "a/b") and example(WHOLE) == "x" and wrong_pattern(WHOLE)
+    told = json.dumps([["new", "../x", "a/b"], ["old", "/etc/passwd", "a/../b"]])
+    collected = await collect(Refusing("s", printing(told), {"new": b"1", "a/b": b"2", "untold": b"3"}), [WHOLE])
+    assert collected.files == {"new": b"1", "a/b": b"2"} and collected.removed == ("old",) and not collected.refused
+    for lie in ("[]", "[[1], []]", '{"a": 1}', "[" * 9999, "[[], [], []]", json.dumps([["new"], None])):
+        collected = await collect(Refusing("s", printing(lie), {"new": b"1"}), [WHOLE])
+        assert not collected.files and not collected.removed and "cannot be listed" in collected.refused[WHOLE], lie
+    many = json.dumps([["new"], [f"f{number}" for number in range(REMOVED_FILES + 1)]])
+    collected = await collect(Refusing("s", printing(many), {"new": b"1"}), [WHOLE])
+    assert len(collected.removed) == REMOVED_FILES

@@ -5,8 +5,9 @@ the outputs, and takes what comes back as data; then the judging code runs in an
 and which never runs a program under test. What a program is compared with can therefore not be read by it, and a report of the
 tests cannot be written by it. The other modes run tests and code under test in one sandbox; docs/security.md says what that costs.
 
-A test has passed when it says so itself: no report is no pass. When tests break instead of reporting, the gold solution is graded
-the same way, once for each task: where that breaks too the task is to blame, else the outputs are.
+A test has passed when it says so itself: no report is no pass. In mode `harbor` the value is the reward that the tests left. When
+tests break instead of reporting, the gold solution is graded the same way, once for each task: where that breaks too the task is to
+blame, else the outputs are.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any
 
 from agentrl.errors import TaskError
 from agentrl.grading import Grading, Run, grading_of
-from agentrl.outputs import overlay, produce
+from agentrl.outputs import overlay, plain_path, produce
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
+from agentrl.reward.rewardfile import reward
 
 INSIDE = Path(__file__).parent / "inside"
-JUDGE, CALL, CONTAINED, PYTEST = ((INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child"))
+JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
+    (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
+)
 RUN_OUTPUT_BYTES = 128 << 10
 """How much of stdout and of stderr of one run is kept."""
 READ_BYTES = 4 << 20
@@ -39,8 +43,9 @@ OPEN_S = 300.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What the tests said: name -> empty or what went wrong. `broken`: why there is no complete report. `untouched`: nothing of the
-    agent's was looked at before it broke."""
+    agent's was looked at before it broke. `reward`: the value, where the tests say one."""
 
+    reward: float | None = None
     said: Mapping[str, str] = field(default_factory=dict)
     broken: str = ""
     untouched: bool = False
@@ -57,11 +62,14 @@ class CleanRoom:
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
         """Raises `InfrastructureError`, and `TaskError` when the tests break by themselves."""
         plan = grading_of(task)
-        if not episode.outputs:
+        if not episode.outputs and not episode.removed:
             return Score(value=0.0, parts={"tests": 0.0}, evidence="none of the declared outputs exists")
-        outcome = await grade_outputs(task, plan, episode.outputs, sandboxes)
+        outcome = await grade_outputs(task, plan, episode.outputs, sandboxes, removed=episode.removed)
         if outcome.broken:
             await self._prove(task, plan, outcome, sandboxes)
+        if outcome.reward is not None:
+            evidence = "\n".join(f"{name}: {error}" for name, error in outcome.said.items() if error)[:2000]
+            return Score(value=outcome.reward, parts={"tests": outcome.reward}, evidence=evidence)
         expected = plan.expected()
         passed = [name for name in expected if outcome.said.get(name) == ""]
         wrong = {name: error for name, error in outcome.said.items() if error}
@@ -80,7 +88,7 @@ class CleanRoom:
             _, collected = await produce(task, plan.gold, sandboxes, timeout_s=task.limits.wall_s)
             if len(self._gold) >= PROVEN_TASKS:
                 self._gold.clear()
-            self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes)
+            self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes, removed=collected.removed)
         if reason := self._gold[task.key].broken:
             raise TaskError(f"task {task.id}: its tests break on the gold solution too: {reason}", fix="run agentrl check on the family")
 
@@ -89,9 +97,13 @@ grade = CleanRoom()
 """What a task names: `agentrl.reward.cleanroom:grade`."""
 
 
-async def grade_outputs(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend) -> Outcome:
+async def grade_outputs(
+    task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
+) -> Outcome:
     """Runs the tests of a task over outputs, in fresh sandboxes. Raises `InfrastructureError`."""
     try:
+        if plan.mode == "harbor":
+            return await _harbor(task, plan, outputs, removed, sandboxes)
         if plan.mode == "judge":
             return await _judge(task, plan, outputs, sandboxes)
         return await _contained(task, plan, outputs, sandboxes)
@@ -200,6 +212,27 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     said: dict[str, str] = lines[0]["tests"]
     stopped = plan.mode == "pytest" and not set(plan.expected()) <= set(said)
     return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "")
+
+
+async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
+    """test.sh in a fresh sandbox whose working directory is as the image made it and the agent left it; its reward file is the value."""
+    secret = secrets.token_hex(16)
+    gone = [path for path in removed if plain_path(path) and path not in outputs]
+    request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
+    sandbox = await sandboxes.open(task.sandbox, files=overlay(task.contents(), outputs), timeout_s=OPEN_S)
+    try:
+        argv = ["python3", "-I", "-B", "-c", HARBOR]
+        done = await sandbox.exec(argv, stdin=request, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
+    finally:
+        await sandbox.close()
+    lines = _report(done, secret)
+    if len(lines) != 1:
+        return Outcome(broken=_ending(done))
+    value, wrong = reward(lines[0]["txt"], lines[0]["json"])
+    ending = f"exit code {lines[0]['exit']}; {done.stderr.strip()[-800:]}".rstrip("; ")
+    if value is None:
+        return Outcome(broken=f"{wrong}: {ending}")
+    return Outcome(reward=value, said={"test.sh": "" if value == 1 else f"{wrong or f'reward {value:g}'}: {ending}"})
 
 
 def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ class TaskScorer:
 
     timeout_s: float = 30.0
     sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes of their own
-    sandbox_timeout_s: float = 1800.0  # of such a verifier, which bounds by itself what it runs
+    sandbox_timeout_s: float = 9000.0  # of such a verifier, which bounds by itself what it runs
     max_retries: int = 2  # after faults of the infrastructure
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
 

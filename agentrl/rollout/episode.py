@@ -18,7 +18,7 @@ from agentrl.errors import (
     TaskError,
     UserError,
 )
-from agentrl.outputs import collect, select
+from agentrl.outputs import Collected, collect, select
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
     Blame,
@@ -110,7 +110,7 @@ class EpisodeRunner:
         state = _State() if start is None else _State.of(start, episode_id)
         started = time.monotonic() - state.wall_s
         failures: tuple[Failure, ...] = ()
-        outputs: Mapping[str, bytes] = {}
+        collected = Collected(files={})
 
         async def boundary() -> None:
             if on_turn is not None:
@@ -120,7 +120,7 @@ class EpisodeRunner:
             async with asyncio.timeout(max(0.0, task.limits.wall_s - state.wall_s)):
                 stop_reason = await self._turns(task, state, episode_id=episode_id, boundary=boundary)
             if task.outputs:  # an episode that runs out of time leaves none
-                outputs, failures = await self._collect(task, state)
+                collected, failures = await self._collect(task, state)
         except TimeoutError as error:
             stop_reason = "failed" if isinstance(error, SandboxTimeout) else "wall_limit"
             if isinstance(error, SandboxTimeout):
@@ -147,7 +147,8 @@ class EpisodeRunner:
             attempt=attempt,
             wall_s=time.monotonic() - started,
             sandbox_s=state.sandbox_s,
-            outputs=outputs,
+            outputs=collected.files,
+            removed=collected.removed,
         )
 
     async def branch(self, task: Task, state: EpisodeState, count: int, *, name: str) -> tuple[Episode, ...]:
@@ -159,18 +160,18 @@ class EpisodeRunner:
             ]
         return tuple(job.result() for job in jobs)
 
-    async def _collect(self, task: Task, state: _State) -> tuple[Mapping[str, bytes], tuple[Failure, ...]]:
+    async def _collect(self, task: Task, state: _State) -> tuple[Collected, tuple[Failure, ...]]:
         """The declared outputs, after the agent's last action; what it made impossible to take is its own failure, and scored."""
         if state.sandbox is None and state.snapshot is None:  # nothing ran, so the files are what they were
-            return select(task.contents(), task.outputs), ()
+            return Collected(files=select(task.contents(), task.outputs)), ()
         started = time.monotonic()
         collected = await collect(await self._opened(task, state), task.outputs)
         state.sandbox_s += time.monotonic() - started
         refused = "; ".join(f"{path}: {reason}" for path, reason in collected.refused.items())
         if not refused:
-            return collected.files, ()
+            return collected, ()
         failure = Failure(stage="collect", blame=Blame.POLICY, kind="outputs_refused", message=refused[:2000], turn=len(state.turns))
-        return collected.files, (failure,)
+        return collected, (failure,)
 
     async def _turns(self, task: Task, state: _State, *, episode_id: str, boundary: Callable[[], Awaitable[None]]) -> str:
         """The loop itself; returns the stop reason."""

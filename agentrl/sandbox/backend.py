@@ -10,7 +10,8 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import images, server_code
+from agentrl.sandbox import images, layout, server_code
+from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.place import ChannelSandbox
 
 MAX_OPENING = 8
@@ -22,6 +23,7 @@ class ReadyImage:
 
     tree: str  # what the backend calls it: a tag, or the path of a folder
     server: Path  # exec server, as source or compiled
+    begins: bool = False  # with a working directory that the image fills
 
     @property
     def server_inside(self) -> str:
@@ -52,7 +54,7 @@ class ChannelBackend(abc.ABC):
                 tree = await self._ensure(image)
                 from_source = ReadyImage(tree=tree, server=server_code.as_source(image))
                 code = await server_code.compiled(image, lambda: self._start(spec, from_source))
-                self._images[spec.image] = ReadyImage(tree=tree, server=code)
+                self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=isinstance(image.recipe, BuildContext))
 
     async def open(
         self,
@@ -63,7 +65,8 @@ class ChannelBackend(abc.ABC):
         timeout_s: float = 60.0,
         server: Path | None = None,
     ) -> ChannelSandbox:
-        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`; then nothing of it is left.
+        """Starts a sandbox. Raises `SandboxTimeout` or `SandboxError`, and `TaskError` where what its image holds has no
+        room; then nothing of it is left.
 
         `server` is put in the exec server's place: that is how the attack suite plays one that an agent has taken over.
         """
@@ -77,6 +80,8 @@ class ChannelBackend(abc.ABC):
                 try:
                     if snapshot is not None:
                         await sandbox.restore(snapshot)
+                    elif image.begins:
+                        await layout.begin(sandbox)
                     if files:
                         await sandbox.write_all(files)
                 except BaseException:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from agentrl.errors import TaskError
 
 DOCKERFILE = "Dockerfile"
-LAYOUT = 1
+LAYOUT = 2
 """Raised when the way such images are made changes, so that none made the old way is used."""
 MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000

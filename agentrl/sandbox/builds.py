@@ -23,7 +23,7 @@ import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import engine
+from agentrl.sandbox import engine, layout
 from agentrl.sandbox.build_context import BuildContext, instructions
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
@@ -63,6 +63,7 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
         fresh = f"{tag}-unchecked"
         _build(fresh, context, progress)
         check_python(api, fresh, str(context.dockerfile))
+        layout.arrange(api, fresh, context.dockerfile, BUILD_S)
         api.tag(fresh, *tag.split(":"))
         api.remove_image(fresh)
 

@@ -6,7 +6,8 @@
 
 The hash of the recipe, or of the whole build context (`agentrl.sandbox.build_context`), names the result:
 `<cache>/images/<hash>/base.tar`, extracted beside it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker.
-Both backends therefore run the very same tree; what a Dockerfile says besides (environment, entry point, user) plays no part. The
+Both backends therefore run the very same tree. What a Dockerfile says besides is kept as files of that tree where it matters (WORKDIR
+and ENV, see `agentrl.sandbox.layout`), and plays no part where it does not (entry point, user). The
 exec server is not part of an image: it is handed to each sandbox when it opens, so a changed one is never served stale.
 """
 

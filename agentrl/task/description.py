@@ -1,4 +1,4 @@
-"""The contents of a `task.toml`: Harbor's keys where they mean something here, and ours beside them; any other key is refused.
+"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours beside them; any other key is refused.
 
 version = "1.0"
 outputs = ["report.json"]         # ours: the files that are judged, as agentrl.outputs reads patterns
@@ -13,11 +13,13 @@ from __future__ import annotations
 import tomllib
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agentrl.grading import MAX_RUN_SECONDS, Mode, Run
-from agentrl.outputs import wrong_pattern
+from agentrl import destinations
+from agentrl.grading import MAX_TEST_SECONDS, Mode, Run
+from agentrl.outputs import WHOLE, wrong_pattern
 from agentrl.records import Limits, SandboxSpec, Split
+from agentrl.task import harbor
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -47,8 +49,12 @@ class Agent(_Table):
 
 
 class Environment(_Table):
-    """The sandbox. Its network is off."""
+    """The sandbox. Programs reach what `network` names, and nothing else."""
 
+    network: tuple[str, ...] = ()
+    """Hosts that programs may reach, such as "pypi.org:443"; while they are graded too."""
+    docker_image: str = ""
+    """Harbor's name of a prebuilt image; the Dockerfile beside it is what counts."""
     build_timeout_sec: float = Field(1800.0, gt=0, le=_MAX_SECONDS)
     """How long `agentrl check` waits for the image."""
     cpus: float = Field(_SPEC.cpus, gt=0, le=1024)
@@ -64,23 +70,34 @@ class Environment(_Table):
     runtime: str = ""
     """Container runtime, such as runsc."""
 
+    @field_validator("network", mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("network")
+    @classmethod
+    def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        destinations.parse_all(value)
+        return value
+
 
 class Verifier(_Table):
     """How the outputs are graded."""
 
-    timeout_sec: float = Field(60.0, gt=0, le=MAX_RUN_SECONDS)
+    timeout_sec: float = Field(60.0, gt=0, le=MAX_TEST_SECONDS)
     """Time of the tests."""
     mode: Mode | None = None
-    """judge, pytest or shell. Default: shell when there is a tests/test.sh, else judge."""
+    """judge, pytest, shell or harbor. Default: judge without tests/test.sh, harbor where tests name /logs/verifier, else shell."""
 
 
 class Description(_Table):
     """One `task.toml`."""
 
-    version: Literal["1.0"] = "1.0"
-    """Of the format."""
-    outputs: tuple[str, ...] = Field(min_length=1, max_length=64)
-    """Patterns of the files that are judged."""
+    version: Literal["1.0", "1.1", "1.2", "1.3", "1.4"] = "1.0"
+    """Of the format; Harbor's schema_version."""
+    outputs: tuple[str, ...] | None = Field(None, min_length=1, max_length=64)
+    """Patterns of the files that are judged. Default in mode harbor: whatever the agent changed in the working directory."""
     tools: tuple[str, ...] = Field(("python", "submit"), min_length=1)
     """What the agent may call."""
     split: Split | None = None
@@ -89,6 +106,11 @@ class Description(_Table):
     agent: Agent = Agent()
     environment: Environment = Environment()
     verifier: Verifier = Verifier()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _harbor(cls, value: Any) -> Any:
+        return harbor.translated(value) if isinstance(value, dict) else value
 
     @field_validator("outputs", "tools", mode="before")
     @classmethod
@@ -106,8 +128,10 @@ class Description(_Table):
 
     @field_validator("outputs")
     @classmethod
-    def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in value:
+    def _patterns(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for pattern in value or ():
+            if pattern == WHOLE:
+                raise ValueError(f"{pattern!r} is the default of mode harbor: leave outputs out")
             if wrong := wrong_pattern(pattern):
                 raise ValueError(f"{pattern!r} {wrong}")
         return value
@@ -133,6 +157,7 @@ class Description(_Table):
             disk_mb=environment.storage_mb,
             open_files=environment.open_files,
             runtime=environment.runtime,
+            network=environment.network,
         )
 
 
@@ -155,7 +180,9 @@ def parse(kind: type[M], text: str) -> M:
 
 
 def _line(kind: type[BaseModel], item: Any) -> str:
-    key = ".".join(map(str, item["loc"]))
+    key = ".".join(map(str, item["loc"])) or "task.toml"
+    if item["type"] == harbor.REFUSED:
+        return str(item["msg"])
     if item["type"] == "extra_forbidden":
         return f"{key}: unknown key; known here: {', '.join(sorted(_table(kind, item['loc'][:-1]).model_fields))}"
     if item["type"] == "missing":

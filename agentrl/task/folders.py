@@ -6,7 +6,7 @@
             task.toml           limits, outputs, mode of grading (agentrl.task.description)
             instruction.md      what the agent is told
             environment/        image.toml or Dockerfile; files/ is copied to the working directory
-            tests/              hidden: test_*.py with runs.toml, or test.sh
+            tests/              hidden: test_*.py with runs.toml, or test.sh (in Harbor's way: one that leaves a reward)
             solution/           hidden: solve.sh or solve.py, the gold solution
 
 Everything is read and checked when the family is opened; every mistake in it is told at once, with task, file, field and fix.
@@ -15,6 +15,7 @@ Everything is read and checked when the family is opened; every mistake in it is
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,13 +25,15 @@ from pydantic import ValidationError
 
 from agentrl.errors import TaskError, UserError
 from agentrl.grading import KEY, Grading, Mode, Run, pack
-from agentrl.outputs import is_exact, plain_path
+from agentrl.outputs import WHOLE, is_exact, plain_path
 from agentrl.records import Message, Split, Task
+from agentrl.task import harbor
 from agentrl.task.description import Description, M, Runs, parse
 
 VERIFIER = "agentrl.reward.cleanroom:grade"
 MAX_BYTES = 8 << 20
 MAX_FILES = 2000
+HARBOR_TOOLS = ("shell", "python", "submit")
 _IMAGES = ("image.toml", "Dockerfile")
 _PARTS = {"task.toml", "instruction.md", "environment", "tests", "solution", "README.md"}
 
@@ -62,6 +65,17 @@ class FolderTask:
     instruction: str
     files: Mapping[str, bytes]
     grading: Grading
+    context: str
+    """Hash of what a Dockerfile may take into the image; empty where there is none."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.description.outputs or (WHOLE,)
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        said = "tools" in self.description.model_fields_set or self.grading.mode != "harbor"
+        return self.description.tools if said else HARBOR_TOOLS
 
 
 class TaskFolders:
@@ -93,18 +107,19 @@ class TaskFolders:
             id=f"{self.name}/{one.name}",
             family=self.name,
             prompt=(Message(role="user", content=one.instruction),),
-            tools=one.description.tools,
+            tools=one.tools,
             sandbox=one.description.sandbox(self._image(one.image)),
             verifiers=(VERIFIER,),
             data={
                 "kind": str(one.description.metadata.get("category", self.name)),
                 "build_timeout_s": one.description.environment.build_timeout_sec,
                 KEY: one.grading.model_dump(mode="json"),
+                **({"build_context": one.context} if one.context else {}),
             },
             split=split,
             files=texts,
             binary_files=binaries,
-            outputs=one.description.outputs,
+            outputs=one.outputs,
             limits=one.description.limits(),
         )
 
@@ -148,29 +163,66 @@ def _load_all(folder: Path) -> list[FolderTask]:
 
 def _load(folder: Path) -> FolderTask:
     for path in sorted(folder.iterdir()):
-        if path.name not in _PARTS and not path.name.startswith("."):
+        if path.name not in _PARTS and not path.name.startswith((".", "LICENSE")) and path.suffix != ".md":
             raise _Mistake(path.name, "is no part of a task", f"a task folder holds {', '.join(sorted(_PARTS))}")
     description = _parsed(Description, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
     instruction = _text(folder, "instruction.md", "write what the agent is to do").strip()
     if not instruction:
         raise _Mistake("instruction.md", "is empty", "write what the agent is to do")
-    files = _tree(folder, "environment/files") if (folder / "environment" / "files").exists() else {}
+    image = _image(folder, description)
+    grading = _grading(folder, description)
+    from_dockerfile = image == folder / "environment" and not (image / "image.toml").is_file()
+    if grading.mode == "harbor":
+        _fits_harbor(folder, description, grading, from_dockerfile)
+    elif description.outputs is None:
+        raise _Mistake("task.toml", "outputs: is missing", 'write a line such as outputs = ["answer.txt"]')
     return FolderTask(
         name=folder.name,
         description=description,
-        image=_image(folder),
+        image=image,
         instruction=instruction,
-        files=files,
-        grading=_grading(folder, description),
+        files=_given(folder) if grading.mode != "harbor" else {},
+        grading=grading,
+        context=_digest(image) if from_dockerfile else "",
     )
 
 
-def _image(folder: Path) -> Path:
+def _given(folder: Path) -> dict[str, bytes]:
+    return _tree(folder, "environment/files") if (folder / "environment" / "files").exists() else {}
+
+
+def _digest(folder: Path) -> str:
+    """Says when what an image is built from changes: its files are a part of what the task is."""
+    digest = hashlib.sha256()
+    for path in _walk(folder):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode("utf-8", "surrogateescape"))
+        digest.update(hashlib.sha256(os.readlink(path).encode() if path.is_symlink() else path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _fits_harbor(folder: Path, description: Description, grading: Grading, from_dockerfile: bool) -> None:
+    """Says what keeps the scripts of a Harbor folder from working in a sandbox."""
+    if not from_dockerfile:
+        fix = "write environment/Dockerfile, such as FROM python:3.11-slim and WORKDIR /app"
+        raise _Mistake("tests/test.sh", "leaves a reward in /logs/verifier, a place that only images from a Dockerfile have", fix)
+    solution = _tree(folder, "solution")
+    for where, script in (("tests/test.sh", grading.files()["test.sh"]), ("solution/solve.sh", solution.get("solve.sh", b""))):
+        if wrong := harbor.fetches(script.decode("utf-8", "replace"), network=bool(description.environment.network)):
+            fix = "install what it needs in environment/Dockerfile"
+            hosts = ', or name hosts in task.toml: environment.network = ["pypi.org:443"]' if "downloads" in wrong else ""
+            raise _Mistake(where, wrong, fix + hosts)
+
+
+def _image(folder: Path, description: Description) -> Path:
     """The folder that holds the image's recipe: the task's own or the family's."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
         raise _Mistake("environment", "holds an image.toml and a Dockerfile", "keep one of them")
+    if (environment / "docker-compose.yaml").is_file():
+        raise _Mistake("environment/docker-compose.yaml", "asks for several containers, and a sandbox is one", "leave the task out")
+    if not own and (name := description.environment.docker_image):
+        raise _Mistake("task.toml", f"environment.docker_image = {name!r} has no Dockerfile", f"write environment/Dockerfile: FROM {name}")
     if environment.is_dir() and "Dockerfile" not in own:
         known = {"image.toml", "files"}
         for path in sorted(environment.iterdir()):
@@ -191,11 +243,9 @@ def _grading(folder: Path, description: Description) -> Grading:
     if "runs.toml" in tests:
         runs = _parsed(Runs, folder, "tests/runs.toml", "see docs/task-families.md").run
         del tests["runs.toml"]
-    mode: Mode = description.verifier.mode or ("shell" if "test.sh" in tests else "judge")
-    if mode == "shell" and b"/logs/verifier" in tests.get("test.sh", b""):
-        raise _Mistake(
-            "tests/test.sh", "writes its verdict to /logs/verifier, which nobody reads here", "end it with exit status 0 for a pass"
-        )
+    mode: Mode = description.verifier.mode or _mode(tests)
+    if mode == "shell" and _leaves_a_reward(tests):
+        raise _Mistake("tests", "leave their verdict in /logs/verifier, which mode shell does not read", 'write verifier.mode = "harbor"')
     if mode == "judge":
         _runs_name_outputs(runs, description)
     try:
@@ -205,11 +255,21 @@ def _grading(folder: Path, description: Description) -> Grading:
         raise _Mistake("tests", problem, "see docs/task-families.md, which has an example of each mode") from None
 
 
+def _mode(tests: Mapping[str, bytes]) -> Mode:
+    if "test.sh" not in tests:
+        return "judge"
+    return "harbor" if _leaves_a_reward(tests) else "shell"
+
+
+def _leaves_a_reward(tests: Mapping[str, bytes]) -> bool:
+    return any(harbor.VERDICT in data for data in tests.values())
+
+
 def _runs_name_outputs(runs: tuple[Run, ...], description: Description) -> None:
     """A run that overwrites a declared output would judge the tests' own file."""
     for run in runs:
         for path in run.files:
-            if any(is_exact(pattern) and pattern == path for pattern in description.outputs):
+            if any(is_exact(pattern) and pattern == path for pattern in description.outputs or ()):
                 raise _Mistake(
                     "tests/runs.toml", f"run {run.name!r}: files.{path} overwrites a declared output", "give the input another name"
                 )

@@ -12,6 +12,7 @@ import pytest
 from agentrl import codec
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.grading import grading_of
+from agentrl.outputs import WHOLE
 from agentrl.recipe import TasksConfig
 from agentrl.records import Split, Task
 from agentrl.task import TaskFolders, open_family
@@ -166,13 +167,26 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (link("tests/link"), ["tests/link: is not a regular file"]),
     (edit("task.toml", "version", "= version"), ["task.toml: is not TOML"]),
     (edit("task.toml", '"1.0"', '"3"'), ["task.toml: version"]),
-    (edit("task.toml", "memory_mb", "memry_mb"), ["environment.memry_mb: unknown key; known here: build_timeout_sec, cpus, memory_mb"]),
+    (
+        edit("task.toml", "memory_mb", "memry_mb"),
+        ["environment.memry_mb: unknown key; known here: build_timeout_sec, cpus, docker_image, memory_mb"],
+    ),
     (edit("task.toml", "memory_mb = 64", "memory_mb = -1"), ["environment.memory_mb: ", "32", "got -1"]),
     (edit("task.toml", "cpus = 2", 'cpus = "two"'), ["environment.cpus: ", "got 'two'"]),
     (edit("task.toml", "timeout_sec = 90", "timeout_sec = 0"), ["agent.timeout_sec: ", "greater than 0"]),
     (edit("task.toml", "turns = 5", "turns = true"), ["agent.turns: "]),
     (edit("task.toml", "[agent]", "[agents]"), ["agents: unknown key; known here: agent, environment"]),
-    (edit("task.toml", "outputs", "output"), ["outputs: is missing"]),
+    (edit("task.toml", "outputs", "output"), ["output: unknown key; known here: agent, environment"]),
+    (edit("task.toml", 'outputs = ["answer.txt", "src/**"]', ""), ["task.toml: outputs: is missing"]),
+    (edit("task.toml", '"src/**"', '"."'), ["outputs: '.' is the default of mode harbor"]),
+    (edit("task.toml", "cpus = 2", "allow_internet = true"), ["environment.allow_internet = True: ", "environment.network = []"]),
+    (edit("task.toml", "cpus = 2", 'network = ["example.org"]'), ["environment.network: ", "example.org"]),
+    (edit("task.toml", "cpus = 2", "gpus = 1"), ["environment.gpus = 1: a sandbox has no GPU"]),
+    (edit("task.toml", "cpus = 2", 'memory = "much"'), ["environment.memory = 'much': is a size"]),
+    (edit("task.toml", "cpus = 2", 'env = { KEY = "1" }'), ["environment.env = ", "ENV lines into environment/Dockerfile"]),
+    (edit("task.toml", "timeout_sec = 20.0", 'user = "root"'), ["verifier.user = 'root': programs run as the sandbox's own user"]),
+    (edit("task.toml", "timeout_sec = 20.0", "timeout_sec = 9999"), ["verifier.timeout_sec: ", "3600"]),
+    (edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]"), ["solution: unknown key"]),
     (edit("task.toml", '"src/**"', '"../x"'), ["outputs: '../x' is not a plain path"]),
     (edit("task.toml", '["answer.txt", "src/**"]', "[]"), ["outputs: "]),
     (edit("task.toml", "outputs", 'split = "test"\noutputs'), ["split: is one of train, heldout"]),
@@ -188,8 +202,69 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "asks for 'answers'"]),
     (edit("tests/test_it.py", "def", "dfe"), ["tests/test_it.py", "invalid syntax"]),
     (edit("tests/test_it.py", "test_it", "it"), ["tests/ holds no test"]),
-    (add("tests/test.sh", "echo 1 > /logs/verifier/reward.txt"), ["tests/test.sh: writes its verdict to /logs/verifier", "exit status 0"]),
 ]
+REWARD = "echo 1 > /logs/verifier/reward.txt\n"
+
+
+def swap_image(folder: Path) -> None:
+    shutil.rmtree(folder / "environment")
+
+
+def prebuilt(folder: Path) -> None:
+    swap_image(folder)
+    edit("task.toml", "cpus = 2", 'docker_image = "example/one:1"')(folder)
+
+
+HARBOR_MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
+    (prebuilt, ["environment.docker_image = 'example/one:1' has no Dockerfile", "environment/Dockerfile: FROM example/one:1"]),
+    (swap_image, ["leaves a reward in /logs/verifier", "fix: write environment/Dockerfile"]),
+    (add("environment/docker-compose.yaml"), ["asks for several containers"]),
+    (edit("task.toml", "[metadata]", '[[steps]]\nname = "one"\n[metadata]'), ["steps = ", "a folder of each step"]),
+    (edit("task.toml", "timeout_sec = 20.0", 'mode = "shell"'), ["/logs/verifier, which mode shell does not read", 'mode = "harbor"']),
+    (
+        add("tests/test.sh", f"apt-get update\n{REWARD}"),
+        ["tests/test.sh: line 1 (apt-get update): installs packages", "environment/Dockerfile"],
+    ),
+    (add("tests/test.sh", f"cd /app\nuvx -p 3.13 pytest\n{REWARD}"), ["line 2 (uvx -p 3.13 pytest): downloads", "environment.network"]),
+    (add("tests/test.sh", f"curl -LsSf \\\n https://a.example/x | sh\n{REWARD}"), ["line 1 (curl", "has no network"]),
+    (add("solution/solve.sh", "pip install numpy\n"), ["solution/solve.sh: line 1 (pip install numpy): downloads"]),
+]
+
+
+def harbors(folder: Path, name: str, toml: str = TOML) -> Path:
+    """A folder as Harbor has it."""
+    task = good(folder, name, toml.replace('outputs = ["answer.txt", "src/**"]', ""))
+    for path in ("tests/runs.toml", "tests/test_it.py"):
+        (task / path).unlink()
+    script = f"curl http://localhost:80/x\nif ! command -v uvx; then\n  pip install uv\nfi\nwhich x || apt-get install x\n{REWARD}"
+    write(task, {"environment/Dockerfile": "FROM x\nWORKDIR /app\n", "environment/app/a.txt": "1", "tests/test.sh": script})
+    return task
+
+
+@pytest.mark.parametrize(("change", "says"), HARBOR_MISTAKES)
+def test_what_a_harbor_folder_cannot_have_is_said(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
+    folder = harbors(tmp_path / "family", "guilty")
+    TaskFolders(tmp_path / "family", root=tmp_path)
+    change(folder)
+    with pytest.raises(TaskError) as error:
+        TaskFolders(tmp_path / "family", root=tmp_path)
+    for part in ("task guilty: ", "fix: ", *says):
+        assert part in str(error.value)
+
+
+def test_a_harbor_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    keys = 'allow_internet = true\nnetwork = ["pypi.org:443"]\nmemory = "1.5G"\nstorage = "64M"\ngpus = 0\nmcp_servers = []\n'
+    head = '[task]\nname = "a/b"\n[solution.env]\n[verifier]\nenv = {}\nenvironment_mode = "shared"'
+    toml = TOML.replace("memory_mb = 64\nstorage_mb = 8\n", keys).replace("[verifier]", head).replace("20.0", "1800.0")
+    folder = harbors(tmp_path / "family", "one", toml.replace('version = "1.0"', 'schema_version = "1.4"\nartifacts = []'))
+    write(folder, {"LICENSE": "x", "NOTES.md": "x", "environment/files/a.txt": "part of the build context, as any other"})
+    task = only(tmp_path / "family")
+    assert (task.outputs, task.contents(), task.tools) == ((WHOLE,), {}, ("shell", "python", "submit"))
+    assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (1536, 64, ("pypi.org:443",))
+    assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).expected()) == ("harbor", 1800.0, ("test.sh",))
+    before = task.key
+    write(folder, {"environment/app/a.txt": "2"})
+    assert only(tmp_path / "family").key != before, "what the image is built from is a part of what the task is"
 
 
 @pytest.mark.parametrize(("change", "says"), MISTAKES)

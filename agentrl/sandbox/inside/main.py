@@ -41,12 +41,22 @@ def hand_over(network: Request) -> None:
     ENVIRONMENT.update(network["environment"])
 
 
+def heed_image() -> None:
+    """Programs get the variables of their image, which no program can change (see `agentrl.sandbox.layout`)."""
+    try:
+        with open("/opt/agentrl/image.json", encoding="utf-8") as file:
+            ENVIRONMENT.update(json.load(file)["environment"])
+    except FileNotFoundError:
+        return
+
+
 def main() -> None:
     options = json.loads(sys.argv[2])
     sock = connect(sys.argv[1])
     os.set_inheritable(sock.fileno(), False)
     users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
     restrict(options)
+    heed_image()
     if "network" in options:
         hand_over(options["network"])
     os.umask(0o022)

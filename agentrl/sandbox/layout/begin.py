@@ -1,0 +1,17 @@
+"""The start of a working directory: run as the agent in a new sandbox of an image from a Dockerfile, before anything else is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+HOME, START = "/home/agent", "/opt/agentrl/start"
+
+for name in os.listdir(START):
+    source, target = os.path.join(START, name), os.path.join(HOME, name)
+    if os.path.isdir(source) and not os.path.islink(source):
+        shutil.copytree(source, target, symlinks=True)
+    else:
+        shutil.copy2(source, target, follow_symlinks=False)
+for name in ("agent", "verifier", "artifacts"):
+    os.makedirs(os.path.join("/tmp/logs", name))

@@ -1,0 +1,140 @@
+"""Harbor's task folders, read as they are: which of its keys are another spelling of ours, and which ask for what is not to be had.
+
+Harmless keys are taken. One that changes what a sandbox promises (a network, a GPU, root, a second container) is refused with
+the reason and the way out; it is never ignored, for the task would be another one then.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+REFUSED = "harbor_refused"
+VERDICT = b"/logs/verifier"
+"""What the tests of a Harbor folder name: the place of the reward."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
+_MEGABYTES = {"": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20}
+
+_NO_NETWORK = (
+    'programs reach nothing by default: name their hosts, environment.network = ["pypi.org:443"], or none, environment.network = []'
+)
+_NO_USER = "programs run as the sandbox's own user and never as root: remove it"
+_NO_VARIABLES = "variables are not handed in: write {} and leave the key empty or out"
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {}, 0)
+
+
+def _no_network(value: Any) -> bool:
+    return _empty(value) or value == "no-network"
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+# Table -> key -> (what is taken, and then left out; why anything else is not).
+_KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "": {
+        "task": (_anything, ""),
+        "source": (_anything, ""),
+        "artifacts": (_empty, "only files of the working directory leave the agent's sandbox: name them in outputs"),
+        "steps": (_empty, "a task has one instruction here: make a folder of each step"),
+    },
+    "solution": {"env": (_empty, _NO_VARIABLES.format("export lines into solve.sh"))},
+    "agent": {"user": (_empty, _NO_USER), "network_mode": (_no_network, _NO_NETWORK)},
+    "verifier": {
+        "env": (_empty, _NO_VARIABLES.format("export lines into test.sh")),
+        "user": (_empty, _NO_USER),
+        "network_mode": (_no_network, _NO_NETWORK),
+        "environment_mode": (
+            lambda value: value in ("", "shared"),
+            "tests always run in a fresh sandbox of the task's own image: remove it",
+        ),
+        "environment": (_empty, "tests run in the task's own image: put what they need into environment/Dockerfile"),
+        "collect": (_empty, "nothing is run between the agent and the tests: do it in test.sh"),
+    },
+    "environment": {
+        "allow_internet": (_empty, _NO_NETWORK),
+        "network_mode": (_no_network, _NO_NETWORK),
+        "gpus": (_empty, "a sandbox has no GPU: leave the task out, or make it one for the CPU"),
+        "gpu_types": (_empty, "a sandbox has no GPU: leave the task out, or make it one for the CPU"),
+        "os": (lambda value: value in ("", "linux"), "sandboxes run Linux"),
+        "env": (_empty, _NO_VARIABLES.format("ENV lines into environment/Dockerfile")),
+        "workdir": (_empty, "the working directory is the Dockerfile's: write WORKDIR there"),
+        "mcp_servers": (_empty, "an agent's tools are named by tools, and run in the sandbox"),
+        "skills_dir": (_empty, "an agent has no skills here: put what it is to know into instruction.md"),
+        "healthcheck": (_empty, "nothing runs in a sandbox before the agent does: start services in solve.sh and test.sh"),
+    },
+}
+_ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
+
+
+def translated(description: dict[str, Any]) -> dict[str, Any]:
+    """A `task.toml` with Harbor's keys left out or spelled as ours. Raises a validation error with one line for each that is refused."""
+    found = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
+    hosts_named = isinstance(found.get("environment"), dict) and "network" in found["environment"]
+    wrong: list[str] = []
+    for name, keys in _KEYS.items():
+        table = found if not name else found.get(name)
+        if not isinstance(table, dict):
+            continue
+        for key in keys.keys() & table.keys():
+            taken, why = keys[key]
+            value = table.pop(key)
+            if not taken(value) and not (hosts_named and key in _ASKS_FOR_NETWORK):
+                wrong.append(f"{name + '.' if name else ''}{key} = {repr(value)[:80]}: {why}")
+    if found.get("solution") == {}:
+        del found["solution"]
+    if "schema_version" in found:
+        found["version"] = found.pop("schema_version")
+    if isinstance(found.get("environment"), dict):
+        wrong += _sizes(found["environment"])
+    if wrong:
+        raise PydanticCustomError(REFUSED, "{lines}", {"lines": "\n".join(sorted(wrong))})
+    return found
+
+
+def _sizes(environment: dict[str, Any]) -> list[str]:
+    """Turns `memory = "2G"` into `memory_mb = 2048`, and storage likewise; gives what is wrong with them."""
+    wrong = []
+    for key in ("memory", "storage"):
+        if key not in environment:
+            continue
+        text = environment.pop(key)
+        match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            wrong.append(f'environment.{key} = {text!r}: is a size such as "512M" or "2G"')
+        else:
+            environment.setdefault(f"{key}_mb", max(1, round(float(match[1]) * _MEGABYTES[match[2].upper()])))
+    return wrong
+
+
+# What a script fetches ------------------------------------------------------------------------------------------------
+
+_INSTALLS_AS_ROOT = re.compile(r"(?:sudo\s+)?(?:apt-get|apt|apk|dnf|yum|microdnf)\s+(?:-\S+\s+)*(?:update|install|add|upgrade)\b")
+_DOWNLOADS = re.compile(
+    r"(?:(?:curl|wget|git\s+clone)\b.*\bhttps?://(?!localhost|127\.|\[::1\])"
+    r"|uvx\b(?!.*--offline)|uv\s+(?:pip|tool|add|sync|run)\b(?!.*--offline)|(?:npm|yarn|pnpm)\s+(?:install|add|ci)\b|cargo\s+install\b"
+    r"|(?:python3?\s+-m\s+)?pip3?\s+install\b(?!.*(?:--no-index|--no-deps|\s\.(?:\s|$))))"
+)
+
+
+def fetches(script: str, *, network: bool) -> str:
+    """What keeps a script from working in a sandbox, as "line 3: ..."; empty when nothing does.
+
+    Only commands at the start of a line count, which run whatever else happens: one inside an `if`, or after `||`, may be for
+    machines that lack what the image here holds.
+    """
+    for number, line in enumerate(re.sub(r"\\\n", "  ", script).splitlines(), 1):
+        if "||" in line:
+            continue
+        if _INSTALLS_AS_ROOT.match(line):
+            return f"line {number} ({line.strip()[:100]}): installs packages, but the sandbox's root is read-only"
+        if not network and _DOWNLOADS.match(line):
+            return f"line {number} ({line.strip()[:100]}): downloads, but the sandbox has no network"
+    return ""

@@ -1,0 +1,37 @@
+"""The reward that tests leave in a file, which whatever ran beside them could have written."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.reward.rewardfile import reward
+
+
+@pytest.mark.parametrize(
+    ("txt", "as_json", "value"),
+    [
+        ("1\n", None, 1.0),
+        ("0.25", None, 0.25),
+        ("0", '{"reward": 1}', 0.0),
+        ("", '{"reward": 1}', 1.0),
+        (None, '{"reward": 0.5, "speed": 12}', 0.5),
+        (None, '{"accuracy": 0.75}', 0.75),
+        (None, None, None),
+    ],
+)
+def test_a_reward_is_a_number_from_0_to_1(txt: str | None, as_json: str | None, value: float | None) -> None:
+    found, wrong = reward(txt, as_json)
+    assert found == value and bool(wrong) == (value is None)
+
+
+@pytest.mark.parametrize("txt", ["passed", "nan", "inf", "-1", "1.01", "1 1", "9" * 5000])
+def test_a_text_that_is_none_earns_nothing(txt: str) -> None:
+    assert reward(txt, None)[0] == 0.0 and "reward.txt" in reward(txt, None)[1]
+
+
+@pytest.mark.parametrize(
+    "as_json",
+    ["", "1", "[1]", "{}", '{"reward": true}', '{"reward": "1"}', '{"reward": NaN}', '{"a": 1, "b": 1}', "[" * 99999, '{"reward": 2}'],
+)
+def test_json_that_is_none_earns_nothing(as_json: str) -> None:
+    assert reward(None, as_json)[0] == 0.0 and "reward.json" in reward(None, as_json)[1]
