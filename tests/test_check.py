@@ -91,6 +91,7 @@ def test_mistakes_in_folders_end_with_2(tmp_path: Path, monkeypatch: pytest.Monk
 
     write_task(tmp_path / "family", "one")
     (tmp_path / "family" / "one" / "task.toml").write_text("")
+    (tmp_path / "family" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
     for arguments in (["check", str(tmp_path / "family")], ["check", str(tmp_path / "family"), "--backend", "host"]):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
