@@ -15,9 +15,10 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -32,6 +33,7 @@ from agentrl.sandbox.place import ChannelSandbox
 
 USER = 65534
 ENDING_S = 5.0
+PATIENCE_S = 1.0
 
 
 class BubblewrapBackend(ChannelBackend):
@@ -63,46 +65,46 @@ class BubblewrapBackend(ChannelBackend):
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
-        with contextlib.ExitStack() as undo:
-            folder = undo.enter_context(sandbox_folder(name))
+        with sandbox_folder(name) as folder, contextlib.ExitStack() as undo:  # nothing here waits for a process to end
             mark_folder(folder, self.name, self.run_label)
             door = egress.Door.where_wanted(name, spec, folder)
             if door is not None:
-                undo.push(lambda kind, *_: None if kind is None else door.abandon())
+                undo.callback(door.abandon)
             group = self._hierarchy.make(name, spec) if self._hierarchy is not None else None
             if group is not None:
-                undo.push(lambda kind, *_: None if kind is None else group.remove())
+                undo.callback(group.remove)
             ours, theirs = socket.socketpair()
-            with theirs, _closing_on_failure(ours):
+            with theirs:
+                ours.setblocking(False)
+                reader, writer = await asyncio.open_unix_connection(sock=ours)  # closes `ours` when it fails
+                undo.callback(writer.close)
                 process = self._spawn(name, spec, image, folder, theirs.fileno(), group)
-            undo.push(lambda kind, *_: None if kind is None else _kill(process))  # before its group is removed
-            ours.setblocking(False)
+            undo.pop_all()
 
-            async def destroy(ended: bool) -> None:
-                self._open.pop(name, None)
-                if door is not None:
-                    await door.close()
-                await _end(process)
-                if group is not None:
-                    await asyncio.to_thread(group.remove)
-                remove_folder(folder)
+        async def destroy(ended: bool) -> None:
+            self._open.pop(name, None)
+            if door is not None:
+                await door.close()
+            await _end(process, patience_s=PATIENCE_S if ended else 0.0)
+            if group is not None:
+                await asyncio.to_thread(group.remove)
+            remove_folder(folder)
 
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-            channel = Channel(reader, writer, name=name)
-            sandbox = ChannelSandbox(name, spec, channel, destroy)
-            self._open[name] = sandbox
-            try:
-                await channel.hello()
-                if door is not None:
-                    await door.take()
-            except SandboxError as error:
-                said = _log(folder)
-                await sandbox.close()
-                raise SandboxError(f"{error}; bwrap says: {said or 'nothing'}") from None
-            except BaseException:
-                await sandbox.close()
-                raise
-            return sandbox
+        channel = Channel(reader, writer, name=name)
+        sandbox = ChannelSandbox(name, spec, channel, destroy)
+        self._open[name] = sandbox
+        try:
+            await channel.hello()
+            if door is not None:
+                await door.take()
+        except SandboxError as error:
+            said = _log(folder)
+            await sandbox.close()
+            raise SandboxError(f"{error}; bwrap says: {said or 'nothing'}") from None
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
 
     def _spawn(
         self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
@@ -132,6 +134,7 @@ class BubblewrapBackend(ChannelBackend):
                 arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, shown, group)))
             except BaseException:
                 _kill(process)
+                process.wait(ENDING_S)
                 raise
             return process
 
@@ -168,34 +171,31 @@ class BubblewrapBackend(ChannelBackend):
         return options
 
 
-@contextlib.contextmanager
-def _closing_on_failure(link: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        link.close()
-        raise
-
-
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends bwrap, and with it the sandbox, at once; nothing when it has ended already."""
-    process.kill()
-    process.wait(ENDING_S)
+    """Ends bwrap and what it started, at once. The sandbox's first process does not die with bwrap: by giving up root it has
+    lost the signal that its parent's death would send (prctl(2), PR_SET_PDEATHSIG). It shares bwrap's process group.
+
+    Must run before bwrap is waited for: until then its number, which names the group, is nobody else's.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _end(process: subprocess.Popen[bytes]) -> None:
-    """Waits for bwrap to end, and kills it when it does not by itself: its sandbox dies with it."""
-    deadline = asyncio.get_running_loop().time() + ENDING_S
+async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
+    """Gives bwrap `patience_s` to end by itself, and kills what is left of its process group. Raises `SandboxError`."""
+    start = asyncio.get_running_loop().time()
     pause = 0.001
-    killed = False
-    while process.poll() is None:
-        if not killed and asyncio.get_running_loop().time() > deadline - ENDING_S + 1.0:
-            process.kill()
-            killed = True
-        if asyncio.get_running_loop().time() > deadline:
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # leaves the zombie, and with it the group's number, in place
+    while os.waitid(os.P_PID, process.pid, ended) is None:
+        waited = asyncio.get_running_loop().time() - start
+        if waited > ENDING_S:
             raise SandboxError(f"bwrap (pid {process.pid}) does not end")
+        if waited >= patience_s:
+            _kill(process)
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.1)
+    _kill(process)
+    process.wait()
 
 
 def _log(folder: Path) -> str:

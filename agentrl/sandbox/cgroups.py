@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,11 @@ class Group:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def remove(self, timeout_s: float = REMOVE_S) -> None:
-        """Removes the group once its processes are gone. Raises `SandboxError` when some stay."""
+        """Kills what still runs in the group and removes it. Blocking. Raises `SandboxError` when some process stays."""
         deadline = time.monotonic() + timeout_s
         for folder in self.folders:
             while not _removed(folder):
+                _kill_all(folder)
                 if time.monotonic() > deadline:
                     raise SandboxError(f"control group {folder} still has processes after {timeout_s:.0f} s")
                 time.sleep(0.005)
@@ -120,6 +122,17 @@ def _delegate(folder: Path) -> None:
     wanted = {"memory", "pids", "cpu"} - set((folder / "cgroup.subtree_control").read_text().split())
     if wanted:
         (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(wanted)))
+
+
+def _kill_all(folder: Path) -> None:
+    """Sends SIGKILL to every process of a group: by the kernel's own file where it has one (v2), else one by one."""
+    with contextlib.suppress(OSError):
+        (folder / "cgroup.kill").write_text("1")
+        return
+    with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _removed(folder: Path) -> bool:
