@@ -337,6 +337,8 @@ class LearnerConfig(Section):
     """Tokens that samples begin with in common (a group's prompt, the history of turns) are computed once, forward and backward."""
     gradient_checkpointing: bool | None = None
     """Recompute layers in the backward pass: less memory, about a third more arithmetic. None: on CUDA only."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """What computes norms, MLPs and rotary positions. liger: fused GPU kernels of the package liger-kernel, checked at the start."""
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: torch's default."""
     max_bad_updates: int = Field(3, ge=1)
@@ -391,6 +393,8 @@ class Recipe(Section):
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
+        if self.learner.kernels == "liger" and self.device == "cpu":
+            raise ValueError("learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch")
         if self.serving.weight_transfer != "delta" and self.learner.full_every != 8:
             raise ValueError("learner.full_every does nothing: every version is whole; set serving.weight_transfer=delta")
         if self.learner.keep_versions <= self.max_staleness:

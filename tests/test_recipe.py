@@ -64,6 +64,7 @@ def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
 def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
     for overrides, named in (
         (["learner.lora={}", "serving.weight_transfer=nccl"], "learner.lora publishes adapters"),
+        (["learner.kernels=liger", "device=cpu"], "GPU kernels"),
         (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
         (["learner.ranks=3", "learner.sequence_parallel=2"], "must divide learner.ranks"),
         (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "has no critic"),

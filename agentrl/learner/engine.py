@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.learner import forest_attention, lora
+from agentrl.learner import forest_attention, kernels, lora
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
@@ -141,6 +141,8 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     attention = forest_attention.register()
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=attention).to(device)
     _disable_dropout(lm)
+    if recipe.learner.kernels == "liger":
+        kernels.fuse(lm)
     chosen = recipe.learner.gradient_checkpointing
     if chosen or (chosen is None and device.type == "cuda"):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

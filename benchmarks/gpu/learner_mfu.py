@@ -1,24 +1,29 @@
 """Learner updates on one GPU: tokens per second and model FLOPs utilization (MFU), packed and as forests of shared prefixes.
 
-    python benchmarks/gpu/learner_mfu.py [--size 0.6b 1.7b 4b] [--length 8192 32768] [--repeat 5]
+    python benchmarks/gpu/learner_mfu.py [--size 0.6b 1.7b 4b] [--length 8192 32768] [--kernels torch liger] [--repeat 5]
 
 Random weights in the shape of the published Qwen3 models, bfloat16, layers recomputed in the backward pass, no optimizer step
 (it is timed on its own). Two batches of `--tokens` tokens: `packed` holds samples of `--length` tokens that share nothing; `forest`
 holds groups of 8 that share half of it. MFU counts the operations that the mathematics needs: 6 per weight and token and 12 per
 query-key pair, head width and layer (causal pairs only), recomputation not included, over the card's peak for dense bfloat16.
-The first pass compiles FlexAttention and is not timed. `--device cpu --size tiny` runs the same code where there is no GPU.
+The first pass compiles FlexAttention and is not timed. With `--kernels torch liger` (`learner.kernels`) the last column says how far
+Liger's gradients are from torch's, relative, over some thousand numbers of each weight. `--device cpu --size tiny` runs the same code
+where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from agentrl.learner import kernels
 from agentrl.learner.forest_attention import register
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.packing import MicroBatch, micro_batch
@@ -33,6 +38,16 @@ SIZES = {  # hidden, layers, heads, key heads, head width, mlp, vocabulary: as i
     "tiny": (64, 2, 4, 2, 16, 128, 512),
 }
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bfloat16 operations per second, from the data sheets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    size: str
+    kind: str
+    length: int
+    kernels: str
 
 
 def make_model(size: str, device: str) -> Any:
@@ -108,8 +123,18 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(size: str, kind: str, length: int, options: argparse.Namespace, peak: float | None) -> str:
+def sampled_gradient(model: torch.nn.Module) -> torch.Tensor:
+    """Some thousand numbers of the gradient of each weight, in float32 on the CPU."""
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat([gradient[:: max(1, gradient.numel() // 4096)].float().cpu() for gradient in gradients])
+
+
+def measure(case: Case, options: argparse.Namespace, peak: float | None, plain: dict[Case, torch.Tensor]) -> str:
+    """A row of the table. `plain` keeps the gradients that torch's own kernels gave, for those that come after."""
+    size, kind, length, chosen = case.size, case.kind, case.length, case.kernels
     model = make_model(size, options.device)
+    if chosen == "liger":
+        kernels.fuse(model)
     scorer = TokenScorer(model)
     check_scorer(scorer, tolerance=0.15 if options.device == "cuda" else 1e-3)
     batch = micro_batch(tuple(samples(kind, options.tokens, length, SIZES[size][-1])), torch.device(options.device))
@@ -128,8 +153,12 @@ def measure(size: str, kind: str, length: int, options: argparse.Namespace, peak
     memory = torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else float("nan")
     mfu = f"{operations(size, batch) / median / peak:.1%}" if peak else "unknown peak"
     rate = len(batch.expand) / median
+    gradient = sampled_gradient(model)
+    reference = plain.setdefault(replace(case, kernels=""), gradient)
+    gap = f"{(gradient - reference).norm() / reference.norm():.1e}" if gradient is not reference else ""
     spread = f"{median:.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-    return f"| {size} | {kind} | {length:,} | {batch.input_ids.numel():,} | {spread} | {rate:,.0f} | {mfu} | {memory:.1f} |"
+    computed = f"{batch.input_ids.numel():,}"
+    return f"| {size} | {kind} | {length:,} | {chosen} | {computed} | {spread} | {rate:,.0f} | {mfu} | {memory:.1f} | {gap} |"
 
 
 def main() -> None:
@@ -137,6 +166,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["0.6b", "1.7b", "4b"])
     parser.add_argument("--length", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens of a batch before prefixes are shared")
+    parser.add_argument("--kernels", choices=["torch", "liger"], nargs="+", default=["torch"])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
@@ -145,12 +175,15 @@ def main() -> None:
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     peak = next((value for key, value in PEAK.items() if key in name), None)
     print(f"{name}, torch {torch.__version__}\n")
-    print("| model | batch | sample length | tokens computed | seconds, median (range) | trained tokens/s | MFU | peak GiB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for size in options.size:
-        for length in options.length:
-            for kind in ("packed", "forest"):
-                print(measure(size, kind, length, options, peak), flush=True)
+    head = ["model", "batch", "sample length", "kernels", "tokens computed", "seconds, median (range)", "trained tokens/s", "MFU"]
+    head += ["peak GiB", "gradient off by"]
+    print("| " + " | ".join(head) + " |")
+    print("| " + " | ".join(["---"] * len(head)) + " |")
+    plain: dict[Case, torch.Tensor] = {}
+    # Liger changes classes of transformers for the whole process: what comes after it is no longer plain
+    for chosen, size, length in itertools.product(sorted(options.kernels, reverse=True), options.size, options.length):
+        for kind in ("packed", "forest"):
+            print(measure(Case(size=size, kind=kind, length=length, kernels=chosen), options, peak, plain), flush=True)
 
 
 if __name__ == "__main__":

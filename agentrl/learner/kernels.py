@@ -1,0 +1,57 @@
+"""Fused GPU kernels in the place of a model's own layers: RMSNorm, SwiGLU and rotary positions, from the package liger-kernel.
+
+Liger (https://arxiv.org/abs/2410.10989) computes each of them in one pass over memory and keeps less for the backward pass. The
+output head stays ours (`agentrl.learner.logprobs`): Liger's, which gives logprob and entropy of each token too, stages logits in
+float16 on Hopper and adds the weight's gradient up in bfloat16 elsewhere; ours keeps both in float32 and never holds more logits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import UserError
+
+TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
+"""How far logprobs may move by it, in nats: the kernels round in another order. As `check_scorer` and the swap probe."""
+
+
+def fuse(lm: Any) -> None:
+    """Puts Liger's kernels into a Hugging Face model, in place, and proves that it still computes the same.
+
+    Some of them are put into the model's module of transformers, and so into every model of its type in this process.
+
+    Raises `UserError` without a GPU or the package, for a model type that Liger does not know, and when logprobs differ by more
+    than `TOLERANCE`.
+    """
+    if lm.device.type != "cuda":
+        raise UserError("learner.kernels=liger needs a GPU: its kernels are CUDA's", fix="learner.kernels=torch")
+    _replace(lm)
+
+
+def _replace(lm: Any) -> None:
+    try:
+        patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise UserError(f"learner.kernels=liger: {error}", fix="pip install -e '.[gpu]', or learner.kernels=torch") from error
+    if lm.config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"learner.kernels=liger: Liger has no kernels for model type {lm.config.model_type!r}", fix="learner.kernels=torch")
+    before = _logprobs(lm)
+    patches._apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)  # all others are its default
+    gap = (_logprobs(lm) - before).abs().max().item()
+    if not gap <= TOLERANCE[lm.dtype]:
+        raise UserError(
+            f"learner.kernels=liger: logprobs of this model differ by {gap:.3g} nats with Liger's kernels", fix="learner.kernels=torch"
+        )
+
+
+@torch.no_grad()
+def _logprobs(lm: Any) -> Tensor:
+    """[T-1] of a fixed text, in float32."""
+    vocabulary = lm.config.get_text_config().vocab_size
+    ids = (torch.arange(64, device=lm.device) * 7919 % vocabulary)[None]
+    logprobs: Tensor = lm(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)
