@@ -18,9 +18,9 @@ from agentrl.errors import RecipeError
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and every unknown key is refused."""
+    """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class PolicyConfig(Section):
@@ -501,7 +501,7 @@ def describe(error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = f"unknown key; known here: {', '.join(_keys(item['loc'][:-1]))}"
-        elif item["loc"]:
+        elif item["loc"] and not isinstance(item["input"], dict):  # of a whole section the message names the keys
             message = f"{message} (got {item['input']!r})"
         lines.append(f"{key}: {message}")
     return "\n".join(lines)
