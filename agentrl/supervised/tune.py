@@ -138,6 +138,8 @@ def _tokenizer(model: Path) -> Any:
 
 def _train(trainer: Any, model: Path, out: Path) -> float:
     trainer.train()
+    if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # its log takes a loss of NaN for one of 0
+        raise UserError("the training diverged: weights are not finite, and no model is written", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
