@@ -18,9 +18,9 @@ from agentrl.errors import RecipeError
 
 
 class Section(BaseModel):
-    """A part of a recipe: frozen, and every unknown key is refused."""
+    """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class PolicyConfig(Section):
@@ -187,8 +187,8 @@ class ObjectiveConfig(Section):
             raise ValueError(
                 "dual_clip does nothing at or above is_cap, where the ratio is truncated first; raise is_cap or set correction=none"
             )
-        if self.caps_ratio and 1.0 + self.clip_high > self.is_cap:
-            raise ValueError("clip_high does nothing when 1 + clip_high exceeds is_cap, where the ratio is truncated first; raise is_cap")
+        if self.caps_ratio and 1.0 + self.clip_high >= self.is_cap:
+            raise ValueError("clip_high does nothing when 1 + clip_high reaches is_cap, where the ratio is truncated first; raise is_cap")
         if self.constant_length is not None and self.aggregation != "constant":
             raise ValueError(f"constant_length does nothing with aggregation={self.aggregation}; set aggregation=constant")
         if self.correction == "none" and (self.is_level == "sequence" or self.is_cap != 2.0):
@@ -277,7 +277,7 @@ class LimitsConfig(Section):
     max_ratio: Limit | None = None
     """On `ratio_max`: the largest ratio of the policy to the one that sampled."""
     max_mismatch_kl: Limit | None = None
-    """On `mismatch_kl`: server against learner with the same weights, nats per token; judged where a step has such tokens."""
+    """On `mismatch_kl`: server against learner with the same weights, nats per token (needs max_staleness=0)."""
     max_grad_norm: Limit | None = None
     """On `grad_norm`: the gradient's global norm before clipping."""
     min_effective_sample_size: Limit | None = None
@@ -430,6 +430,29 @@ class Recipe(Section):
             raise ValueError("learner.limits.max_kl_reference does nothing: no reference is computed; set objective.kl to k1, k2 or k3")
         if limits.max_grad_norm is not None and limits.max_grad_norm.at <= self.learner.max_grad_norm:
             raise ValueError("learner.limits.max_grad_norm must exceed learner.max_grad_norm, or no gradient is ever clipped")
+        if limits.max_mismatch_kl is not None and self.max_staleness > 0:
+            raise ValueError(
+                "learner.limits.max_mismatch_kl needs max_staleness=0: it is judged on tokens that the learner's very weights sampled, and"
+                " a step of older ones has none, so that nothing would be held to it. serving.probe_max_abs_diff compares server and"
+                " learner at every swap, whatever the staleness; learner.limits.max_kl bounds age and mismatch together"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ratio_moves(self) -> Recipe:
+        objective = self.objective
+        if objective.proximal != "recompute" or self.learner.minibatches > 1:
+            return self
+        usual = type(objective).model_fields
+        named = [f"objective.{key}" for key in ("clip_low", "clip_high", "dual_clip") if getattr(objective, key) != usual[key].default]
+        if self.learner.limits.max_clip_fraction is not None:
+            named.append("learner.limits.max_clip_fraction")
+        if named:
+            raise ValueError(
+                f"{', '.join(named)}: nothing is ever clipped with objective.proximal=recompute and learner.minibatches=1, since the ratio"
+                " is taken against the very weights that the one optimizer step of a batch begins with; raise learner.minibatches, or"
+                " leave them at their defaults"
+            )
         return self
 
     @model_validator(mode="after")
@@ -482,7 +505,7 @@ def describe(error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = f"unknown key; known here: {', '.join(_keys(item['loc'][:-1]))}"
-        elif item["loc"]:
+        elif item["loc"] and not isinstance(item["input"], dict):  # of a whole section the message names the keys
             message = f"{message} (got {item['input']!r})"
         lines.append(f"{key}: {message}")
     return "\n".join(lines)

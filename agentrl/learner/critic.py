@@ -128,9 +128,13 @@ def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Ten
 
 
 def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Mean and standard deviation of advantages over all tokens on all ranks: what whitening takes off and divides by. A collective."""
-    count, mean, spread = _moments(advantages, ranks)
-    return (mean, math.sqrt(spread) + EPS) if count > 1 and spread > 0 else (0.0, 1.0)
+    """Mean and standard deviation of advantages over all tokens on all ranks: what whitening takes off and divides by. A collective.
+
+    Advantages that are all equal become zeros, since none of them is better than another. One that is not finite makes both
+    figures so, and with them all advantages, which sets the whole step aside.
+    """
+    _, mean, spread = _moments(advantages, ranks)
+    return mean, math.sqrt(spread) + EPS
 
 
 def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: Ranks) -> dict[str, float]:

@@ -158,7 +158,10 @@ class Guard:
             )
 
     def _objections(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Reason and action of everything that is wrong with a step's figures; figures that are not there are not judged."""
+        """Reason and action of everything that is wrong with a step's figures; figures that are not there are not judged.
+
+        A figure that is not a number is beyond every limit on it: nothing says that it is not.
+        """
         found = []
         if metrics.get("advantages_not_finite"):
             found.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
@@ -166,10 +169,14 @@ class Guard:
             if not math.isfinite(metrics.get(name, 0.0)):
                 found.append((f"{what} not finite", SKIP))
         for name, limit in self._limits.items():
-            value = metrics.get(_FIGURES[name], math.nan)  # a comparison with NaN is false
-            if (value < limit.at) if name.startswith("min_") else (value > limit.at):
-                side = "below" if name.startswith("min_") else "above"
-                found.append((f"{_FIGURES[name]} {value:.4g} is {side} learner.limits.{name}.at={limit.at:g}", limit.action))
+            figure, is_least = _FIGURES[name], name.startswith("min_")
+            if figure not in metrics:
+                continue
+            value, bound = metrics[figure], f"learner.limits.{name}.at={limit.at:g}"
+            if math.isnan(value):
+                found.append((f"{figure} is not a number, which {bound} cannot be held against", limit.action))
+            elif value < limit.at if is_least else value > limit.at:
+                found.append((f"{figure} {value:.4g} is {'below' if is_least else 'above'} {bound}", limit.action))
         return found
 
 

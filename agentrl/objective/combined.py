@@ -73,9 +73,9 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     per_token = -(weight * surrogate) + _penalty(tokens, objective)
     loss = (token_weights(objective.aggregation, segments, dtype) * per_token).sum() / denominator
     with torch.no_grad():
+        side = segments.mean(gap) if objective.loss == "gspo" else gap  # the logarithm of the ratio that is clipped and capped
         if objective.caps_ratio:
-            cut = cut | (gap > math.log(objective.is_cap))
-        side = segments.mean(gap) if objective.loss == "gspo" else gap
+            cut = cut | (side > math.log(objective.is_cap))
         sums, maxima = statistics(
             tokens.logprobs - behaviour,
             clipped=clipped,

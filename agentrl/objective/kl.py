@@ -30,7 +30,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     Its expected gradient on tokens of pi itself is that of the other divergence, KL(pi_ref || pi).
     """
     gap = reference - logprobs
-    return gap.exp() - 1.0 - gap
+    return gap.expm1() - gap  # exp(gap) - 1 loses all digits of a float32 near the reference, and the result its sign
 
 
 def kl_term(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor:

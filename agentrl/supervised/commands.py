@@ -15,13 +15,15 @@ from agentrl.supervised.select import Preference, demonstrations, preferences
 
 tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
 
+_LEAST = 1e-9  # of what would train nothing at 0
+
 Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
 Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
 Start = Annotated[Path | None, typer.Option("--model", help="Model folder to start from. Default: the run's base policy.")]
 PerTask = Annotated[int, typer.Option(min=1, help="At most so many for each task.")]
 Margin = Annotated[float, typer.Option(min=0, help="Least difference of two scores that makes a preference.")]
 Epochs = Annotated[float, typer.Option(min=0.01, help="Passes over the data.")]
-Rate = Annotated[float, typer.Option(min=0, help="Highest learning rate; it follows a cosine.")]
+Rate = Annotated[float, typer.Option(min=_LEAST, help="Highest learning rate; it follows a cosine.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows in an optimizer step.")]
 Seed = Annotated[int, typer.Option(min=0)]
 
@@ -54,7 +56,7 @@ def dpo(
     model: Start = None,
     margin: Margin = 0.5,
     per_task: PerTask = 4,
-    beta: Annotated[float, typer.Option(min=0, help="How near the policy stays to where it started.")] = 0.1,
+    beta: Annotated[float, typer.Option(min=_LEAST, help="How near the policy stays to where it started.")] = 0.1,
     epochs: Epochs = 1,
     lr: Rate = 1e-5,
     batch: BatchSize = 16,

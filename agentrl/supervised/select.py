@@ -49,24 +49,26 @@ def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task:
 
 
 def preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int = 4) -> list[Preference]:
-    """Pairs of attempts at one task whose scores differ by at least `margin`, at most `per_task` for each task.
+    """Pairs of attempts at one task whose scores differ, by at least `margin`; at most `per_task` for each task.
 
-    Best with worst, second best with second worst, and so on, so that no attempt is in two pairs. Only episodes of one trajectory
-    are compared: which part of a tree a score belongs to is not known.
+    Best with worst, second best with second worst, and so on, so that no attempt is in two pairs. Only attempts that were given the
+    same prompt, token for token, are compared, and only episodes of one trajectory: which part of a tree a score belongs to is not
+    known.
     """
-    attempts: dict[str, list[tuple[float, Sample]]] = defaultdict(list)
+    attempts: dict[tuple[str, tuple[int, ...]], list[tuple[float, Sample]]] = defaultdict(list)
     for group in groups:
         for score, samples in _episodes(group):
             if len(samples) == 1:
-                attempts[group.task_key].append((score, samples[0]))
-    pairs = []
-    for key, scored in attempts.items():
+                prompt = samples[0].token_ids[: samples[0].loss_mask.index(True)]
+                attempts[group.task_key, prompt].append((score, samples[0]))
+    found: dict[str, list[Preference]] = defaultdict(list)
+    for (key, prompt), scored in attempts.items():
         scored.sort(key=lambda attempt: -attempt[0])
-        for place in range(min(per_task, len(scored) // 2)):
+        for place in range(len(scored) // 2):
             (high, chosen), (low, rejected) = scored[place], scored[-1 - place]
-            if high - low >= margin > 0 and chosen.token_ids != rejected.token_ids:
-                pairs.append(_pair(key, chosen, rejected, high - low))
-    return pairs
+            if high > low and high - low >= margin and chosen.token_ids != rejected.token_ids:
+                found[key].append(_pair(key, prompt, chosen, rejected, high - low))
+    return [pair for pairs in found.values() for pair in pairs[:per_task]]
 
 
 def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
@@ -95,11 +97,11 @@ def _row(sample: Sample) -> dict[str, list[int]]:
     return {"input_ids": list(sample.token_ids), "labels": labels}
 
 
-def _pair(key: str, chosen: Sample, rejected: Sample, margin: float) -> Preference:
-    start = min(chosen.loss_mask.index(True), rejected.loss_mask.index(True))
+def _pair(key: str, prompt: tuple[int, ...], chosen: Sample, rejected: Sample, margin: float) -> Preference:
+    start = len(prompt)
     return Preference(
         task_key=key,
-        prompt_ids=chosen.token_ids[:start],
+        prompt_ids=prompt,
         chosen_ids=chosen.token_ids[start:],
         chosen_mask=chosen.loss_mask[start:],
         rejected_ids=rejected.token_ids[start:],

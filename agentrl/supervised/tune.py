@@ -32,10 +32,10 @@ def sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs:
 
     _need(rows, "an episode that scores high enough", "lower --min-score, or take a run that has been trained further")
     with tempfile.TemporaryDirectory() as work:
-        arguments = SFTConfig(**_common(work, epochs, lr, batch, seed), dataset_kwargs={"skip_prepare_dataset": True}, max_length=None)
+        common = _common(work, model, epochs, lr, batch, seed)
         trainer = SFTTrainer(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
-            args=arguments,
+            model=_start(AutoModelForCausalLM, model),
+            args=SFTConfig(**common, dataset_kwargs={"skip_prepare_dataset": True}, max_length=None),
             train_dataset=Dataset.from_list(list(rows)),
             processing_class=_tokenizer(model),
         )
@@ -55,9 +55,9 @@ def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epo
     tokenizer = _tokenizer(model)
     with tempfile.TemporaryDirectory() as work:
         trainer = _exact_dpo_trainer()(
-            model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
-            ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
-            args=DPOConfig(**_common(work, epochs, lr, batch, seed), beta=beta, max_length=None, remove_unused_columns=False),
+            model=_start(AutoModelForCausalLM, model),
+            ref_model=_start(AutoModelForCausalLM, model),
+            args=DPOConfig(**_common(work, model, epochs, lr, batch, seed), beta=beta, max_length=None, remove_unused_columns=False),
             train_dataset=Dataset.from_list([_dpo_row(pair) for pair in pairs]),
             processing_class=tokenizer,
             data_collator=_masked_collator(tokenizer.pad_token_id),
@@ -71,15 +71,16 @@ def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs:
     Writes a folder for `AutoModelForSequenceClassification` and returns the last loss.
     """
     from datasets import Dataset
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification, set_seed
     from trl import RewardConfig, RewardTrainer
 
     _need(pairs, "a task with attempts of different scores", "lower --margin, or take an earlier part of the run")
+    set_seed(seed)  # of the head too, which is drawn when the model is made
     rows = [{"chosen_ids": [*pair.prompt_ids, *pair.chosen_ids], "rejected_ids": [*pair.prompt_ids, *pair.rejected_ids]} for pair in pairs]
     with tempfile.TemporaryDirectory() as work:
         trainer = RewardTrainer(
-            model=AutoModelForSequenceClassification.from_pretrained(model, dtype="auto", num_labels=1),
-            args=RewardConfig(**_common(work, epochs, lr, batch, seed), max_length=None),
+            model=_start(AutoModelForSequenceClassification, model, num_labels=1),
+            args=RewardConfig(**_common(work, model, epochs, lr, batch, seed), max_length=None),
             train_dataset=Dataset.from_list(rows),
             processing_class=_tokenizer(model),
         )
@@ -91,7 +92,23 @@ def _need(found: Sequence[Any], what: str, fix: str) -> None:
         raise UserError(f"the run holds not {what}", fix=fix)
 
 
-def _common(work: str, epochs: float, lr: float, batch: int, seed: int) -> dict[str, Any]:
+def _start(kind: Any, model: Path, **options: Any) -> Any:
+    """The model with float32 weights, whatever its own: at these learning rates most updates of a bfloat16 weight are rounded away."""
+    import torch
+
+    return kind.from_pretrained(model, dtype=torch.float32, **options)
+
+
+def _own_dtype(model: Path) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).dtype or torch.float32
+
+
+def _common(work: str, model: Path, epochs: float, lr: float, batch: int, seed: int) -> dict[str, Any]:
+    import torch
+
     return {
         "output_dir": work,
         "num_train_epochs": epochs,
@@ -103,7 +120,7 @@ def _common(work: str, epochs: float, lr: float, batch: int, seed: int) -> dict[
         "logging_steps": 1,
         "save_strategy": "no",
         "gradient_checkpointing": False,
-        "bf16": False,
+        "bf16": torch.cuda.is_available() and _own_dtype(model) == torch.bfloat16,  # the arithmetic; the weights are float32
         "report_to": [],
         "seed": seed,
         "data_seed": seed,
@@ -121,12 +138,14 @@ def _tokenizer(model: Path) -> Any:
 
 def _train(trainer: Any, model: Path, out: Path) -> float:
     trainer.train()
+    if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # its log takes a loss of NaN for one of 0
+        raise UserError("the training diverged: weights are not finite, and no model is written", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     beside = out.with_name(f".{out.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     trainer.model.config.use_cache = True
-    trainer.model.save_pretrained(beside)
+    trainer.model.to(_own_dtype(model)).save_pretrained(beside)
     if out.exists():
         shutil.rmtree(out)
     beside.rename(out)

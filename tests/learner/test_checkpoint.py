@@ -1,0 +1,63 @@
+"""Which checkpoint a learner goes on from, when power or disk failed in the middle of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import LearnerError
+from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
+from agentrl.version import folder_manifest
+
+
+def _write(root: Path, number: int) -> Path:
+    folder = root / f"{number:06d}"
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "weights.pt").write_bytes(bytes(range(256)) * number)
+    (folder / "rng_00.pt").write_bytes(b"random")
+    (folder / "meta.json").write_bytes(codec.to_json(CheckpointMeta(step=number, consumed={0: (0, 1)}, ranks=1, zero_stage=2)))
+    (folder / "manifest.json").write_text(json.dumps(folder_manifest(folder)))
+    return folder
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+TORN: dict[str, Callable[[Path], object]] = {
+    "a bit of the weights": lambda folder: _flip(folder / "state" / "weights.pt"),
+    "the end of the weights": lambda folder: (folder / "state" / "weights.pt").write_bytes(b"\0" * 100),
+    "a file": lambda folder: (folder / "rng_00.pt").unlink(),
+    "the record": lambda folder: (folder / "meta.json").write_bytes(b""),
+    "the end of the manifest": lambda folder: (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:-20]),
+    "the manifest": lambda folder: (folder / "manifest.json").unlink(),
+    "a file too many": lambda folder: (folder / "state" / "more.pt").write_bytes(b"x"),
+}
+
+
+@pytest.mark.parametrize("what", TORN)
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path, what: str) -> None:
+    _write(tmp_path, 4)
+    folder = _write(tmp_path, 5)
+    (tmp_path / ".000006.part" / "state").mkdir(parents=True)  # being written when the power went
+    found = newest(tmp_path)
+    assert found is not None and found.folder == folder and found.meta.step == 5
+    TORN[what](folder)
+    found = newest(tmp_path)
+    assert found is not None and found.meta.step == 4
+    assert numbered(tmp_path, 5) is None and numbered(tmp_path, 6) is None
+    TORN[what](tmp_path / "000004")
+    with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged; move that folder away"):
+        newest(tmp_path)
+
+
+def test_a_run_that_has_made_no_checkpoint_has_none(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") is None
+    (tmp_path / ".000001.part").mkdir()
+    assert newest(tmp_path) is None

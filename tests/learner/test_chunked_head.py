@@ -1,0 +1,57 @@
+"""The output head in chunks inside a DeepSpeed engine, as with every vocabulary of a real model.
+
+Under ZeRO-3 the head's weight is there only between hooks, and the backward pass of the chunks needs it once more. The module is its own
+script under torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentrl.learner.publish import gather
+from agentrl.learner.update import Updater
+from agentrl.recipe import ObjectiveConfig
+from tests.learner.building import random_group, recipe, write_run
+from tests.learner.script import Scenario, main
+
+pytestmark = pytest.mark.deepspeed
+
+
+class Chunked(Scenario):
+    def chunked(self, stage: int) -> dict[str, float]:
+        """Two updates with a head of 7 rows at a time, on two ranks; the largest gap to the weights of a head that takes all at once."""
+        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
+        made = made.model_copy(update={"objective": ObjectiveConfig(proximal="recompute", entropy_coef=0.01)})
+        found = []
+        for rows in (10**6, 7):
+            engine = self.engine(made)
+            engine.scorer.head.rows = rows
+            updater = Updater(engine)
+            metrics = [updater.update(batch) for batch in self.batches]
+            found.append(gather(engine))
+        whole, chunks = found
+        gap = max(((whole[name] - chunks[name]).abs().max().item() for name in whole), default=0.0)
+        return {"gap": gap, "trained": metrics[-1]["tokens_trained"]}
+
+
+def test_chunks_make_the_same_update_as_the_whole_at_zero_3(tmp_path: Path) -> None:
+    write_run(tmp_path, recipe(), [random_group(index, size=5) for index in range(6)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.learner.test_chunked_head"]
+    done = subprocess.run(
+        [*command, str(tmp_path), str(tmp_path), "chunked-3"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        **{"capture_output": True, "text": True, "timeout": 300, "check": False},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found = torch.load(tmp_path / "chunked-3.pt")
+    assert found["gap"] < 2e-4 and found["trained"] > 100, found
+
+
+if __name__ == "__main__":
+    main(Chunked)

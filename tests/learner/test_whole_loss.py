@@ -1,0 +1,104 @@
+"""From samples to gradient: minibatches, ranks, micro-batches, forests, chunked logprobs and loss, against one sequence at a time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from agentrl.learner.forest_attention import register
+from agentrl.learner.logprobs import TokenScorer
+from agentrl.learner.packing import micro_batch, minibatches, plan
+from agentrl.objective.aggregate import denominator
+from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.recipe import ObjectiveConfig
+from agentrl.records import Batch, Sample
+from tests.learner.test_forest import CPU, _model
+from tests.objective.test_combined import by_hand
+
+TEMPERATURE, LENGTH = 0.7, 13
+OBJECTIVES: list[dict[str, Any]] = [
+    {"entropy_coef": 0.05},
+    {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 0.05, "clip_high": 0.05},
+    {"loss": "cispo", "aggregation": "constant", "clip_low": 1.0, "clip_high": 0.3},
+    {"dual_clip": 1.5, "aggregation": "sequence_mean", "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.05},
+    {"proximal": "recompute", "correction": "mask", "is_floor": 0.5, "kl": "k2", "kl_coef": 0.1},
+    {"proximal": "recompute", "is_level": "sequence", "loss": "gspo", "aggregation": "constant"},
+]
+
+
+def _samples(rng: random.Random) -> tuple[Sample, ...]:
+    """Samples that begin with parts of each other, trained tokens included, each with masks, logprobs and advantages of its own."""
+    made: list[Sample] = []
+    for number in range(8):
+        start = rng.choice(made).token_ids if made and rng.random() < 0.7 else tuple(rng.randrange(5) for _ in range(4))
+        tokens = (*start[: rng.randint(1, len(start))], *(rng.randrange(5) for _ in range(rng.randint(1, 7))))
+        mask = (False, *(rng.random() < 0.6 for _ in tokens[2:]), True)
+        values = [(-4.6 + rng.uniform(-1, 1), rng.gauss(0, 1), rng.randint(0, 3)) if on else (0.0, 0.0, -1) for on in mask]
+        logprobs, advantages, versions = zip(*values, strict=True)
+        made.append(
+            Sample(
+                **{"episode_id": str(number), "group_index": rng.randrange(3), "token_ids": tokens, "loss_mask": mask},
+                **{"logprobs": logprobs, "advantages": advantages, "versions": versions},
+            )
+        )
+    return tuple(made)
+
+
+def _tokens(logprobs: Tensor, entropy: Tensor, objective: ObjectiveConfig, **constants: Tensor) -> TrainedTokens:
+    """Proximal policy and reference lie a fixed way from the policy, so that both computations know them."""
+    proximal = logprobs.detach() - 0.1 if objective.proximal == "recompute" else None
+    return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, reference=logprobs.detach() + 0.2, **constants)
+
+
+def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfig) -> TrainedTokens:
+    """Each sequence through the model's own forward pass."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for row in rows:
+        ids = torch.tensor([row.token_ids])
+        logp = (model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        on = torch.tensor(row.loss_mask[1:])
+        found.append((logp.gather(-1, ids[0, 1:, None])[on, 0], -(logp.exp() * logp).sum(-1)[on]))
+    trained = [(place, at) for place, row in enumerate(rows) for at, on in enumerate(row.loss_mask) if on]
+    return _tokens(
+        torch.cat([logprobs for logprobs, _ in found]),
+        torch.cat([entropy for _, entropy in found]),
+        objective,
+        behaviour=torch.tensor([rows[place].logprobs[at] for place, at in trained]).double(),  # float32, as in a micro-batch
+        advantages=torch.tensor([rows[place].advantages[at] for place, at in trained]).double(),
+        sequence=torch.tensor([place for place, _ in trained]),
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
+def test_the_gradient_of_a_step_is_that_of_the_formulas_over_plain_sequences(changes: dict[str, Any], seed: int) -> None:
+    rng, objective = random.Random(seed), ObjectiveConfig.model_validate(changes)
+    ours, plain = _model("qwen3", register()), _model("qwen3", "sdpa")
+    samples = _samples(rng)
+    batch = Batch(step=3, samples=samples, denominator=sum(sum(one.loss_mask) for one in samples), group_indices=(0, 1, 2))
+    ranks, share = rng.choice((1, 2, 3)), seed == 0
+    for part in minibatches(batch, 2):
+        total, weight = 0.0, denominator(part.samples, objective.aggregation, length=LENGTH)
+        for rows in (rows for rank in range(ranks) for rows in plan(part.samples, rank=rank, ranks=ranks, max_tokens=16, share=share)):
+            made = micro_batch(rows, CPU, share=share)
+            scorer = TokenScorer(ours, logits_at_once=rng.choice((3 * 97, 2**25)))
+            logprobs, entropy = scorer(made.input_ids, made.layout, made.positions, made.targets, TEMPERATURE)
+            constants = {"behaviour": made.behaviour, "advantages": made.advantages, "sequence": made.sequence}
+            tokens = _tokens(logprobs[made.expand], entropy[made.expand], objective, **constants)
+            result = policy_loss(tokens, objective, denominator=weight)
+            result.loss.backward()
+            total += result.loss.item()
+        tokens = _plain(plain, part.samples, objective)
+        sizes = {"token_mean": part.denominator, "sequence_mean": len(part.samples), "constant": len(part.samples) * LENGTH}
+        expected, by_logprob, by_entropy = by_hand(tokens, objective, sizes[objective.aggregation])
+        assert total == pytest.approx(expected, abs=1e-12)
+        assert tokens.entropy is not None
+        slopes = torch.tensor(by_logprob, dtype=torch.float64), torch.tensor(by_entropy, dtype=torch.float64)
+        torch.autograd.backward((tokens.logprobs, tokens.entropy), slopes)
+    largest = max(parameter.grad.abs().max().item() for parameter in plain.parameters())
+    for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() < 1e-10 * largest, name

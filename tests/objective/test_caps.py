@@ -1,0 +1,52 @@
+"""What bounds a ratio, where two bounds meet, and what the figures say of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.kl import k3
+from agentrl.objective.metrics import summarize
+from agentrl.recipe import ObjectiveConfig
+
+
+def _tokens(gaps: list[float], sequence: list[int]) -> TrainedTokens:
+    return TrainedTokens(
+        logprobs=torch.tensor(gaps, requires_grad=True),
+        behaviour=torch.zeros(len(gaps)),
+        advantages=torch.ones(len(gaps)),
+        sequence=torch.tensor(sequence),
+    )
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo"])
+def test_a_clip_range_that_ends_at_the_cap_would_never_clip(loss: str) -> None:
+    """A truncated ratio keeps its gradient, and one at the edge of the range is not outside of it."""
+    with pytest.raises(ValidationError, match="clip_high does nothing when 1 \\+ clip_high reaches is_cap"):
+        ObjectiveConfig(loss=loss, clip_high=1.0)  # type: ignore[arg-type]
+    below = ObjectiveConfig(loss=loss, clip_high=0.99)  # type: ignore[arg-type]
+    tokens = _tokens([3.0, 0.5], [0, 1])
+    policy_loss(tokens, below, denominator=1).loss.backward()
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad[0] == 0.0 > tokens.logprobs.grad[1]
+    assert ObjectiveConfig(loss=loss, clip_high=1.0, correction="none").clip_high == 1.0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("loss", "truncated"), [("clip", 2 / 6), ("gspo", 3 / 6)])
+def test_the_truncated_fraction_is_of_the_ratio_that_was_truncated(loss: str, truncated: float) -> None:
+    """Two tokens are above the cap of 2. Of the sequences' ratios, the cube roots of 8 * 1 * 1/4 and of 9 * 1 * 1, only the second is."""
+    tokens = _tokens([math.log(8), 0.0, -math.log(4), math.log(9), 0.0, 0.0], [0, 0, 0, 1, 1, 1])
+    result = policy_loss(tokens, ObjectiveConfig(loss=loss), denominator=1)  # type: ignore[arg-type]
+    assert summarize(result.sums, result.maxima)["truncated_fraction"] == pytest.approx(truncated)
+
+
+def test_k3_near_the_reference_is_right_and_never_negative_in_float32() -> None:
+    gaps = torch.linspace(-1e-3, 1e-3, 2001)
+    found = k3(torch.zeros_like(gaps), gaps)
+    exact = gaps.double().square() / 2 + gaps.double() ** 3 / 6
+    assert (found >= 0).all()
+    assert (found.double() - exact).abs().max() < 1e-3 * exact.max()
