@@ -1,0 +1,128 @@
+"""Sandboxes given up, closed and killed at awkward moments: nothing stays, every error is a typed one, and every wait ends."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import WarmPool, cgroups, list_open, select_backend
+from agentrl.sandbox.lease import lease
+
+IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
+SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
+LISTED = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16, network=("127.0.0.1:9",))
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text(IMAGE)
+    return tmp_path
+
+
+@pytest.fixture(params=BOTH)
+async def backend(request, root):
+    backend = select_backend(request.param, run_label="test", root=root)
+    await backend.prepare(SPEC)
+    yield backend
+    await backend.close()
+    assert left() == []
+
+
+def left():
+    """What there is of this process's sandboxes."""
+    hierarchy = cgroups.find()
+    groups = hierarchy.names() if hierarchy is not None else []
+    return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
+
+
+async def steps(count):
+    """Lets the event loop go round `count` times: a moment that does not depend on how fast the machine is."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+# A backend that is closed ----------------------------------------------------------------------------------------------
+
+
+async def test_a_backend_closed_during_openings_has_none_open(backend):
+    """More openings than go on at once: those that still wait for their turn are told, too."""
+    openings = [asyncio.create_task(backend.open(SPEC if number % 3 else LISTED)) for number in range(20)]
+    while not (backend._open or openings[0].done()):
+        await asyncio.sleep(0.001)
+    await asyncio.gather(backend.close(), backend.close())
+    assert left() == []
+    for outcome in await asyncio.gather(*openings, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            assert isinstance(outcome, SandboxError), repr(outcome)
+        else:
+            with pytest.raises(SandboxError):
+                await outcome.exec(["true"], timeout_s=5)
+    with pytest.raises(SandboxError, match="closed"):
+        await backend.open(SPEC)
+
+
+async def test_a_close_that_is_cancelled_goes_on(backend):
+    sandboxes = [await backend.open(SPEC) for _ in range(3)]
+    pool = WarmPool(backend, warm=1, max_open=4)
+    await pool.prepare(SPEC)
+    in_use = await pool.open(SPEC)
+    for thing in (pool, backend):
+        closing = asyncio.create_task(thing.close())
+        await steps(2)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    await backend.close()
+    assert left() == []
+    for sandbox in (*sandboxes, in_use):
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"], timeout_s=5)
+
+
+async def test_what_is_to_follow_the_end_of_a_sandbox_is_told_of_it_once(backend):
+    """Also when it is asked for afterwards: a pool would wait for that place forever."""
+    sandbox = await backend.open(SPEC)
+    told = []
+    sandbox.when_closed(lambda: told.append("before"))
+    await asyncio.gather(sandbox.close(), sandbox.close())
+    sandbox.when_closed(lambda: told.append("after"))
+    assert told == ["before", "after"]
+
+
+# One that stands still -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bubblewrap
+async def test_a_ready_sandbox_that_stands_still_does_not_hold_up_the_pool(root):
+    backend = select_backend("bubblewrap", run_label="test", root=root)
+    pool = WarmPool(backend, warm=1, max_open=1)
+    await pool.prepare(SPEC)
+    while not pool._ready[SPEC]:
+        await asyncio.sleep(0.01)
+    still = pool._ready[SPEC][0].id
+    for pid in processes_in(still):
+        os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with contextlib.suppress(SandboxTimeout):  # on a slow machine there is no time for another one
+        assert (await pool.open(SPEC, timeout_s=4.0)).id != still
+    assert time.monotonic() - start < 25.0  # a file may take 30 s to be written
+    await pool.close()
+    assert left() == []
+
+
+def processes_in(name):
+    """Pids of the processes that see the runtime folder of sandbox `name`: its own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/mountinfo"):
+        with contextlib.suppress(OSError):
+            if f"/{name}/" in path.read_text():
+                found.append(int(path.parent.name))
+    return found
