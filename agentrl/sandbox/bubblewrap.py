@@ -88,7 +88,7 @@ class BubblewrapBackend(ChannelBackend):
             await _end(process, patience_s=PATIENCE_S if ended else 0.0)
             if group is not None:
                 await asyncio.to_thread(group.remove)
-            remove_folder(folder)
+            await asyncio.to_thread(remove_folder, folder)
 
         channel = Channel(reader, writer, name=name)
         sandbox = ChannelSandbox(name, spec, channel, destroy)

@@ -104,7 +104,7 @@ class DockerBackend(ChannelBackend):
             self._open.pop(name, None)
             if door is not None:
                 await door.close()
-            remove_folder(folder)
+            await asyncio.to_thread(remove_folder, folder)
             if ended:
                 await self._leave(name)
             else:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -11,13 +12,16 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import WarmPool, cgroups, list_open, select_backend
-from agentrl.sandbox.lease import lease
+from agentrl.sandbox import WarmPool, cgroups, list_open, prune, select_backend
+from agentrl.sandbox.lease import lease, runtime_folder
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
 LISTED = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16, network=("127.0.0.1:9",))
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+
+DEAD = "00000000-1-1"
+"""The lease of a driver before the last start of the machine."""
 
 
 @pytest.fixture
@@ -95,6 +99,71 @@ async def test_what_is_to_follow_the_end_of_a_sandbox_is_told_of_it_once(backend
     await asyncio.gather(sandbox.close(), sandbox.close())
     sandbox.when_closed(lambda: told.append("after"))
     assert told == ["before", "after"]
+
+
+@pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
+async def test_want_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
+    """However many are free, from none to enough."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    refused = 0
+    for free in range(24):
+        await (await backend.open(SPEC)).close()  # all threads and connections are there, and what was stuck goes
+        taken = fill_up()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, most))
+            sandbox = await backend.open(spec)
+        except SandboxError:
+            refused += 1
+        else:
+            break
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+            for descriptor in taken:
+                os.close(descriptor)
+    await sandbox.close()
+    assert refused > 0
+    await (await backend.open(SPEC)).close()
+    await backend.close()
+    assert left() == []
+
+
+def fill_up():
+    """Takes every free descriptor below one that is above all others; gives them in order."""
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    while taken[-1] < max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()):
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+    return taken
+
+
+# What drivers leave ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_driver_leaves_that_was_killed_at_an_awkward_moment_is_removed():
+    """In the middle of making or removing: an empty folder, some of the control groups of a sandbox."""
+    (runtime_folder() / DEAD).mkdir(exist_ok=True)
+    hierarchy = cgroups.find()
+    folders = hierarchy.group(f"agentrl-{DEAD}-0").folders[-1:] if hierarchy is not None else ()
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    prune()
+    assert not (runtime_folder() / DEAD).exists()
+    assert [folder for folder in folders if folder.exists()] == []
+
+
+def test_folders_that_go_while_they_are_looked_at_are_no_fault(monkeypatch):
+    """Those of drivers that close their last sandbox, and of dead ones that somebody else prunes."""
+    is_folder = Path.is_dir
+
+    def gone_since(path):
+        found = is_folder(path)
+        if path.name == DEAD:
+            path.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", gone_since)
+    for look in (list_open, prune):
+        (runtime_folder() / DEAD).mkdir(exist_ok=True)
+        look()
 
 
 # One that stands still -------------------------------------------------------------------------------------------------
