@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.place import ChannelSandbox
 
 MAX_OPENING = 8
+MAX_MAKING = 4
+"""Images made at once. Each holds one of the driver's threads, of which closing sandboxes needs some too."""
 FIRST_S = 60.0
 """Deadline of the first sandbox of an image, which nobody has asked for and no caller bounds."""
 ENDING_S = 30.0
@@ -48,21 +51,29 @@ class ChannelBackend(abc.ABC):
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._open: dict[str, ChannelSandbox] = {}
         self._images: dict[str, ReadyImage] = {}
-        self._preparing = asyncio.Lock()
+        self._preparing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._making = asyncio.Semaphore(MAX_MAKING)
+        self._compiling = asyncio.Lock()  # images of one content share a place in the cache
         self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each under way -> done when it has ended
         self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it."""
-        if spec.image in self._images:  # does not wait for the making of another one
+        """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it.
+
+        Different images are made at the same time, each of them once; one that is ready waits for no other.
+        """
+        if spec.image in self._images:
             return
-        async with self._preparing:
-            if spec.image not in self._images:
+        async with self._preparing[spec.image]:
+            if spec.image in self._images:
+                return
+            async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
                 tree = await self._ensure(image)
+            async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
                 code = await server_code.compiled(image, lambda: self._first(spec, from_source))
-                self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=isinstance(image.recipe, BuildContext))
+            self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=isinstance(image.recipe, BuildContext))
 
     async def open(
         self,

@@ -6,13 +6,14 @@ import os
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import WarmPool, cgroups, list_open, prune, select_backend
+from agentrl.sandbox import BubblewrapBackend, WarmPool, cgroups, images, list_open, prune, select_backend
 from agentrl.sandbox.lease import lease, runtime_folder
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
@@ -133,6 +134,57 @@ def fill_up():
     while taken[-1] < max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()):
         taken.append(os.open("/dev/null", os.O_RDONLY))
     return taken
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+
+class TwoAtOnce(BubblewrapBackend):
+    """Makes no image before another one is being made."""
+
+    def __init__(self, root):
+        super().__init__(run_label="test", root=root)
+        self.both = asyncio.Barrier(2)
+        self.made = []
+
+    async def _ensure(self, image):
+        self.made.append(image.name)
+        await self.both.wait()
+        return await super()._ensure(image)
+
+
+@pytest.mark.bubblewrap
+async def test_different_images_are_made_at_once_and_the_same_one_once(root):
+    for name in ("other", "third"):
+        (root / name).mkdir()
+        (root / name / "image.toml").write_text(IMAGE)
+    backend = TwoAtOnce(root)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(backend.prepare(replace(SPEC, image=name)) for name in ("image", "other", "image", "other")))
+        assert sorted(backend.made) == ["image", "other"]
+        third = asyncio.create_task(backend.prepare(replace(SPEC, image="third")))
+        while backend.both.n_waiting == 0:
+            await asyncio.sleep(0.001)
+        await (await backend.open(SPEC)).close()  # one that is ready waits for no other
+        await backend.both.wait()
+        await third
+    await backend.close()
+
+
+async def test_the_first_sandbox_of_an_image_has_a_deadline(backend, root, tmp_path, monkeypatch):
+    built = images.load_image(root / "image")
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    fresh = images.load_image(root / "image")
+    fresh.folder.mkdir(parents=True)
+    fresh.rootfs.symlink_to(built.rootfs)
+    again = select_backend(backend.name, run_label="test", root=root)
+    with monkeypatch.context() as patch:
+        patch.setattr("agentrl.sandbox.backend.FIRST_S", 0.001)
+        with pytest.raises(SandboxTimeout, match=r"in 0\.0 s"):
+            await again.prepare(SPEC)
+    await again.prepare(SPEC)
+    await again.close()
+    assert left() == []
 
 
 # What drivers leave ----------------------------------------------------------------------------------------------------
