@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,36 @@ def fill_up():
     while taken[-1] < max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()):
         taken.append(os.open("/dev/null", os.O_RDONLY))
     return taken
+
+
+@pytest.mark.bubblewrap
+async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, monkeypatch):
+    """And an opening that is given up meanwhile leaves nothing, for it waits for the kernel first."""
+    if cgroups.find() is None:
+        return  # none are made here
+    backend = select_backend("bubblewrap", run_label="test", root=root)
+    await backend.prepare(SPEC)
+    begun, go_on = threading.Event(), threading.Event()
+    make = cgroups.Hierarchy.make
+
+    def slow(*arguments):
+        begun.set()
+        assert go_on.wait(60.0)
+        return make(*arguments)
+
+    monkeypatch.setattr(cgroups.Hierarchy, "make", slow)
+    opening = asyncio.create_task(backend.open(SPEC))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)  # the event loop goes round
+    opening.cancel()
+    await steps(20)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert left() == []
+    await (await backend.open(SPEC)).close()
+    await backend.close()
+    assert left() == []
 
 
 # Images --------------------------------------------------------------------------------------------------------------
