@@ -91,6 +91,7 @@ class ChannelBackend(abc.ABC):
         """
         await self.prepare(spec)
         image = self._images[spec.image]
+        images.note_use(image.server)
         async with self._under_way(timeout_s):
             sandbox = await self._start(spec, image if server is None else ReadyImage(tree=image.tree, server=server))
             try:
