@@ -5,8 +5,19 @@ Everything a sandbox sends is hostile input. Nothing here ever runs an agent's p
 
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
+from agentrl.sandbox.eviction import evict
 from agentrl.sandbox.pool import WarmPool
 from agentrl.sandbox.reaper import OpenSandbox, list_open, prune
 from agentrl.sandbox.select import open_sandboxes, select_backend
 
-__all__ = ["BubblewrapBackend", "DockerBackend", "OpenSandbox", "WarmPool", "list_open", "open_sandboxes", "prune", "select_backend"]
+__all__ = [
+    "BubblewrapBackend",
+    "DockerBackend",
+    "OpenSandbox",
+    "WarmPool",
+    "evict",
+    "list_open",
+    "open_sandboxes",
+    "prune",
+    "select_backend",
+]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.place import ChannelSandbox
 
 MAX_OPENING = 8
+MAX_MAKING = 4
+"""Images made at once. Each holds one of the driver's threads, of which closing sandboxes needs some too."""
+FIRST_S = 60.0
+"""Deadline of the first sandbox of an image, which nobody has asked for and no caller bounds."""
+ENDING_S = 30.0
+"""How long closing waits for openings that were under way; each ends its own sandbox first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +51,29 @@ class ChannelBackend(abc.ABC):
         self._opening = asyncio.Semaphore(MAX_OPENING)
         self._open: dict[str, ChannelSandbox] = {}
         self._images: dict[str, ReadyImage] = {}
-        self._preparing = asyncio.Lock()
-        self._closed = False
+        self._preparing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._making = asyncio.Semaphore(MAX_MAKING)
+        self._compiling = asyncio.Lock()  # images of one content share a place in the cache
+        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each under way -> done when it has ended
+        self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it."""
-        async with self._preparing:
-            if spec.image not in self._images:
+        """Makes the image ready (a minute the first time, then from the cache) and the exec server compiled for it.
+
+        Different images are made at the same time, each of them once; one that is ready waits for no other.
+        """
+        if spec.image in self._images:
+            return
+        async with self._preparing[spec.image]:
+            if spec.image in self._images:
+                return
+            async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
                 tree = await self._ensure(image)
-                from_source = ReadyImage(tree=tree, server=server_code.as_source(image))
-                code = await server_code.compiled(image, lambda: self._start(spec, from_source))
-                self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=isinstance(image.recipe, BuildContext))
+            async with self._compiling:
+                from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
+                code = await server_code.compiled(image, lambda: self._first(spec, from_source))
+            self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=isinstance(image.recipe, BuildContext))
 
     async def open(
         self,
@@ -70,33 +89,64 @@ class ChannelBackend(abc.ABC):
 
         `server` is put in the exec server's place: that is how the attack suite plays one that an agent has taken over.
         """
-        if self._closed:
-            raise SandboxError("the backend is closed")
         await self.prepare(spec)
         image = self._images[spec.image]
-        try:
-            async with asyncio.timeout(timeout_s), self._opening:
-                sandbox = await self._start(spec, image if server is None else ReadyImage(tree=image.tree, server=server))
-                try:
-                    if snapshot is not None:
-                        await sandbox.restore(snapshot)
-                    elif image.begins:
-                        await layout.begin(sandbox)
-                    if files:
-                        await sandbox.write_all(files)
-                except BaseException:
-                    await sandbox.close()
-                    raise
-        except TimeoutError as error:
-            if isinstance(error, SandboxTimeout):
+        images.note_use(image.server)
+        async with self._under_way(timeout_s):
+            sandbox = await self._start(spec, image if server is None else ReadyImage(tree=image.tree, server=server))
+            try:
+                if snapshot is not None:
+                    await sandbox.restore(snapshot)
+                elif image.begins:
+                    await layout.begin(sandbox)
+                if files:
+                    await sandbox.write_all(files)
+            except BaseException:
+                await sandbox.close()
                 raise
-            raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s") from None
         return sandbox
 
     async def close(self) -> None:
-        """Closes every sandbox that is still open."""
-        self._closed = True
+        """Ends the openings that are under way and closes every sandbox. Idempotent; carried through even when the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close {self.name}")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        for deadline in self._openings:
+            if not deadline.expired():
+                deadline.reschedule(0.0)  # has passed: what waits there is woken, and undoes what it has made
+        if ended := list(self._openings.values()):
+            await asyncio.wait(ended, timeout=ENDING_S)
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+
+    async def _first(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        """The sandbox in which the exec server is compiled."""
+        async with self._under_way(FIRST_S):
+            return await self._start(spec, image)
+
+    @contextlib.asynccontextmanager
+    async def _under_way(self, timeout_s: float) -> AsyncIterator[None]:
+        """Around one opening: a few at a time, within `timeout_s`, and only while the backend is not closed. Raises `SandboxError`."""
+        if self._closing is not None:
+            raise SandboxError("the backend is closed")
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                ended = self._openings[deadline] = asyncio.get_running_loop().create_future()
+                try:
+                    async with self._opening:
+                        yield
+                finally:
+                    del self._openings[deadline]
+                    ended.set_result(None)
+        except SandboxError:
+            raise
+        except TimeoutError:
+            if self._closing is not None:
+                raise SandboxError("the backend is closed") from None
+            raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s") from None
+        except OSError as error:  # no descriptors, no memory for a process, no room in the runtime folder
+            raise SandboxError(f"no {self.name} sandbox can be opened: {error}") from error
 
     @abc.abstractmethod
     async def _ensure(self, image: images.Image) -> str:

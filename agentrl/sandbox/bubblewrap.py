@@ -18,7 +18,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -70,7 +70,7 @@ class BubblewrapBackend(ChannelBackend):
             door = egress.Door.where_wanted(name, spec, folder)
             if door is not None:
                 undo.callback(door.abandon)
-            group = self._hierarchy.make(name, spec) if self._hierarchy is not None else None
+            group = self._hierarchy.group(name) if self._hierarchy is not None else None
             if group is not None:
                 undo.callback(group.remove)
             ours, theirs = socket.socketpair()
@@ -78,7 +78,7 @@ class BubblewrapBackend(ChannelBackend):
                 ours.setblocking(False)
                 reader, writer = await asyncio.open_unix_connection(sock=ours)  # closes `ours` when it fails
                 undo.callback(writer.close)
-                process = self._spawn(name, spec, image, folder, theirs.fileno(), group)
+                process = await self._spawn(name, spec, image, folder, theirs.fileno(), group)
             undo.pop_all()
 
         async def destroy(ended: bool) -> None:
@@ -88,7 +88,7 @@ class BubblewrapBackend(ChannelBackend):
             await _end(process, patience_s=PATIENCE_S if ended else 0.0)
             if group is not None:
                 await asyncio.to_thread(group.remove)
-            remove_folder(folder)
+            await asyncio.to_thread(remove_folder, folder)
 
         channel = Channel(reader, writer, name=name)
         sandbox = ChannelSandbox(name, spec, channel, destroy)
@@ -106,10 +106,13 @@ class BubblewrapBackend(ChannelBackend):
             raise
         return sandbox
 
-    def _spawn(
+    async def _spawn(
         self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
     ) -> subprocess.Popen[bytes]:
-        """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do."""
+        """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do.
+
+        The group is made in a thread: the kernel takes 10 ms to move a process, and more when many are moved.
+        """
         options = self._options(name, spec)
         shown = {**allowance.describe(folder, options), **egress.shown(folder, spec)}
         with contextlib.ExitStack() as stack:
@@ -129,14 +132,17 @@ class BubblewrapBackend(ChannelBackend):
                 start_new_session=True,
             )
             try:
-                if group is not None:
-                    group.add(process.pid)
+                if self._hierarchy is not None:
+                    await _to_its_end(asyncio.to_thread(self._confine, name, spec, process.pid))
                 arguments.write(b"".join(os.fsencode(word) + b"\0" for word in self._view(spec, image, shown, group)))
             except BaseException:
-                _kill(process)
-                process.wait(ENDING_S)
+                await _end(process, patience_s=0.0)
                 raise
             return process
+
+    def _confine(self, name: str, spec: SandboxSpec, pid: int) -> None:
+        assert self._hierarchy is not None
+        self._hierarchy.make(name, spec).add(pid)
 
     def _view(self, spec: SandboxSpec, image: ReadyImage, shown: Mapping[str, Path], group: cgroups.Group | None) -> list[str]:
         """What the sandbox sees and may do, as bwrap options."""
@@ -169,6 +175,16 @@ class BubblewrapBackend(ChannelBackend):
             disk = allowance.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}
         return options
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for `work` also when the caller is cancelled meanwhile: what it works on must not be taken away under its hands."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -71,9 +71,9 @@ class Hierarchy:
         return Group(folders=folders, memory_events=folders[0] / "memory.oom_control")
 
     def names(self) -> list[str]:
-        """Sandboxes that have a group here, of any driver."""
-        base = MOUNT / PARENT if self.kind == "v2" else MOUNT / "memory" / PARENT
-        return sorted(path.name for path in base.iterdir() if path.is_dir()) if base.exists() else []
+        """Sandboxes that have a group here, of any driver; on v1 also those that have one of the three left."""
+        bases = {folder.parent for folder in self.group("any").folders}
+        return sorted({path.name for base in bases if base.exists() for path in base.iterdir() if path.is_dir()})
 
     def _settings(self, name: str, spec: SandboxSpec) -> list[tuple[Path, object]]:
         memory, quota = spec.memory_mb << 20, int(spec.cpus * PERIOD_US)

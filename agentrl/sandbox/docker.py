@@ -18,9 +18,10 @@ import asyncio
 import contextlib
 import json
 import shutil
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -38,6 +39,7 @@ from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.links import accept
 from agentrl.sandbox.place import ChannelSandbox
 
 T = TypeVar("T")
@@ -72,10 +74,10 @@ class DockerBackend(ChannelBackend):
         self._undoing: set[asyncio.Task[None]] = set()  # openings that failed
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
 
-    async def close(self) -> None:
-        """Closes every sandbox that is still open, and removes by force what the daemon does not remove by itself."""
+    async def _close(self) -> None:
+        """See `close`; besides, removes by force what the daemon does not remove by itself."""
         try:
-            await super().close()
+            await super()._close()
             if self._undoing:
                 await asyncio.wait(self._undoing, timeout=QUICK_S)
             if self._leaving:
@@ -102,7 +104,7 @@ class DockerBackend(ChannelBackend):
             self._open.pop(name, None)
             if door is not None:
                 await door.close()
-            remove_folder(folder)
+            await asyncio.to_thread(remove_folder, folder)
             if ended:
                 await self._leave(name)
             else:
@@ -127,32 +129,31 @@ class DockerBackend(ChannelBackend):
         server = folder / f"exec_server{image.server.suffix}"
         shutil.copyfile(image.server, server)
         server.chmod(0o644)
-        connected: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        listener = await asyncio.start_unix_server(_first_only(connected), folder / "link", backlog=1, limit=STREAM_BYTES)
-        (folder / "link").chmod(0o666)
-        starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(name, spec, image, folder))))
-        try:
-            await asyncio.shield(starting)
-            return await self._first(connected, name)
-        except BaseException:
-            self._leaving[name] = time.monotonic()  # found again by close() should what follows fail
-            undoing = asyncio.create_task(self._undo(starting, name), name=f"undo {name}")
-            self._undoing.add(undoing)
-            undoing.add_done_callback(self._undoing.discard)
-            await asyncio.wait([undoing], timeout=UNDO_S)
-            raise
-        finally:
-            listener.close()
-            (folder / "link").unlink(missing_ok=True)
+        with _listening(folder / "link") as listener:
+            starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(name, spec, image, folder))))
+            try:
+                await asyncio.shield(starting)
+                return await asyncio.open_unix_connection(sock=await self._first_of(listener, name), limit=STREAM_BYTES)
+            except BaseException:
+                await self._give_up(starting, name)
+                raise
 
-    async def _first(self, connected: asyncio.Future[Connection], name: str) -> Connection:
+    async def _first_of(self, listener: socket.socket, name: str) -> socket.socket:
         """The exec server's connection; `SandboxError` as soon as its container has ended without one. The caller bounds the wait."""
         while True:
-            await asyncio.wait([connected], timeout=LOOK_S)
-            if connected.done():
-                return connected.result()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    return await accept(listener)
             if not await self._call(lambda: _runs(name)):
                 raise SandboxError(f"container {name} ended before its exec server answered; does its image hold python3 (3.9 or later)?")
+
+    async def _give_up(self, starting: asyncio.Future[None], name: str) -> None:
+        """Has a container removed whose opening failed, and waits a moment for that."""
+        self._leaving[name] = time.monotonic()  # found again by close() should what follows fail
+        undoing = asyncio.create_task(self._undo(starting, name), name=f"undo {name}")
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
+        await asyncio.wait([undoing], timeout=UNDO_S)
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
         """Removes a container whose opening failed, once the daemon has answered; close() looks again for what stays."""
@@ -261,14 +262,18 @@ def client(patience_s: float = REQUEST_S) -> docker.APIClient:
 _local = threading.local()
 
 
-def _first_only(connected: asyncio.Future[Connection]) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if connected.done():
-            writer.transport.abort()
-        else:
-            connected.set_result((reader, writer))
-
-    return accept
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A socket at `path` to which whoever sees it may connect; gone after the block."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        try:
+            path.chmod(0o666)
+            listener.listen(1)
+            listener.setblocking(False)
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _tmpfs(spec: SandboxSpec, size: int) -> str:

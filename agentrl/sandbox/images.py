@@ -24,7 +24,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +35,7 @@ from agentrl.sandbox import build_context, builds
 from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
+NOTE_S = 3600.0
 LAYOUT = 3
 """Raised when the way images are built changes, so that none built the old way is used."""
 MOUNT_POINTS = ("home/agent", "agentrl")
@@ -181,6 +182,13 @@ def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
             )
             beside.rename(image.rootfs)
     return image.rootfs
+
+
+def note_use(file: Path) -> None:
+    """Notes, at most once an hour, that a file of an image is in use; in a cache that is not this user's to write nothing is noted."""
+    with suppress(OSError):
+        if file.stat().st_mtime < time.time() - NOTE_S:
+            os.utime(file)
 
 
 @contextmanager

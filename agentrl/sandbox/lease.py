@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from agentrl.errors import SandboxError
 
 _LEASE = re.compile(r"[0-9a-f]{8}-([0-9]{1,10})-([0-9]{1,20})")
 _numbers = itertools.count()
+_making = threading.Lock()  # a lease's folder is not removed while one is made in it
+_stuck: set[Path] = set()
+"""Folders that could not be removed: where no descriptor is free nothing can be. Each is tried again with the next one."""
 
 
 @functools.cache
@@ -63,7 +67,8 @@ def runtime_folder() -> Path:
 def sandbox_folder(name: str) -> Iterator[Path]:
     """Makes the runtime folder of a sandbox; removed again when the block raises."""
     folder = runtime_folder() / lease() / name
-    folder.mkdir(parents=True)
+    with _making:
+        folder.mkdir(parents=True)
     try:
         yield folder
     except BaseException:
@@ -86,9 +91,11 @@ def read_mark(folder: Path) -> tuple[str, str]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a sandbox's runtime folder, and its lease's when that was the last one."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
+    """Removes a sandbox's runtime folder, and its lease's when that was the last one. Blocking: it waits for a disk."""
+    for path in (folder, *_stuck):
+        shutil.rmtree(path, ignore_errors=True)
+        (_stuck.add if path.exists() else _stuck.discard)(path)
+    with contextlib.suppress(OSError), _making:
         folder.parent.rmdir()
 
 

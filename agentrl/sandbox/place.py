@@ -142,8 +142,11 @@ class ChannelSandbox:
         await asyncio.shield(self._closing)
 
     def when_closed(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, after the sandbox is destroyed."""
-        self._when_closed.append(callback)
+        """Calls `callback` once, after the sandbox is destroyed; at once when it is already."""
+        if self._closing is not None and self._closing.done():
+            callback()
+        else:
+            self._when_closed.append(callback)
 
     async def _close(self) -> None:
         try:

@@ -68,7 +68,7 @@ class WarmPool:
         self._coming: dict[SandboxSpec, int] = {}
         self._failures: dict[SandboxSpec, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Prepares the image and begins to fill the pool with `spec`."""
@@ -79,7 +79,7 @@ class WarmPool:
         self, spec: SandboxSpec, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None, timeout_s: float = 60.0
     ) -> Sandbox:
         """A ready sandbox when there is one, else a new one. `SandboxTimeout` when none is to be had in `timeout_s`, waiting included."""
-        if self._closed:
+        if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -88,7 +88,7 @@ class WarmPool:
         except TimeoutError:
             raise SandboxTimeout(f"all sandboxes were in use for {timeout_s:.1f} s") from None
         try:
-            sandbox = await self._take(spec, files or {}) if snapshot is None else None
+            sandbox = await self._take(spec, files or {}, deadline) if snapshot is None else None
             if sandbox is None:
                 left = max(0.1, deadline - asyncio.get_running_loop().time())
                 sandbox = await self._backend.open(spec, files=files, snapshot=snapshot, timeout_s=left)
@@ -101,24 +101,32 @@ class WarmPool:
         return sandbox
 
     async def close(self) -> None:
-        """Closes every sandbox, ready or in use, and the backend."""
-        self._closed = True
+        """Closes every sandbox, ready or in use, and the backend. Idempotent; carried through even when the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close {self.name} pool")
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._ready.clear()
         await self._backend.close()
 
-    async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes]) -> PoolableSandbox | None:
-        """A ready sandbox that has taken the files, so that it is known to answer; ones that died waiting are put away."""
+    async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> PoolableSandbox | None:
+        """A ready sandbox that has taken the files, so that it is known to answer; ones that died waiting, or stand still, are put away.
+
+        Each gets half of the time that is left, so that there is some for a new one in the end.
+        """
         ready = self._ready.get(spec)
         while ready:
             sandbox = ready.popleft()
             try:
-                await sandbox.write_all(files)
-            except SandboxError as error:
+                async with asyncio.timeout((deadline - asyncio.get_running_loop().time()) / 2):
+                    await sandbox.write_all(files)
+            except (SandboxError, TimeoutError) as error:
                 log.warning("a ready sandbox no longer answers: %s", error)
-                await sandbox.close()
+                self._spawn(sandbox.close())
             except BaseException:
                 await sandbox.close()
                 raise
@@ -128,7 +136,7 @@ class WarmPool:
 
     def _refill(self, spec: SandboxSpec) -> None:
         """Starts as many openings as `spec` lacks."""
-        if self._closed or self._warm == 0:
+        if self._closing is not None or self._warm == 0:
             return
         ready = self._ready.setdefault(spec, deque())
         self._ready.move_to_end(spec)
@@ -153,7 +161,7 @@ class WarmPool:
         finally:
             self._coming[spec] -= 1
         ready = self._ready.get(spec)
-        if self._closed or ready is None:
+        if self._closing is not None or ready is None:
             await sandbox.close()
         else:
             ready.append(sandbox)

@@ -52,9 +52,9 @@ def prune() -> int:
             docker.remove(name)
     except (DockerException, requests.RequestException) as error:
         raise engine.fault(error) from error
-    for folder in _folders():
-        if not alive(folder.parent.name):
-            shutil.rmtree(folder.parent, ignore_errors=True)
+    for driver in _inside(runtime_folder()):
+        if not alive(driver.name):
+            shutil.rmtree(driver, ignore_errors=True)
     hierarchy = cgroups.find()
     if hierarchy is not None:
         for name in hierarchy.names():
@@ -70,7 +70,16 @@ def lease_of(name: str) -> str:
 
 
 def _folders() -> list[Path]:
-    return [folder for driver in runtime_folder().iterdir() if driver.is_dir() for folder in driver.iterdir() if folder.is_dir()]
+    """Those of the sandboxes of all drivers."""
+    return [folder for driver in _inside(runtime_folder()) for folder in _inside(driver)]
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The folders in `folder`; none when it has just gone, as one does with a driver's last sandbox."""
+    try:
+        return [path for path in folder.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
 
 
 def _containers() -> dict[str, dict[str, str]]:

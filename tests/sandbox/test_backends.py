@@ -190,14 +190,13 @@ async def test_opening_has_a_deadline(backend):
 async def test_an_opening_given_up_at_any_moment_leaves_no_process(root):
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
-    before = set(processes_of("exec_server"))
     start = time.monotonic()
     for step in range(60):
         with contextlib.suppress(SandboxError):
             sandbox = await backend.open(SPEC, timeout_s=0.001 * (1 + step % 30))
             await sandbox.close()
     took = time.monotonic() - start
-    assert set(processes_of("exec_server")) - before == set()
+    assert [pid for pid in processes_of("exec_server") if lease_of_process(pid) == lease()] == []  # others may run some, too
     assert [sandbox for sandbox in list_open() if lease() in sandbox.name] == []
     hierarchy = cgroups.find()
     assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []

@@ -16,11 +16,14 @@ class Sandbox(ScriptedSandbox):
     """A scripted sandbox that can be pooled, and can be dead on arrival."""
 
     dead = False
+    still = False
     callbacks = ()
 
     async def write_all(self, files):
         if self.dead:
             raise SandboxError("dead")
+        if self.still:
+            await asyncio.sleep(30.0)
         self.files.update(files)
 
     def when_closed(self, callback):
@@ -77,7 +80,22 @@ async def test_dead_ones_are_passed_over(backend):
     await settle()
     backend.opened[0].dead = True
     assert (await pool.open(SPEC)).id == "s1"
+    await settle()
     assert backend.opened[0].closed
+    await pool.close()
+
+
+async def test_ones_that_stand_still_cost_no_more_than_the_deadline(backend):
+    pool = WarmPool(backend, warm=2, max_open=1)
+    await pool.prepare(SPEC)
+    await settle()
+    for sandbox in backend.opened:
+        sandbox.still = True
+    start = asyncio.get_running_loop().time()
+    assert (await pool.open(SPEC, files={"f": b"1"}, timeout_s=0.4)).id in ("s2", "s3")
+    assert asyncio.get_running_loop().time() - start < 20.0
+    await settle()
+    assert all(sandbox.closed for sandbox in backend.opened[:2])
     await pool.close()
 
 

@@ -21,6 +21,7 @@ from agentrl.destinations import parse_all
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.egress.proxy import Bounds, Proxy
+from agentrl.sandbox.links import accept, readable
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +67,8 @@ class Door:
     async def take(self) -> None:
         """Takes the listener and begins to answer. Raises `SandboxError`; the caller bounds the wait."""
         loop = asyncio.get_running_loop()
-        link, _ = await loop.sock_accept(self._handing)
-        with link:
-            await _readable(link)
+        with await accept(self._handing) as link:
+            await readable(link)
             self._listener = _checked(_received(link))
         self.abandon()
         thread = threading.Thread(target=self._accept, args=(self._listener, loop), name=f"egress {self._name}", daemon=True)
@@ -142,16 +142,6 @@ def _next(listener: socket.socket) -> socket.socket | None:
             if error.errno not in _SHORT_OF:
                 return None
             time.sleep(SHORT_S)
-
-
-async def _readable(link: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(link, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(link)
 
 
 def _received(link: socket.socket) -> list[int]:

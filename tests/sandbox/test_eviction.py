@@ -1,0 +1,114 @@
+"""Images that nobody has used for long go, and what is in use, being built or somebody else's stays."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+
+import docker as library
+import pytest
+
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import engine, evict, images, select_backend
+
+OLD, NEW, USED = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3"
+SERVER, OLD_SERVER = "exec_server-1111111111111111.pyc", "exec_server-2222222222222222.pyc"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An image unused for 40 days, one just made, and an old one that is in use with a new exec server."""
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    for key in (OLD, NEW, USED):
+        folder = tmp_path / "images" / key
+        (folder / "rootfs" / "usr").mkdir(parents=True)
+        (folder / "rootfs" / "usr" / "file").write_bytes(b"x" * 100_000)
+        for name in ("base.tar", SERVER, "files.lock"):
+            (folder / name).write_bytes(b"x" * 10_000)
+    (tmp_path / "images" / USED / OLD_SERVER).write_bytes(b"x")
+    (tmp_path / "images" / "notes").mkdir()
+    for key in (OLD, USED):
+        for path in (tmp_path / "images" / key).iterdir():
+            age(path, 40)
+    images.note_use(tmp_path / "images" / USED / SERVER)
+    return tmp_path / "images"
+
+
+def age(path, days):
+    then = time.time() - days * 86400
+    os.utime(path, (then, then))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
+
+
+def test_what_is_unused_goes_and_the_rest_stays(cache):
+    before = {folder.name: names(folder) for folder in cache.iterdir()}
+    listed = evict(days=30, dry=True)
+    assert {folder.name: names(folder) for folder in cache.iterdir()} == before
+    wanted = [f"{OLD}/base.tar", f"{OLD}/{SERVER}", f"{OLD}/rootfs", f"{USED}/{OLD_SERVER}"]
+    assert [item.what for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
+    assert 100_000 < next(item.size for item in listed if item.what == f"{OLD}/rootfs") < 200_000
+    assert [item.what for item in evict(days=30, dry=False)] == wanted
+    assert names(cache / OLD) == [] and (cache / OLD / "files.lock").exists()  # a process may wait there for its turn to build
+    assert names(cache / NEW) == before[NEW] and names(cache / USED) == ["base.tar", SERVER, "rootfs"]
+    assert evict(days=30, dry=False) == []
+
+
+def test_what_a_killed_build_left_goes_at_once_unless_somebody_builds(cache):
+    (cache / NEW / "rootfs.123" / "usr").mkdir(parents=True)
+    (cache / NEW / "base.123.tar").write_bytes(b"half")
+    with open(cache / NEW / "files.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert [item for item in evict(days=30, dry=False) if item.what.startswith(NEW)] == []
+    assert [item.what for item in evict(days=30, dry=False)] == [f"{NEW}/base.123.tar", f"{NEW}/rootfs.123"]
+    assert names(cache / NEW) == ["base.tar", SERVER, "rootfs"]
+
+
+@pytest.mark.docker
+async def test_images_of_the_daemon_go_with_their_folder(cache, tmp_path, monkeypatch):
+    monkeypatch.delenv("DOCKER_HOST")
+    api = library.APIClient(base_url=engine.address(), version=engine.API_VERSION)
+    (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
+    tags = {key: f"agentrl/eviction-test:{key}" for key in (OLD, NEW, "f" * 16)}
+    try:
+        for tag in tags.values():
+            api.import_image_from_file(str(tmp_path / "empty.tar"), repository=tag.partition(":")[0], tag=tag.partition(":")[2])
+        api.tag(tags[OLD], "agentrl/eviction-test", f"{OLD}-built")
+        found = [item.what for item in evict(days=30, dry=False) if "eviction-test" in item.what]
+        assert found == [tags[OLD], f"{tags[OLD]}-built"]
+        assert sorted(tag for image in api.images("agentrl/eviction-test") for tag in image["RepoTags"]) == sorted(
+            [tags[NEW], tags["f" * 16]]
+        )
+    finally:
+        for image in api.images("agentrl/eviction-test"):
+            for tag in image["RepoTags"]:
+                api.remove_image(tag)
+        api.close()
+
+
+@pytest.mark.bubblewrap
+async def test_opening_a_sandbox_notes_that_its_image_is_in_use(tmp_path):
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
+    await backend.prepare(SandboxSpec(image="image"))
+    server = backend._images["image"].server
+    age(server, 2)
+    await (await backend.open(SandboxSpec(image="image"))).close()
+    await backend.close()
+    assert server.stat().st_mtime > time.time() - 3600
+
+
+def test_the_command(cache):
+    def command(*options):
+        return subprocess.run([sys.executable, "-m", "agentrl", "sandbox", "prune", *options], capture_output=True, text=True, timeout=120)
+
+    listing = command("--images", "--dry-run")
+    assert f"would remove {OLD}/rootfs" in listing.stdout and listing.returncode == 0 and (cache / OLD / "rootfs").exists()
+    assert "0 of images" in command("--images", "--unused-days", "50", "--dry-run").stdout
+    refused = command("--unused-days", "50")
+    assert refused.returncode == 2 and "give --images too" in refused.stderr

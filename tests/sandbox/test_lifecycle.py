@@ -1,0 +1,280 @@
+"""Sandboxes given up, closed and killed at awkward moments: nothing stays, every error is a typed one, and every wait ends."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import BubblewrapBackend, WarmPool, cgroups, images, list_open, prune, select_backend
+from agentrl.sandbox.lease import lease, runtime_folder
+
+IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
+SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
+LISTED = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16, network=("127.0.0.1:9",))
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+
+DEAD = "00000000-1-1"
+"""The lease of a driver before the last start of the machine."""
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text(IMAGE)
+    return tmp_path
+
+
+@pytest.fixture(params=BOTH)
+async def backend(request, root):
+    backend = select_backend(request.param, run_label="test", root=root)
+    await backend.prepare(SPEC)
+    yield backend
+    await backend.close()
+    assert left() == []
+
+
+def left():
+    """What there is of this process's sandboxes."""
+    hierarchy = cgroups.find()
+    groups = hierarchy.names() if hierarchy is not None else []
+    return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]
+
+
+async def steps(count):
+    """Lets the event loop go round `count` times: a moment that does not depend on how fast the machine is."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+# A backend that is closed ----------------------------------------------------------------------------------------------
+
+
+async def test_a_backend_closed_during_openings_has_none_open(backend):
+    """More openings than go on at once: those that still wait for their turn are told, too."""
+    openings = [asyncio.create_task(backend.open(SPEC if number % 3 else LISTED)) for number in range(20)]
+    while not (backend._open or openings[0].done()):
+        await asyncio.sleep(0.001)
+    await asyncio.gather(backend.close(), backend.close())
+    assert left() == []
+    for outcome in await asyncio.gather(*openings, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            assert isinstance(outcome, SandboxError), repr(outcome)
+        else:
+            with pytest.raises(SandboxError):
+                await outcome.exec(["true"], timeout_s=5)
+    with pytest.raises(SandboxError, match="closed"):
+        await backend.open(SPEC)
+
+
+async def test_a_close_that_is_cancelled_goes_on(backend):
+    sandboxes = [await backend.open(SPEC) for _ in range(3)]
+    pool = WarmPool(backend, warm=1, max_open=4)
+    await pool.prepare(SPEC)
+    in_use = await pool.open(SPEC)
+    for thing in (pool, backend):
+        closing = asyncio.create_task(thing.close())
+        await steps(2)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    await backend.close()
+    assert left() == []
+    for sandbox in (*sandboxes, in_use):
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"], timeout_s=5)
+
+
+async def test_what_is_to_follow_the_end_of_a_sandbox_is_told_of_it_once(backend):
+    """Also when it is asked for afterwards: a pool would wait for that place forever."""
+    sandbox = await backend.open(SPEC)
+    told = []
+    sandbox.when_closed(lambda: told.append("before"))
+    await asyncio.gather(sandbox.close(), sandbox.close())
+    sandbox.when_closed(lambda: told.append("after"))
+    assert told == ["before", "after"]
+
+
+@pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
+async def test_want_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
+    """However many are free, from none to enough."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    refused = 0
+    for free in range(24):
+        await (await backend.open(SPEC)).close()  # all threads and connections are there, and what was stuck goes
+        taken = fill_up()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, most))
+            sandbox = await backend.open(spec)
+        except SandboxError:
+            refused += 1
+        else:
+            break
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+            for descriptor in taken:
+                os.close(descriptor)
+    await sandbox.close()
+    assert refused > 0
+    await (await backend.open(SPEC)).close()
+    await backend.close()
+    assert left() == []
+
+
+def fill_up():
+    """Takes every free descriptor below one that is above all others; gives them in order."""
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    while taken[-1] < max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists()):
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+    return taken
+
+
+@pytest.mark.bubblewrap
+async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, monkeypatch):
+    """And an opening that is given up meanwhile leaves nothing, for it waits for the kernel first."""
+    if cgroups.find() is None:
+        return  # none are made here
+    backend = select_backend("bubblewrap", run_label="test", root=root)
+    await backend.prepare(SPEC)
+    begun, go_on = threading.Event(), threading.Event()
+    make = cgroups.Hierarchy.make
+
+    def slow(*arguments):
+        begun.set()
+        assert go_on.wait(60.0)
+        return make(*arguments)
+
+    monkeypatch.setattr(cgroups.Hierarchy, "make", slow)
+    opening = asyncio.create_task(backend.open(SPEC))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)  # the event loop goes round
+    opening.cancel()
+    await steps(20)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert left() == []
+    await (await backend.open(SPEC)).close()
+    await backend.close()
+    assert left() == []
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+
+class TwoAtOnce(BubblewrapBackend):
+    """Makes no image before another one is being made."""
+
+    def __init__(self, root):
+        super().__init__(run_label="test", root=root)
+        self.both = asyncio.Barrier(2)
+        self.made = []
+
+    async def _ensure(self, image):
+        self.made.append(image.name)
+        await self.both.wait()
+        return await super()._ensure(image)
+
+
+@pytest.mark.bubblewrap
+async def test_different_images_are_made_at_once_and_the_same_one_once(root):
+    for name in ("other", "third"):
+        (root / name).mkdir()
+        (root / name / "image.toml").write_text(IMAGE)
+    backend = TwoAtOnce(root)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(backend.prepare(replace(SPEC, image=name)) for name in ("image", "other", "image", "other")))
+        assert sorted(backend.made) == ["image", "other"]
+        third = asyncio.create_task(backend.prepare(replace(SPEC, image="third")))
+        while backend.both.n_waiting == 0:
+            await asyncio.sleep(0.001)
+        await (await backend.open(SPEC)).close()  # one that is ready waits for no other
+        await backend.both.wait()
+        await third
+    await backend.close()
+
+
+async def test_the_first_sandbox_of_an_image_has_a_deadline(backend, root, tmp_path, monkeypatch):
+    built = images.load_image(root / "image")
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    fresh = images.load_image(root / "image")
+    fresh.folder.mkdir(parents=True)
+    fresh.rootfs.symlink_to(built.rootfs)
+    again = select_backend(backend.name, run_label="test", root=root)
+    with monkeypatch.context() as patch:
+        patch.setattr("agentrl.sandbox.backend.FIRST_S", 0.001)
+        with pytest.raises(SandboxTimeout, match=r"in 0\.0 s"):
+            await again.prepare(SPEC)
+    await again.prepare(SPEC)
+    await again.close()
+    assert left() == []
+
+
+# What drivers leave ----------------------------------------------------------------------------------------------------
+
+
+def test_what_a_driver_leaves_that_was_killed_at_an_awkward_moment_is_removed():
+    """In the middle of making or removing: an empty folder, some of the control groups of a sandbox."""
+    (runtime_folder() / DEAD).mkdir(exist_ok=True)
+    hierarchy = cgroups.find()
+    folders = hierarchy.group(f"agentrl-{DEAD}-0").folders[-1:] if hierarchy is not None else ()
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    prune()
+    assert not (runtime_folder() / DEAD).exists()
+    assert [folder for folder in folders if folder.exists()] == []
+
+
+def test_folders_that_go_while_they_are_looked_at_are_no_fault(monkeypatch):
+    """Those of drivers that close their last sandbox, and of dead ones that somebody else prunes."""
+    is_folder = Path.is_dir
+
+    def gone_since(path):
+        found = is_folder(path)
+        if path.name == DEAD:
+            path.rmdir()
+        return found
+
+    monkeypatch.setattr(Path, "is_dir", gone_since)
+    for look in (list_open, prune):
+        (runtime_folder() / DEAD).mkdir(exist_ok=True)
+        look()
+
+
+# One that stands still -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.bubblewrap
+async def test_a_ready_sandbox_that_stands_still_does_not_hold_up_the_pool(root):
+    backend = select_backend("bubblewrap", run_label="test", root=root)
+    pool = WarmPool(backend, warm=1, max_open=1)
+    await pool.prepare(SPEC)
+    while not pool._ready[SPEC]:
+        await asyncio.sleep(0.01)
+    still = pool._ready[SPEC][0].id
+    for pid in processes_in(still):
+        os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with contextlib.suppress(SandboxTimeout):  # on a slow machine there is no time for another one
+        assert (await pool.open(SPEC, timeout_s=4.0)).id != still
+    assert time.monotonic() - start < 25.0  # a file may take 30 s to be written
+    await pool.close()
+    assert left() == []
+
+
+def processes_in(name):
+    """Pids of the processes that see the runtime folder of sandbox `name`: its own."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/mountinfo"):
+        with contextlib.suppress(OSError):
+            if f"/{name}/" in path.read_text():
+                found.append(int(path.parent.name))
+    return found
