@@ -54,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], d
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "tests.learner.script"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         done = subprocess.run(
-            [*command, str(run_dir), str(out), *names], env=environment, capture_output=True, text=True, timeout=300, check=False
+            [*command, str(run_dir), str(out), *names], env=environment, capture_output=True, text=True, timeout=1500, check=False
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         for name in names:

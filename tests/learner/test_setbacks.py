@@ -44,7 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         done = subprocess.run(
             [*command, "-m", "tests.learner.setbacks_script", str(run_dir), str(out), *names],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            **{"capture_output": True, "text": True, "timeout": 300, "check": False},
+            **{"capture_output": True, "text": True, "timeout": 1500, "check": False},
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         for name in names:
@@ -215,7 +215,7 @@ async def _learn(run_dir: Path, made: Recipe, groups: list[Group]) -> FolderRegi
     learner = LearnerProcess(run_dir, made)
     await learner.start()
     try:
-        await learner.wait(timeout_s=150)
+        await learner.wait(timeout_s=600)
     finally:
         await learner.kill()
     return FolderRegistry(run_dir / "versions")
@@ -239,13 +239,13 @@ async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ra
     if ranks == 1:
         write_run(run_dir, made, rolled)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "tests.learner.crash"]
-        done = subprocess.run([*command, "publish-3", "--run-dir", str(run_dir)], capture_output=True, timeout=150, check=False)
+        done = subprocess.run([*command, "publish-3", "--run-dir", str(run_dir)], capture_output=True, timeout=600, check=False)
         assert done.returncode != 0
         registry = FolderRegistry(run_dir / "versions")
         assert registry.get(3) is None and registry.get(2).state is VersionState.CANDIDATE  # type: ignore[union-attr]
         learner = LearnerProcess(run_dir, made)
         await learner.start()
-        await learner.wait(timeout_s=150)
+        await learner.wait(timeout_s=600)
     else:
         registry = await _learn(run_dir, made, rolled)
     calm = await _learn(tmp_path / "calm", _rolling(ranks, 2), [*groups[:3], *(_as(groups[9 + n], 3 + n) for n in range(3))])
@@ -308,7 +308,7 @@ async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_i
     (tmp_path / "recipe.json").write_text(made.model_dump_json())
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=150)
+    await learner.wait(timeout_s=600)
     assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "skip")]
     first, second = registry.get(1), registry.get(2)
     assert first is not None and second is not None and first.sha256 == second.sha256, "a step that is set aside publishes its parent"
@@ -338,6 +338,6 @@ async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_th
     (tmp_path / "recipe.json").write_text(made.model_dump_json())
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=150)
+    await learner.wait(timeout_s=600)
     assert len(FailureLog(tmp_path).read()) == 3, "the step that was made again is written down once"
     assert registry.get(2) is not None
