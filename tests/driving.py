@@ -64,7 +64,7 @@ def make_task(index: int) -> Task:
         data={},
         split=Split.TRAIN,
         files={"a.csv": "x\n"},
-        limits=Limits(turns=5, turn_tokens=400, episode_tokens=4000, wall_s=60.0),
+        limits=Limits(turns=5, turn_tokens=400, episode_tokens=4000, wall_s=600.0),
     )
 
 

@@ -35,7 +35,7 @@ def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch)
 
 def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOLVE, outputs: str = "a.py", image: str = "") -> None:
     files = {
-        "task.toml": f'outputs = ["{outputs}"]\n[environment]\nmemory_mb = 128\nstorage_mb = 16\n[verifier]\ntimeout_sec = 5\n',
+        "task.toml": f'outputs = ["{outputs}"]\n[environment]\nmemory_mb = 128\nstorage_mb = 16\n[verifier]\ntimeout_sec = 60\n',
         "instruction.md": "Write a.py, which prints 42.",
         "tests/test_it.py": tests,
         "tests/runs.toml": RUNS,

@@ -47,7 +47,7 @@ async def test_a_group_of_good_bad_and_cheating_agents(backend: str) -> None:
         chat=ChatFormat(tokenizer),
         temperature=1.0,
         max_model_len=100_000,
-        request_timeout_s=5.0,
+        request_timeout_s=60.0,
     )
     groups = GroupRunner(
         runner=runner, score=TaskScorer(sandboxes=sandboxes), slots=asyncio.Semaphore(8), group_size=len(programs), max_retries=1

@@ -99,7 +99,7 @@ from pathlib import Path
 def test_counts(tmp_path):
     log = tmp_path / "other.log"
     log.write_text("ERROR x\\nERROR y\\nINFO z\\n")
-    done = subprocess.run(["python3", "/app/count.py", str(log)], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["python3", "/app/count.py", str(log)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "ERROR 2\\nINFO 1\\n"
 
 
@@ -191,7 +191,7 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (256, 10240, ())
     sandboxes = select_backend(backend, run_label="test", root=family.parent)
     try:
-        result, taken = await produce(task, LOOK, sandboxes, timeout_s=30)
+        result, taken = await produce(task, LOOK, sandboxes, timeout_s=120)
         assert result.ok, result
         first, second, third = result.stdout.splitlines()
         path = "/opt/tools:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -202,7 +202,7 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
         assert taken.removed == ("notes.txt",) and set(taken.refused) == {"p"}
 
         forged = "import os\nfor name in ('reward.txt', 'reward.json'):\n    open('/logs/verifier/' + name, 'w').write('1')\n"
-        _, taken = await produce(task, forged + "open('x', 'w')", sandboxes, timeout_s=30)
+        _, taken = await produce(task, forged + "open('x', 'w')", sandboxes, timeout_s=120)
         score = TaskScorer(sandboxes=sandboxes)
         for outputs in (taken.files, {"count.py": forged.encode()}, {"count.py": b"exit(1)"}):
             cheat = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs=outputs)
@@ -210,9 +210,9 @@ async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is
             assert result.value == 0.0 and "exit code 0" in result.evidence, (outputs, result)
 
         sandbox = await sandboxes.open(task.sandbox)
-        await sandbox.exec(["rm", "notes.txt"], timeout_s=20)
+        await sandbox.exec(["rm", "notes.txt"], timeout_s=60)
         again = await sandboxes.open(task.sandbox, snapshot=await sandbox.snapshot())
-        assert (await again.exec(["ls"], timeout_s=20)).stdout == "data\n", "a snapshot is whole: nothing comes back beside it"
+        assert (await again.exec(["ls"], timeout_s=60)).stdout == "data\n", "a snapshot is whole: nothing comes back beside it"
 
         liar = Episode(
             id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs={"x": b""}, removed=("../../etc/x", "data/app.log")

@@ -35,18 +35,18 @@ def start(run: Path, backend: str, stall: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, stderr=subprocess.PIPE)
 
 
-def kill_when(process: subprocess.Popen[str], ready: Any, *, timeout_s: float = 90.0) -> None:
+def kill_when(process: subprocess.Popen[str], ready: Any, *, timeout_s: float = 400.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
 
 
 def finish(run: Path, backend: str) -> tuple[Group, ...]:
     process = start(run, backend, -1)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(store.indices())

@@ -24,7 +24,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, check=True, capture_output=True, timeout=600)
     (wheel,) = out.glob("agentrl-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(out / "site")
@@ -52,10 +52,10 @@ def test_a_project_from_the_wheel_passes_its_own_tests(unpacked_wheel: Path, tmp
     target = tmp_path / "my-agent"
     env = {"PYTHONPATH": str(unpacked_wheel), "PATH": "/usr/bin:/bin"}
     code = "import sys; from pathlib import Path; from agentrl.project import init_project; init_project(Path(sys.argv[1]), 'my agent')"
-    subprocess.run([sys.executable, "-c", code, str(target)], cwd=tmp_path, env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(target)], cwd=tmp_path, env=env, check=True, timeout=300)
     assert 'name = "my-agent"' in (target / "pyproject.toml").read_text()
     assert files_of(target / "sandboxes" / "tables") == files_of(ROOT / "sandboxes" / "tables")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

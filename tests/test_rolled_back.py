@@ -24,6 +24,7 @@ from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState
 from agentrl.version import FolderRegistry, sha256_file
 from tests.test_served import ScriptedChannel, ScriptedClient, ScriptedServer
+from tests.waiting import until
 
 RECIPE = Recipe(name="back", steps=4, policy=PolicyConfig(model="m"), tasks=TasksConfig(family="a:b"))
 RECIPE = RECIPE.model_copy(update={"rollout": RECIPE.rollout.model_copy(update={"groups_per_step": 1})})
@@ -95,12 +96,6 @@ async def close(run: Any) -> None:
     run.store.close()
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.usefixtures("scripted")
 async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_told(tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -112,7 +107,7 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
     limit = "kl_behaviour 3 is above learner.limits.max_kl.at=1"
     lost = Setback(step=2, action="rollback", what="policy", reasons=(limit,), groups=(2,), episodes=("e2",), metrics={})
     FailureLog(tmp_path).append((lost,))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
     assert run.registry.get(2).state is VersionState.ROLLED_BACK
@@ -141,7 +136,7 @@ async def test_serving_goes_forward_from_a_version_that_is_rolled_back_while_it_
 
     RecordingChannel.during = strike
     run.stop_at = 3
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert (run.served.version, run.registry.get(2).state) == (3, VersionState.ROLLED_BACK)
     assert served.to_serve(run.registry).number == 3
@@ -165,7 +160,7 @@ async def test_serving_goes_back_with_a_learner_whose_newest_checkpoint_was_dama
     assert found.number == back_to and run.served.sha256 == found.sha256
     for number in range(back_to + 1, 5):
         publish(run.registry, number, number - 1, b"again %d" % number)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await swapping
     assert [number for number, _ in RecordingChannel.swapped] == [1, 2, *([1] if back_to else []), *range(back_to + 1, 5)]
     assert [server.version for server in ScriptedServer.started] == ([0] if back_to else [0, 0]), "version 0 has no probe to swap with"

@@ -95,7 +95,7 @@ def open_registry(run: Path) -> FolderRegistry:
     return registry
 
 
-async def swap_once(run: Path, *, startup_timeout_s: float = 5.0) -> tuple[served.ServedPolicy, SwapReport]:
+async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[served.ServedPolicy, SwapReport]:
     """Starts with version 0, swaps version 1 in under a watcher, and closes."""
     registry = open_registry(run)
     recipe = Recipe(

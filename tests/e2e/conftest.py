@@ -38,7 +38,7 @@ def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) 
     )
 
 
-def agentrl(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 300) -> tuple[int, str]:
+def agentrl(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 900) -> tuple[int, str]:
     process = start(*arguments, cwd=cwd, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -85,7 +85,7 @@ def nothing_left() -> Iterator[None]:
     """No process, shared-memory file or container outlives the test."""
     shm, processes, containers = _shm(), _ours(), _containers()
     yield
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and (_ours() - processes or _shm() - shm or _containers() - containers):
         time.sleep(0.2)
     left = {psutil.Process(pid).cmdline()[:6].__repr__() for pid in _ours() - processes if psutil.pid_exists(pid)}

@@ -17,7 +17,7 @@ BASE = ROOT / "recipes" / "models" / "tables-base"
 
 
 def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> None:
-    code, output = agentrl(*arguments, env=env, timeout=60)
+    code, output = agentrl(*arguments, env=env, timeout=300)
     assert code == 2, output
     assert says in output and "Traceback" not in output, output
 
@@ -76,5 +76,5 @@ def test_no_sandbox_backend_never_means_the_host(tmp_path: Path) -> None:
 
 def test_help_has_examples() -> None:
     for command in ("train", "eval", "check", "doctor", "init", "report", "versions"):
-        code, output = agentrl(command, "--help", timeout=60)
+        code, output = agentrl(command, "--help", timeout=300)
         assert code == 0 and "Example: agentrl" in output, output

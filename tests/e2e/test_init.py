@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.m
 @pytest.mark.usefixtures("nothing_left")
 def test_project_from_the_wheel_trains(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path / "dist"), str(ROOT)]
-    subprocess.run(build, check=True, timeout=300)
+    subprocess.run(build, check=True, timeout=900)
     (wheel,) = (tmp_path / "dist").glob("agentrl-*.whl")
     installed = tmp_path / "installed"
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=300
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=900
     )
     env = {"PYTHONPATH": str(installed)}
     project = tmp_path / "my-agent"

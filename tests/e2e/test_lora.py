@@ -23,9 +23,9 @@ def test_a_run_of_adapters_outlives_its_server(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start("train", RECIPE, "steps=3", *SMALL, "--run-dir", str(run), "--sandbox", "bubblewrap")
     try:
-        wait_for(lambda: 1 in steps_logged(run), process, timeout=180)
+        wait_for(lambda: 1 in steps_logged(run), process, timeout=600)
         descendants(process, "agentrl.serving.launch")[-1].kill()
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=900)
     finally:
         process.kill()
     assert process.returncode == 0, output[-4000:]

@@ -60,7 +60,7 @@ def test_the_first_group_of_an_index_stays(store: SqliteStore) -> None:
 
 
 def _put_all(path: str, name: str, count: int, barrier, won) -> None:
-    barrier.wait(30)
+    barrier.wait(300)
     store = SqliteStore(path)  # opened at once by all: the file is made under the race too
     mine = [index for index in range(count) if store.put(make_group(index, name))]
     won.put((name, mine))
@@ -73,9 +73,9 @@ def test_of_several_processes_that_put_the_same_index_one_wins(tmp_path: Path) -
     processes = [SPAWN.Process(target=_put_all, args=(str(path), f"writer{n}", count, barrier, won)) for n in range(writers)]
     for process in processes:
         process.start()
-    claims = dict(won.get(timeout=60) for _ in processes)
+    claims = dict(won.get(timeout=300) for _ in processes)
     for process in processes:
-        process.join(30)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0] * writers
     assert sorted(index for mine in claims.values() for index in mine) == list(range(count))
     store = SqliteStore(path)
@@ -89,7 +89,7 @@ def test_take_waits_for_another_writer_and_does_not_consume(store: SqliteStore) 
     store.put(make_group(0))
     writer = threading.Timer(0.15, other.put, args=(make_group(1),))
     writer.start()
-    assert store.take(0, [1, 0], timeout_s=10) == (make_group(1), make_group(0))
+    assert store.take(0, [1, 0], timeout_s=120) == (make_group(1), make_group(0))
     writer.join()
     other.close()
     assert store.consumed() == {}
@@ -100,7 +100,7 @@ def test_take_ends_at_its_deadline_and_names_what_is_missing(store: SqliteStore)
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"step 3: .* 2 of 3 groups are missing: 1, 2"):
         store.take(3, [0, 1, 2], timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - start < 2
+    assert 0.2 <= time.monotonic() - start < 60  # without a deadline it would wait for ever
 
 
 def test_a_group_is_consumed_once_and_a_refused_commit_changes_nothing(store: SqliteStore) -> None:
@@ -118,7 +118,7 @@ def test_a_group_is_consumed_once_and_a_refused_commit_changes_nothing(store: Sq
 
 def _commit(path: str, step: int, barrier, result) -> None:
     store = SqliteStore(path)
-    barrier.wait(30)
+    barrier.wait(300)
     try:
         store.commit(step, [0, 1, 2], f"checkpoint{step}")
         result.put((step, True))
@@ -136,9 +136,9 @@ def test_of_two_learners_that_commit_the_same_groups_one_wins(tmp_path: Path) ->
     processes = [SPAWN.Process(target=_commit, args=(str(path), step, barrier, result)) for step in (5, 6)]
     for process in processes:
         process.start()
-    outcome = dict(result.get(timeout=60) for _ in processes)
+    outcome = dict(result.get(timeout=300) for _ in processes)
     for process in processes:
-        process.join(30)
+        process.join(300)
     assert sorted(outcome.values()) == [False, True]
     winner = next(step for step, won in outcome.items() if won)
     assert store.consumed() == {0: winner, 1: winner, 2: winner}
@@ -186,7 +186,7 @@ def test_kill_9_in_the_middle_loses_nothing_that_was_acknowledged(tmp_path: Path
         last = int(writer.stdout.readline())
     os.kill(writer.pid, signal.SIGKILL)
     rest = writer.stdout.read().split()
-    writer.wait(30)
+    writer.wait(60)
     last = int(rest[-1]) if rest else last
 
     store = SqliteStore(path)

@@ -76,8 +76,8 @@ def url(weights: Weights) -> Iterator[str]:
     server.server_close()
 
 
-def make(tmp_path: Path, weights: Weights) -> Broadcaster:
-    made = recipe(serving={"startup_timeout_s": 0.3})
+def make(tmp_path: Path, weights: Weights, *, patience_s: float = 60.0) -> Broadcaster:
+    made = recipe(serving={"startup_timeout_s": patience_s})
     return Broadcaster(tmp_path, made, Engine(), connect=weights.connect)  # type: ignore[arg-type]
 
 
@@ -106,9 +106,9 @@ def test_catching_up_sends_only_what_the_server_lacks(tmp_path: Path, weights: W
 
 
 def test_without_a_server_or_with_a_broken_channel_the_learner_says_so(tmp_path: Path, weights: Weights, url: str) -> None:
-    made = make(tmp_path, weights)
     with pytest.raises(LearnerError, match="no inference server was announced"):
-        made.send(1)
+        make(tmp_path, weights, patience_s=0.3).send(1)
+    made = make(tmp_path, weights)
     announce(tmp_path, url, 1)
     weights.broken = True
     with pytest.raises(LearnerError, match="version 1 could not be sent to the server: RuntimeError: NCCL error"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
 
 pytestmark = pytest.mark.deepspeed
@@ -43,19 +44,17 @@ POISONED = [
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], dict[str, Any]]:
-    """Every scenario, each made once, in one torchrun for one rank and one for two."""
+def results(tmp_path_factory: pytest.TempPathFactory, host: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """Every scenario, each made once, in one process group for each number of ranks."""
     run_dir = tmp_path_factory.mktemp("run")
     write_run(run_dir, recipe(), [random_group(index, size=5) for index in range(6)])
     found: dict[tuple[int, str], dict[str, Any]] = {}
     for ranks, names in SCENARIOS.items():
         out = run_dir / f"out{ranks}"
         out.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "tests.learner.script"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        done = subprocess.run(
-            [*command, str(run_dir), str(out), *names], env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        command = preloaded.command(host, ranks, "tests.learner.script", str(run_dir), str(out), *names)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         for name in names:
             found[ranks, name] = torch.load(out / f"{name}.pt")

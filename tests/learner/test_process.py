@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,12 +22,16 @@ from agentrl import codec
 from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
+from agentrl.recipe import Recipe
 from agentrl.records import Blame, Failure, Probe
 from agentrl.rollout import left_out_group
 from agentrl.version import FolderRegistry
+from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_policy, write_run
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.deepspeed
+MakeLearner = Callable[[Path, Recipe], LearnerProcess]
 
 
 def _command_lines() -> list[str]:
@@ -48,13 +51,6 @@ def _listening(argument: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return [ipaddress.ip_address(found.laddr.ip) for found in sockets]
 
 
-async def _until(condition: object, timeout_s: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited too long"
-        await asyncio.sleep(0.1)
-
-
 async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> None:
     made = recipe()
     write_run(tmp_path, made, [random_group(index) for index in range(3)])
@@ -64,11 +60,11 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     with pytest.raises(LearnerError, match="already running"):
         await learner.start()
     try:
-        await _until(lambda: registry.get(1) is not None)
+        await until(lambda: registry.get(1) is not None, 600.0)
         assert learner.alive, "it waits for the groups of step 1"
         addresses = _listening(str(tmp_path))
         assert addresses and all(address.is_loopback for address in addresses), addresses
-        await learner.stop(grace_s=30)
+        await learner.stop(grace_s=300)
     finally:
         await learner.kill()
     assert learner.returncode == 0
@@ -82,7 +78,7 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
     broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
     store.put(left_out_group(5, "t5", "k5", broken, size=4))
     await learner.start()
-    await learner.wait(timeout_s=300)
+    await learner.wait(timeout_s=600)
     first, second = registry.get(1), registry.get(2)
     assert first is not None
     assert second is not None
@@ -111,33 +107,33 @@ def _check_export(folder: Path) -> None:
     assert '"updates_set_aside": 0.0' in (folder / "update.json").read_text()
 
 
-async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_preference(tmp_path: Path) -> None:
+async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_preference(tmp_path: Path, make_learner: MakeLearner) -> None:
     made = recipe(objective={"kl": "k1_reward", "kl_coef": 0.1}).model_copy(update={"steps": 1})
     write_run(tmp_path, made, [random_group(index, scores=[1.0] * 4) for index in range(3)])
-    learner = LearnerProcess(tmp_path, made)
+    learner = make_learner(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=300)
+    await learner.wait(timeout_s=600)
     update = json.loads((tmp_path / "versions" / "000001" / "update.json").read_text())
     assert update["weights_changed"] == 1.0
     assert update["kl_penalty_mean"] != 0.0
     assert update["groups_trained"] == 3
 
 
-async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_zero_stage(tmp_path: Path) -> None:
+async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_zero_stage(tmp_path: Path, make_learner: MakeLearner) -> None:
     sections = {"objective": {"advantage": "gae"}, "critic": {"trunk": "shared"}}
     made = recipe(**sections).model_copy(update={"steps": 1})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
-    learner = LearnerProcess(tmp_path, made)
+    learner = make_learner(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=300)
+    await learner.wait(timeout_s=600)
     saved = torch.load(tmp_path / "checkpoints" / "000001" / "state" / "mp_rank_00_model_states.pt", weights_only=False)
     assert saved["module"]["value.weight"].any()
 
     again = recipe(**sections, learner={"zero_stage": 3})
     (tmp_path / "recipe.json").write_text(again.model_dump_json())
-    learner = LearnerProcess(tmp_path, again)
+    learner = make_learner(tmp_path, again)
     await learner.start()
-    await learner.wait(timeout_s=300)
+    await learner.wait(timeout_s=600)
     assert "resumed after 1 steps" in learner.log_tail()
     names = []
     for number in range(3):
@@ -148,14 +144,14 @@ async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_ze
     assert update["value_loss"] > 0 and update["value_mean"] != 0
 
 
-async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path) -> None:
+async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path, make_learner: MakeLearner) -> None:
     """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
     parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3, "offload": "parameters"}
     made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    await learner.wait(timeout_s=300)
+    await learner.wait(timeout_s=600)
     registry, base = FolderRegistry(tmp_path / "versions"), tmp_path / "versions" / "000000"
     second = registry.get(2)
     assert second is not None and second.weights == "adapter_model.safetensors"
@@ -171,22 +167,22 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     assert json.loads((registry.path(second) / "update.json").read_text())["kl_reference"] > 0.0
 
     write_policy(base, seed=1)
-    learner = LearnerProcess(tmp_path, made)
+    learner = make_learner(tmp_path, made)
     await learner.start()
     with pytest.raises(LearnerError, match="is not what was registered"):
-        await learner.wait(timeout_s=300)
+        await learner.wait(timeout_s=600)
 
 
-async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path) -> None:
+async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path, make_learner: MakeLearner) -> None:
     made = recipe(objective={"turn_coef": 0.5})
     write_run(tmp_path, made, [random_group(index) for index in range(3)])
-    learner = LearnerProcess(tmp_path, made)
+    learner = make_learner(tmp_path, made)
     await learner.start()
     with pytest.raises(LearnerError, match="has no turn rewards"):
-        await learner.wait(timeout_s=300)
+        await learner.wait(timeout_s=600)
 
 
-async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
+async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
     """Killed before the commit of step 0, then before the publication of step 1; the end is that of a run that was left alone."""
     made = recipe()
     groups = [random_group(index) for index in range(6)]
@@ -195,19 +191,19 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
         write_run(run_dir, made, groups)
     store, registry = SqliteStore(crashing / "experience.sqlite"), FolderRegistry(crashing / "versions")
 
-    assert _run_until_killed(crashing, "commit") != 0
+    assert _run_until_killed(host, crashing, "commit") != 0
     assert (crashing / "checkpoints" / "000001" / "manifest.json").exists()
     assert (store.consumed(), registry.get(1)) == ({}, None)
 
-    assert _run_until_killed(crashing, "publish-2") != 0
+    assert _run_until_killed(host, crashing, "publish-2") != 0
     assert store.consumed() == {index: index // 3 for index in range(6)}
     assert registry.get(1) is not None
     assert registry.get(2) is None
 
-    learners = [LearnerProcess(run_dir, made) for run_dir in (crashing, calm)]
+    learners = [make_learner(run_dir, made) for run_dir in (crashing, calm)]
     for learner in learners:
         await learner.start()
-        await learner.wait(timeout_s=300)
+        await learner.wait(timeout_s=600)
     store.close()
     for number in (1, 2):
         files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
@@ -217,10 +213,9 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path) -> None:
     assert kept == ["000001", "000002"]
 
 
-def _run_until_killed(run_dir: Path, point: str) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "tests.learner.crash", point]
-    done = subprocess.run([*command, "--run-dir", str(run_dir)], capture_output=True, timeout=120, check=False)
-    return done.returncode
+def _run_until_killed(host: Path, run_dir: Path, point: str) -> int:
+    command = preloaded.command(host, 1, "tests.learner.crash", point, "--run-dir", str(run_dir))
+    return subprocess.run(command, capture_output=True, timeout=600, check=False).returncode
 
 
 async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -230,7 +225,7 @@ async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged"):
-        await learner.wait(timeout_s=300)
+        await learner.wait(timeout_s=600)
     with pytest.raises(LearnerError):
         learner.check()
 
@@ -247,13 +242,8 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     process = subprocess.Popen([sys.executable, "-c", driver, str(tmp_path)])
-    deadline = time.monotonic() + 60
-    while sum("agentrl.learner.worker" in line and str(tmp_path) in line for line in _command_lines()) < 2:  # torchrun and its worker
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # torchrun and its worker
+    wait_until(lambda: sum("agentrl.learner.worker" in line and str(tmp_path) in line for line in _command_lines()) >= 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 10
-    while any(str(tmp_path) in line for line in _command_lines()):
-        assert time.monotonic() < deadline, "the learner outlived its driver"
-        time.sleep(0.1)
+    wait_until(lambda: not any(str(tmp_path) in line for line in _command_lines()))  # they would run for ever

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from agentrl.learner.guard import Counts, Guard, Setback
 from agentrl.recipe import LearnerConfig, Limit, LimitsConfig, Recipe
 from agentrl.records import Batch, Group, Sample, VersionState
 from agentrl.version import FolderRegistry
+from tests.learner import preloaded
 from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
 
+MakeLearner = Callable[[Path, Recipe], LearnerProcess]
 Results = dict[tuple[int, str], dict[str, Any]]
 SCENARIOS = {
     2: ["norm-0", "norm-2", "norm-3", "figure-2", "half-3", "logprob-2", "advantage-0", "halt-2", "undo-2", "undo-3", "undocritic-2"],
@@ -33,19 +35,16 @@ UNDONE = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names 
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Results:
     run_dir = tmp_path_factory.mktemp("run")
     write_run(run_dir, recipe(), [random_group(index, size=5) for index in range(6)])
     found: Results = {}
     for ranks, names in SCENARIOS.items():
         out = run_dir / f"out{ranks}"
         out.mkdir()
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, "-m", "tests.learner.setbacks_script", str(run_dir), str(out), *names],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            **{"capture_output": True, "text": True, "timeout": 300, "check": False},
-        )
+        command = preloaded.command(host, ranks, "tests.learner.setbacks_script", str(run_dir), str(out), *names)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         for name in names:
             found[ranks, name] = torch.load(out / f"{name}.pt", weights_only=False)
@@ -210,12 +209,16 @@ def _as(group: Group, index: int) -> Group:
     return Group(index=index, task_id=group.task_id, task_key=group.task_key, episodes=group.episodes)
 
 
-async def _learn(run_dir: Path, made: Recipe, groups: list[Group]) -> FolderRegistry:
-    write_run(run_dir, made, groups)
-    learner = LearnerProcess(run_dir, made)
+async def _learn(make_learner: MakeLearner, run_dir: Path, made: Recipe, groups: list[Group] | None = None) -> FolderRegistry:
+    """A learner's whole life; without `groups` it goes on in the run folder that is there."""
+    if groups is None:
+        (run_dir / "recipe.json").write_text(made.model_dump_json())
+    else:
+        write_run(run_dir, made, groups)
+    learner = make_learner(run_dir, made)
     await learner.start()
     try:
-        await learner.wait(timeout_s=150)
+        await learner.wait(timeout_s=600)
     finally:
         await learner.kill()
     return FolderRegistry(run_dir / "versions")
@@ -229,7 +232,7 @@ def _rolling(ranks: int, steps: int = 4, **limits: object) -> Recipe:
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ranks: int) -> None:
+async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, host: Path, make_learner: MakeLearner, ranks: int) -> None:
     """Update 2 finds the policy far from everything: version 2 is refused, version 3 is version 1 again, and update 3 is what update 1
     would have been with its groups: same weights, moments and learning rate, bit for bit. So too when it dies right after."""
     groups = [random_group(index) for index in range(12)]
@@ -238,17 +241,15 @@ async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ra
     made = _rolling(ranks)
     if ranks == 1:
         write_run(run_dir, made, rolled)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "tests.learner.crash"]
-        done = subprocess.run([*command, "publish-3", "--run-dir", str(run_dir)], capture_output=True, timeout=150, check=False)
+        command = preloaded.command(host, 1, "tests.learner.crash", "publish-3", "--run-dir", str(run_dir))
+        done = subprocess.run(command, capture_output=True, timeout=600, check=False)
         assert done.returncode != 0
         registry = FolderRegistry(run_dir / "versions")
         assert registry.get(3) is None and registry.get(2).state is VersionState.CANDIDATE  # type: ignore[union-attr]
-        learner = LearnerProcess(run_dir, made)
-        await learner.start()
-        await learner.wait(timeout_s=150)
+        await _learn(make_learner, run_dir, made)
     else:
-        registry = await _learn(run_dir, made, rolled)
-    calm = await _learn(tmp_path / "calm", _rolling(ranks, 2), [*groups[:3], *(_as(groups[9 + n], 3 + n) for n in range(3))])
+        registry = await _learn(make_learner, run_dir, made, rolled)
+    calm = await _learn(make_learner, tmp_path / "calm", _rolling(ranks, 2), [*groups[:3], *(_as(groups[9 + n], 3 + n) for n in range(3))])
 
     versions = registry.versions()
     assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1), (3, 1), (4, 3)]
@@ -264,22 +265,23 @@ async def test_a_rollback_takes_the_run_to_where_it_was_sound(tmp_path: Path, ra
 
 
 @pytest.mark.deepspeed
-async def test_weights_that_did_not_move_stay_as_sound_as_they_were(tmp_path: Path) -> None:
+async def test_weights_that_did_not_move_stay_as_sound_as_they_were(tmp_path: Path, make_learner: MakeLearner) -> None:
     """Nothing to learn in step 0: version 1 is the base, so that a rollback in step 1 finds nothing to undo."""
     groups = [*(random_group(index, scores=[1.0] * 4) for index in range(3)), *(_strange(index) for index in range(3, 6))]
-    versions = (await _learn(tmp_path, _rolling(1, 2), groups)).versions()
+    versions = (await _learn(make_learner, tmp_path, _rolling(1, 2), groups)).versions()
     assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1)]
     assert versions[1].sha256 == versions[2].sha256
     assert all(version.state is VersionState.CANDIDATE for version in versions)
 
 
 @pytest.mark.deepspeed
-async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_path: Path) -> None:
+async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_path: Path, make_learner: MakeLearner) -> None:
     groups = [random_group(index) for index in range(15)]
     made = recipe(learner={"lr": 1e-7, "full_every": 3, "keep_versions": 2}, serving={"weight_transfer": "delta"})
     made = made.model_copy(update={"steps": 5})
     plain = recipe(learner={"lr": 1e-7}).model_copy(update={"steps": 5})
-    registry, reference = await _learn(tmp_path / "deltas", made, groups), await _learn(tmp_path / "whole", plain, groups)
+    registry = await _learn(make_learner, tmp_path / "deltas", made, groups)
+    reference = await _learn(make_learner, tmp_path / "whole", plain, groups)
     assert [one.sha256 for one in registry.versions()] == [one.sha256 for one in reference.versions()]
     homes = [registry.path(version) for version in registry.versions()]
     assert [(home / "model.safetensors").exists() for home in homes] == [True, False, False, True, False, False]
@@ -294,21 +296,18 @@ async def test_versions_that_are_deltas_are_what_whole_ones_would_have_been(tmp_
 
 
 @pytest.mark.deepspeed
-async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_it_go_on(tmp_path: Path) -> None:
+async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_it_go_on(tmp_path: Path, make_learner: MakeLearner) -> None:
     groups = [*(random_group(index) for index in range(3)), *(_strange(index) for index in range(3, 6))]
     made = _rolling(1, 2, max_kl={"at": 1.0, "action": "halt"})
     with pytest.raises(LearnerHalted, match=r"step 1: kl_behaviour .* is above learner\.limits\.max_kl\.at=1"):
-        await _learn(tmp_path, made, groups)
+        await _learn(make_learner, tmp_path, made, groups)
     registry, store = FolderRegistry(tmp_path / "versions"), SqliteStore(tmp_path / "experience.sqlite")
     assert registry.get(1) is not None and registry.get(2) is None
     assert store.consumed() == {0: 0, 1: 0, 2: 0}
     assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "halt")]
 
     made = _rolling(1, 2, max_kl={"at": 1.0, "action": "skip"})
-    (tmp_path / "recipe.json").write_text(made.model_dump_json())
-    learner = LearnerProcess(tmp_path, made)
-    await learner.start()
-    await learner.wait(timeout_s=150)
+    await _learn(make_learner, tmp_path, made)
     assert [(one.step, one.action) for one in FailureLog(tmp_path).read()] == [(1, "skip")]
     first, second = registry.get(1), registry.get(2)
     assert first is not None and second is not None and first.sha256 == second.sha256, "a step that is set aside publishes its parent"
@@ -317,7 +316,9 @@ async def test_halting_stops_the_run_once_with_its_reason_and_other_limits_let_i
 
 
 @pytest.mark.deepspeed
-async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_there_are_too_many(tmp_path: Path) -> None:
+async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_there_are_too_many(
+    tmp_path: Path, make_learner: MakeLearner
+) -> None:
     """An infinite reward, an infinite logprob and scores too large to square, through the real store, on two ranks."""
     groups = [random_group(index) for index in range(6)]
     groups[1] = random_group(1, scores=[math.inf, 0.0, 1.0, 0.0])
@@ -327,7 +328,7 @@ async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_th
     groups[4] = random_group(4, scores=[1e300, -1e300, 0.0, 0.0])
     made = recipe(learner={"ranks": 2, "max_bad_groups": 3})
     with pytest.raises(LearnerHalted, match="3 groups were set aside"):
-        await _learn(tmp_path, made, groups)
+        await _learn(make_learner, tmp_path, made, groups)
     found = FailureLog(tmp_path).read()
     assert [(one.step, one.what, one.groups) for one in found] == [(0, "group", (1,)), (0, "group", (2,)), (1, "group", (4,))]
     assert [one.reasons[0].split()[0] for one in found] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
@@ -335,9 +336,6 @@ async def test_numbers_that_are_not_finite_cost_their_group_not_the_run_until_th
     base, first = registry.get(0), registry.get(1)
     assert base is not None and first is not None and base.sha256 != first.sha256, "the other groups were trained on"
     made = made.model_copy(update={"learner": made.learner.model_copy(update={"max_bad_groups": 4})})
-    (tmp_path / "recipe.json").write_text(made.model_dump_json())
-    learner = LearnerProcess(tmp_path, made)
-    await learner.start()
-    await learner.wait(timeout_s=150)
+    await _learn(make_learner, tmp_path, made)
     assert len(FailureLog(tmp_path).read()) == 3, "the step that was made again is written down once"
     assert registry.get(2) is not None

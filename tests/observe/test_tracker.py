@@ -61,7 +61,7 @@ tracker.log(1, {{"loss": 1.0}})
 tracker.close()
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_stages_are_timed_and_add_up(tmp_path: Path) -> None:
-    tracker = RunTracker(tmp_path, console=False)
+    tracker, began = RunTracker(tmp_path, console=False), time.monotonic()
     assert tracker.wall_s == {}
     tracker.stage("start")
     time.sleep(0.05)
@@ -84,7 +84,7 @@ def test_stages_are_timed_and_add_up(tmp_path: Path) -> None:
     assert list(tracker.wall_s) == ["start", "train"]
     tracker.close()
     spent = tracker.wall_s
-    assert 0.1 <= spent["start"] < 5 and 0.02 <= spent["train"] < 5
+    assert spent["start"] >= 0.1 and spent["train"] >= 0.02 and sum(spent.values()) <= time.monotonic() - began
     time.sleep(0.02)
     assert tracker.wall_s == spent, "the clock stops when the tracker is closed"
 
@@ -156,8 +156,8 @@ def test_a_terminal_shows_a_live_panel_and_is_left_clean(tmp_path: Path) -> None
 
     draining = threading.Thread(target=drain)
     draining.start()
-    assert process.wait(60) == 0
-    draining.join(10)
+    assert process.wait(300) == 0
+    draining.join(60)
     os.close(reader)
     screen = b"".join(parts).decode()
     for shown in ("quickstart", "3/9", "about", "held-out 0.750", "24  left out 12  swaps 3"):

@@ -16,7 +16,7 @@ from agentrl.grading import Grading, Mode, grading_of, pack
 from agentrl.outputs import collect, produce
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Limits, Message, SandboxSpec, Score, Split, Task
-from agentrl.reward import TaskScorer
+from agentrl.reward import TaskScorer, cleanroom
 from agentrl.sandbox import select_backend
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -57,7 +57,7 @@ def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests
     sources = {"judge": {"test_it.py": JUDGE}, "pytest": {"test_it.py": PYTEST.replace("code_", "code")}, "shell": {"test.sh": SHELL}}
     runs = RUNS if mode == "judge" and "runs" not in more else more.pop("runs", ())
     files = {name: text.encode() for name, text in (tests or sources[mode]).items()}
-    plan = Grading(mode=mode, tests=pack(files), runs=runs, gold=more.pop("gold", GOLD), timeout_s=more.pop("timeout_s", 30.0))
+    plan = Grading(mode=mode, tests=pack(files), runs=runs, gold=more.pop("gold", GOLD), timeout_s=more.pop("timeout_s", 120.0))
     return Task(
         id="demo",
         family="f",
@@ -68,7 +68,7 @@ def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests
         data={"grading": plan.model_dump(mode="json")},
         split=Split.TRAIN,
         outputs=outputs,
-        limits=Limits(tool_timeout_s=20.0, wall_s=30.0),
+        limits=Limits(tool_timeout_s=60.0, wall_s=120.0),
         **more,
     )
 
@@ -81,6 +81,14 @@ def handed_in(**files: str | bytes) -> dict[str, bytes]:
 async def score(one: Task, outputs: dict[str, bytes], sandboxes: SandboxBackend) -> Score:
     episode = Episode(id="e", task_id=one.id, task_key=one.key, trajectories=(), outputs=outputs)
     return await TaskScorer(sandboxes=sandboxes)(one, episode)
+
+
+async def hurried(one: Task, timeout_s: float, gold: dict[str, bytes], sandboxes: SandboxBackend) -> Task:
+    """The task with a short deadline for its tests, which those that hang are to meet. That gold passes was found out without it."""
+    short = replace(one, data={"grading": {**one.data["grading"], "timeout_s": timeout_s}})
+    cleanroom.grade._gold[short.key] = await cleanroom.grade_outputs(one, grading_of(one), gold, sandboxes)
+    assert not cleanroom.grade._gold[short.key].broken
+    return short
 
 
 # Modes that import `code` must not find the standard library's; the file is named otherwise there.
@@ -142,7 +150,7 @@ os._exit(0)
 @pytest.mark.parametrize("mode", MODES)
 async def test_code_under_test_that_attacks_the_grader_scores_0(mode: Mode, sandboxes: SandboxBackend) -> None:
     one, name = in_mode(mode)
-    one = replace(one, data={"grading": {**one.data["grading"], "timeout_s": 4.0}})
+    one = await hurried(one, 4.0, {name: DOUBLE.encode()}, sandboxes)
     given = await together({attack: score(one, {name: code.encode()}, sandboxes) for attack, code in CODE.items()})
     assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(CODE, 0.0), given
 
@@ -257,7 +265,7 @@ async def test_what_a_program_is_compared_with_is_nowhere_for_it_to_find(sandbox
 
 async def test_the_agent_itself_finds_neither_tests_nor_gold(sandboxes: SandboxBackend) -> None:
     one = task(gold=f"# {NEEDLE}\n{GOLD}")
-    result, _ = await produce(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=30)
+    result, _ = await produce(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=120)
     assert result.stdout == "[]\n", result
 
 
@@ -271,11 +279,11 @@ if os.fork() == 0:
         open('mark', 'w').write('x')
         time.sleep(0.01)
 """
-    look = ["python3", "-c", "import os, time; time.sleep(0.3); print(os.path.exists('mark'))"]
+    look = "import os, time; n = {patience}\nwhile n and not os.path.exists('mark'): n -= 1; time.sleep(0.1)\nprint(os.path.exists('mark'))"
     runs = (
         {"name": "first", "argv": ["python3", "code.py"]},
-        {"name": "same", "argv": look},
-        {"name": "other", "argv": look, "fresh": True},
+        {"name": "same", "argv": ["python3", "-c", look.format(patience=500)], "timeout_sec": 60},
+        {"name": "other", "argv": ["python3", "-c", look.format(patience=3)], "fresh": True},
     )
     tests = {"test_it.py": "def test_it(runs):\n    assert [runs[n].stdout for n in ('same', 'other')] == ['True\\n', 'False\\n']\n"}
     assert (await score(task(runs=runs, tests=tests), handed_in(code=marks + "print(1)\n"), sandboxes)).value == 1.0
@@ -290,7 +298,8 @@ async def test_data_made_to_break_the_judge_scores_0_and_not_nothing(sandboxes: 
         result = await score(one, {"data.json": data}, sandboxes)
         assert result.value == 0.0, (data[:20], result)
     slow = {"test_it.py": "import re\n\ndef test_it(outputs):\n    assert re.fullmatch('(a+)+b', outputs.text('data.json'))\n"}
-    one = task(outputs=("data.json",), runs=(), tests=slow, gold="open('data.json', 'w').write('ab')", timeout_s=2.0)
+    one = task(outputs=("data.json",), runs=(), tests=slow, gold="open('data.json', 'w').write('ab')")
+    one = await hurried(one, 2.0, {"data.json": b"ab"}, sandboxes)
     assert (await score(one, {"data.json": b"a" * 60}, sandboxes)).value == 0.0
 
 
@@ -304,7 +313,7 @@ BROKEN: dict[str, tuple[Mode, dict[str, str], str]] = {
 
 async def test_tests_that_break_on_gold_too_are_the_tasks_fault(sandboxes: SandboxBackend) -> None:
     for mode, tests, says in BROKEN.values():
-        one = task(mode, tests=tests, timeout_s=3.0, runs=())
+        one = task(mode, tests=tests, timeout_s=3.0 if "time.sleep" in str(tests) else 120.0, runs=())
         for _ in range(2):
             result = await score(one, handed_in(code=DOUBLE), sandboxes)
             assert result.value is None and result.blame is Blame.TASK and says in result.reason, result
@@ -332,7 +341,7 @@ LEAVINGS: dict[str, tuple[str, set[str]]] = {
 
 async def test_only_plain_files_leave_the_agents_sandbox(sandboxes: SandboxBackend) -> None:
     one = task(outputs=("code.py", "a/**/*.txt"))
-    work = {name: produce(one, f"import os\n{program}", sandboxes, timeout_s=20) for name, (program, _) in LEAVINGS.items()}
+    work = {name: produce(one, f"import os\n{program}", sandboxes, timeout_s=120) for name, (program, _) in LEAVINGS.items()}
     taken = {name: dict(collected.files) for name, (_, collected) in (await together(work)).items()}
     taken["a file that grows"].pop("code.py", None)  # a moment of it, if it was small enough then
     assert {name: set(files) for name, files in taken.items()} == {name: files for name, (_, files) in LEAVINGS.items()}
@@ -343,7 +352,7 @@ async def test_a_working_directory_that_nothing_can_be_done_in_is_the_agents_doi
     one = task(outputs=("code.py", "*.txt"))
     sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
     names = "for n in range(2000): open('\u00e9' * 120 + str(n), 'w').close()"  # their list is longer than any that is read
-    assert (await sandbox.python(names, timeout_s=20)).ok
+    assert (await sandbox.python(names, timeout_s=60)).ok
     collected = await collect(sandbox, one.outputs)
     await sandbox.close()
     assert collected.files == {"code.py": b"1"} and "cannot be listed" in collected.refused["*.txt"]
@@ -361,7 +370,7 @@ if os.fork() == 0:
         except OSError:
             pass
 """
-    await sandbox.python(bomb, timeout_s=20)
+    await sandbox.python(bomb, timeout_s=60)
     await asyncio.sleep(0.5)
     collected = await collect(sandbox, one.outputs)
     await sandbox.close()

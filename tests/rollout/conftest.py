@@ -27,7 +27,7 @@ def task() -> Task:
         data={"answer": "3"},
         split=Split.TRAIN,
         files={"a.csv": "x\n1\n"},
-        limits=Limits(turns=3, turn_tokens=200, episode_tokens=2000, wall_s=5.0),
+        limits=Limits(turns=3, turn_tokens=200, episode_tokens=2000, wall_s=60.0),
     )
 
 
@@ -40,7 +40,7 @@ def make_runner(tokenizer: Any) -> Any:
             chat=ChatFormat(tokenizer),
             temperature=1.0,
             max_model_len=4096,
-            request_timeout_s=5.0,
+            request_timeout_s=60.0,
         )
 
     return make

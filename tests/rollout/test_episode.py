@@ -141,7 +141,7 @@ async def test_a_server_that_hangs_is_not_the_policys_fault(tokenizer: Any, task
         async def generate(self, *args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(60)
 
-    hurried = replace(task, limits=Limits(wall_s=0.1))
+    hurried = replace(task, limits=Limits(wall_s=0.5))
     episode = await make_runner(Hanging.saying(tokenizer, "")).run(hurried, episode_id="e")
     assert (episode.failures[0].kind, episode.left_out) == ("wall_limit", True)
 

@@ -89,13 +89,16 @@ async def test_a_fault_of_the_program_itself_is_not_hidden(tokenizer: Any, task:
 
 async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, make_runner: Any) -> None:
     running = peak = 0
+    two = asyncio.Barrier(2)
 
     class Counting(ScriptedPolicy):
         async def generate(self, *args: Any, **kwargs: Any) -> Any:
             nonlocal running, peak
             running += 1
             peak = max(peak, running)
-            await asyncio.sleep(0.01)
+            await two.wait()  # with one slot, for ever
+            for _ in range(20):  # so that whatever else may run does
+                await asyncio.sleep(0)
             running -= 1
             return await super().generate(*args, **kwargs)
 

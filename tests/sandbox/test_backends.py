@@ -14,9 +14,10 @@ import pytest
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import WarmPool, cgroups, list_open, open_sandboxes, prune, select_backend
+from agentrl.sandbox import WarmPool, bubblewrap, cgroups, list_open, open_sandboxes, prune, select_backend
 from agentrl.sandbox.conformance import CHECKS, check
 from agentrl.sandbox.lease import lease, runtime_folder
+from tests.waiting import until
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
@@ -49,7 +50,7 @@ async def test_conformance(backend, name):
 
 async def test_many_at_once(backend):
     sandboxes = await asyncio.gather(*(backend.open(SPEC, files={"n": str(n).encode()}) for n in range(12)))
-    results = await asyncio.gather(*(sandbox.python("print(open('n').read())", timeout_s=30) for sandbox in sandboxes))
+    results = await asyncio.gather(*(sandbox.python("print(open('n').read())", timeout_s=60) for sandbox in sandboxes))
     assert [result.stdout for result in results] == [f"{n}\n" for n in range(12)]
     await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
 
@@ -65,27 +66,29 @@ async def test_a_sandbox_killed_from_outside_is_a_typed_error(backend):
         await running
     await sandbox.close()
     again = await backend.open(SPEC)
-    assert (await again.python("print(1)", timeout_s=30)).stdout == "1\n"
+    assert (await again.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
 async def test_the_waiting_process_may_die_or_stand_still(backend):
     """The process that waits for the next program, killed from outside, is replaced; one that was paused goes on."""
-    async with asyncio.timeout(30):
+
+    def waiting(sandbox):
+        return [pid for pid in processes_of("exec_server") if lease_of_process(pid) in sandbox.id and inner_pid(pid) > 1]
+
+    async with asyncio.timeout(300):
         sandbox = await backend.open(SPEC)
         for _ in range(3):
-            assert (await sandbox.python("print(1)", timeout_s=10)).stdout == "1\n"
-            await asyncio.sleep(0.1)
-            waiting = [pid for pid in processes_of("exec_server") if lease_of_process(pid) in sandbox.id and inner_pid(pid) > 1]
-            assert len(waiting) == 1
-            os.kill(waiting[0], signal.SIGKILL)
-            while inner_pid(waiting[0]) > 1:
-                await asyncio.sleep(0.01)
-            assert (await sandbox.exec(["echo", "2"], timeout_s=10)).stdout == "2\n"
+            assert (await sandbox.python("print(1)", timeout_s=60)).stdout == "1\n"
+            await until(lambda: len(waiting(sandbox)) == 1)
+            (pid,) = waiting(sandbox)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda pid=pid: inner_pid(pid) <= 1)
+            assert (await sandbox.exec(["echo", "2"], timeout_s=60)).stdout == "2\n"
         await sandbox.pause()
         await sandbox.resume()
-        assert (await sandbox.exec(["echo", "3"], timeout_s=10)).stdout == "3\n"
+        assert (await sandbox.exec(["echo", "3"], timeout_s=60)).stdout == "3\n"
         await sandbox.snapshot()
-        assert (await sandbox.exec(["echo", "4"], timeout_s=10)).stdout == "4\n"
+        assert (await sandbox.exec(["echo", "4"], timeout_s=60)).stdout == "4\n"
 
 
 async def test_work_larger_than_a_pipe(backend):
@@ -93,26 +96,26 @@ async def test_work_larger_than_a_pipe(backend):
     sandbox = await backend.open(SPEC)
     text = "x" * 300_000
     for session in ("", "s"):
-        assert (await sandbox.python(f"print(len('{text}'))", timeout_s=10, session=session)).stdout == "300000\n"
-    assert (await sandbox.exec(["head", "-c", "3"], stdin=text.encode(), timeout_s=10)).stdout == "xxx"
-    assert (await sandbox.exec(["wc", "-c"], timeout_s=10)).stdout == "0\n"
-    assert (await sandbox.exec(["true"], env={"LONG": text[:100_000]}, stdin=b"y", timeout_s=10)).ok
-    assert (await sandbox.exec(["echo", text], timeout_s=10)).exit_code == 127  # no kernel takes an argument that long
-    assert (await sandbox.python("print(1)", timeout_s=10)).stdout == "1\n"
+        assert (await sandbox.python(f"print(len('{text}'))", timeout_s=60, session=session)).stdout == "300000\n"
+    assert (await sandbox.exec(["head", "-c", "3"], stdin=text.encode(), timeout_s=60)).stdout == "xxx"
+    assert (await sandbox.exec(["wc", "-c"], timeout_s=60)).stdout == "0\n"
+    assert (await sandbox.exec(["true"], env={"LONG": text[:100_000]}, stdin=b"y", timeout_s=60)).ok
+    assert (await sandbox.exec(["echo", text], timeout_s=60)).exit_code == 127  # no kernel takes an argument that long
+    assert (await sandbox.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
 async def test_no_room_for_a_process_is_the_programs_own_fault(backend):
     sandbox = await backend.open(SPEC)
-    fill = "import os, time\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\nexcept OSError: print('full')"
-    assert (await sandbox.python(fill, timeout_s=10)).stdout == "full\n"
+    fill = "import os, time\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(600)\nexcept OSError: print('full')"
+    assert (await sandbox.python(fill, timeout_s=60)).stdout == "full\n"
     fork = "import os\nos.waitpid(os.fork() or os._exit(0), 0)"
     for session in ("", "s"):
-        result = await sandbox.python(fork, timeout_s=10, session=session)  # the place of the program that has ended is free
+        result = await sandbox.python(fork, timeout_s=60, session=session)  # the place of the program that has ended is free
         assert result.exit_code == 1 and "BlockingIOError" in result.stderr
-    result = await sandbox.python("print(1)", timeout_s=10)
+    result = await sandbox.python("print(1)", timeout_s=60)
     assert (result.exit_code, result.stderr) == (126, "agentrl: cannot start: Resource temporarily unavailable\n")
-    assert (await sandbox.python("1", timeout_s=10, session="s")).stdout == "1\n"
-    result = await sandbox.python("1", timeout_s=10, session="other")
+    assert (await sandbox.python("1", timeout_s=60, session="s")).stdout == "1\n"
+    result = await sandbox.python("1", timeout_s=60, session="other")
     assert result.exit_code == 126 and result.session_ended and not result.restarted
 
 
@@ -131,7 +134,7 @@ async def test_a_cancelled_episode_leaves_nothing(backend):
     with pytest.raises(asyncio.CancelledError):
         await running
     with pytest.raises(SandboxError):
-        await sandbox.exec(["true"], timeout_s=5)
+        await sandbox.exec(["true"], timeout_s=60)
     await sandbox.close()
 
 
@@ -153,12 +156,9 @@ async def test_what_a_killed_driver_leaves_is_found_and_removed(backend, root):
         driver.kill()
     mine = await backend.open(SPEC)
     await asyncio.to_thread(prune)
-    deadline = time.monotonic() + 15
-    while any(sandbox.name == name for sandbox in list_open()):
-        assert time.monotonic() < deadline, "still there"
-        await asyncio.sleep(0.1)
+    await until(lambda: all(sandbox.name != name for sandbox in list_open()))
     assert not (runtime_folder() / name.removeprefix("agentrl-").rpartition("-")[0]).exists()
-    assert (await mine.python("print(1)", timeout_s=30)).ok
+    assert (await mine.python("print(1)", timeout_s=60)).ok
 
 
 async def test_warm_pool_over_a_real_backend(backend):
@@ -166,7 +166,7 @@ async def test_warm_pool_over_a_real_backend(backend):
     await pool.prepare(SPEC)
     for _ in range(5):
         sandbox = await pool.open(SPEC, files={"f": b"warm"})
-        assert (await sandbox.python("print(open('f').read())", timeout_s=30)).stdout == "warm\n"
+        assert (await sandbox.python("print(open('f').read())", timeout_s=60)).stdout == "warm\n"
         await sandbox.close()
     await pool.close()
 
@@ -183,11 +183,12 @@ async def test_opening_has_a_deadline(backend):
     for timeout_s in (0.001, 0.004, 0.01):
         with pytest.raises(SandboxError):
             await backend.open(SPEC, timeout_s=timeout_s)
-    assert time.monotonic() - start < 30.0  # far below what waiting for a greeting or for a process that never ends would take
+    assert time.monotonic() - start < 120.0  # waiting for a greeting that does not come takes 60 s each time
 
 
 @pytest.mark.bubblewrap
-async def test_an_opening_given_up_at_any_moment_leaves_no_process(root):
+async def test_an_opening_given_up_at_any_moment_leaves_no_process(root, monkeypatch):
+    monkeypatch.setattr(bubblewrap, "ENDING_S", 300.0)  # how long a process is waited for that nobody kills
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
     start = time.monotonic()
@@ -201,7 +202,7 @@ async def test_an_opening_given_up_at_any_moment_leaves_no_process(root):
     hierarchy = cgroups.find()
     assert hierarchy is None or [name for name in hierarchy.names() if lease() in name] == []
     await backend.close()
-    assert took < 30.0  # one process that nobody kills costs 5 s
+    assert took < 200.0
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -209,7 +210,7 @@ async def test_the_sandboxes_of_a_run(name, root):
     pool = await open_sandboxes(SandboxConfig(backend=name, warm=1), run_label="test", root=root)
     assert pool.name == name
     sandbox = await pool.open(SPEC)
-    assert (await sandbox.python("print(6 * 7)", timeout_s=30)).stdout == "42\n"
+    assert (await sandbox.python("print(6 * 7)", timeout_s=60)).stdout == "42\n"
     await pool.close()
 
 

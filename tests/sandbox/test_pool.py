@@ -104,7 +104,7 @@ async def test_callers_wait_for_a_place_no_longer_than_their_deadline(backend):
     first, _ = [await pool.open(SPEC) for _ in range(2)]
     with pytest.raises(SandboxTimeout, match="in use"):
         await pool.open(SPEC, timeout_s=0.05)
-    waiting = asyncio.create_task(pool.open(SPEC, timeout_s=5.0))
+    waiting = asyncio.create_task(pool.open(SPEC, timeout_s=60.0))
     await settle()
     assert not waiting.done()
     await first.close()
@@ -121,9 +121,9 @@ async def test_a_failed_open_gives_its_place_back(backend):
     backend.broken = True
     for _ in range(3):
         with pytest.raises(SandboxError, match="no"):
-            await pool.open(SPEC, timeout_s=1.0)
+            await pool.open(SPEC, timeout_s=60.0)
     backend.broken = False
-    await (await pool.open(SPEC, timeout_s=1.0)).close()
+    await (await pool.open(SPEC, timeout_s=60.0)).close()
     await settle()
     assert len(backend.opened) == 2
     await pool.close()

@@ -37,7 +37,7 @@ class Served:
     versions: dict[int, PolicyVersion]
     probes: dict[int, Probe] = field(default_factory=dict)
 
-    async def generate(self, prompt_ids: list[int], *, timeout_s: float = 120.0, **params: object) -> Completion:
+    async def generate(self, prompt_ids: list[int], *, timeout_s: float = 300.0, **params: object) -> Completion:
         self._requests = getattr(self, "_requests", 0) + 1
         return await self.client.generate(
             prompt_ids,
@@ -49,7 +49,7 @@ class Served:
     async def swap(self, number: int, *, probe: int | None = None) -> SwapReport:
         folder = self.server.run_dir / self.versions[number].folder
         probe = number if probe is None else probe
-        return await self.channel.swap(self.versions[number], folder, self.probes[probe], max_abs_diff=1e-3, timeout_s=60)
+        return await self.channel.swap(self.versions[number], folder, self.probes[probe], max_abs_diff=1e-3, timeout_s=300)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-import time
 
 import pytest
 
@@ -12,11 +11,12 @@ from agentrl.records import Completion, SamplingParams, VersionSpan
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
 from agentrl.serving.weights import WeightsInService
 from tests.serving.scripted_server import DROP, HANG, generated, scripted_server
+from tests.waiting import until
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(9,))
 
 
-async def generate(url: str, *, weights: WeightsInService | None = None, timeout_s: float = 5.0) -> Completion:
+async def generate(url: str, *, weights: WeightsInService | None = None, timeout_s: float = 60.0) -> Completion:
     client = TokenClient(url, weights=weights or WeightsInService(3))
     try:
         return await client.generate([1, 2], PARAMS, request_id="r1", timeout_s=timeout_s)
@@ -79,10 +79,9 @@ async def test_http_faults_are_serving_errors(answer: object) -> None:
 
 async def test_deadline_passes() -> None:
     async with scripted_server(lambda call: HANG) as server:
-        began = time.monotonic()
-        with pytest.raises(ServingError, match=r"within 0\.2 s"):
-            await generate(server.url, timeout_s=0.2)
-    assert time.monotonic() - began < 2
+        async with asyncio.timeout(60):  # the answer never comes
+            with pytest.raises(ServingError, match=r"within 0\.2 s"):
+                await generate(server.url, timeout_s=0.2)
 
 
 async def test_a_request_that_was_received_is_not_sent_again() -> None:
@@ -104,6 +103,7 @@ async def test_tokens_of_a_version_on_probation_wait_for_its_acceptance() -> Non
     weights.begin_probation(3)
     async with scripted_server(lambda call: generated([4], version="3")) as server:
         request = asyncio.create_task(generate(server.url, weights=weights))
+        await until(lambda: server.calls)
         await asyncio.sleep(0.1)
         assert not request.done()
         weights.accept(3)
@@ -115,6 +115,7 @@ async def test_tokens_of_a_refused_version_are_void_and_older_ones_are_not() -> 
     weights.begin_probation(3)
     async with scripted_server(lambda call: generated([4], version="3")) as server:
         request = asyncio.create_task(generate(server.url, weights=weights))
+        await until(lambda: server.calls)
         await asyncio.sleep(0.1)
         weights.refuse()
         with pytest.raises(ServingError, match="refused"):

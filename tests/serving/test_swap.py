@@ -64,7 +64,7 @@ async def channel(
         await server.stop()
 
 
-async def swap(to: HotSwap, run_dir: Path, version: PolicyVersion, *, timeout_s: float = 5.0) -> float:
+async def swap(to: HotSwap, run_dir: Path, version: PolicyVersion, *, timeout_s: float = 60.0) -> float:
     report = await to.swap(version, run_dir / version.folder, PROBE, max_abs_diff=1e-3, timeout_s=timeout_s)
     assert report.version == version.number
     assert 0 < report.stall_ms < report.total_ms
@@ -123,8 +123,8 @@ async def test_a_failed_load_resumes_with_the_old_version_and_aborts_nothing(tmp
 async def test_a_load_past_its_deadline_is_undone(tmp_path: Path) -> None:
     version = publish(tmp_path, 5)
     async with channel(tmp_path, Engine(update_weights=HANG)) as (to, server, script):
-        with pytest.raises(SwapError, match=r"not done within 0\.3 s"):
-            await swap(to, tmp_path, version, timeout_s=0.3)
+        with pytest.raises(SwapError, match=r"not done within 2 s"):
+            await swap(to, tmp_path, version, timeout_s=2.0)
         assert script.paths()[-1] == "/resume"
         assert server.weights.number == 0
 
@@ -173,5 +173,5 @@ async def test_a_folder_outside_the_versions_folder_never_reaches_the_server(tmp
     version = publish(tmp_path / "elsewhere", 5)
     async with channel(tmp_path, Engine()) as (to, _, script):
         with pytest.raises(SwapError, match="not below"):
-            await to.swap(version, tmp_path / "elsewhere/versions/5", PROBE, max_abs_diff=1e-3, timeout_s=5)
+            await to.swap(version, tmp_path / "elsewhere/versions/5", PROBE, max_abs_diff=1e-3, timeout_s=60)
         assert script.calls == []

@@ -18,6 +18,7 @@ from agentrl.records import SamplingParams
 from agentrl.serving import plugin
 from agentrl.serving.client import generate_body
 from agentrl.serving.control import ControlPlane
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -77,11 +78,11 @@ def url(engine: RecordingEngine) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    while not server.started:
-        assert thread.is_alive()
+    wait_until(lambda: server.started or not thread.is_alive())
+    assert thread.is_alive()
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 async def test_every_control_call_is_understood(engine: RecordingEngine, url: str) -> None:
@@ -132,7 +133,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
 
     from agentrl.serving.trainer_client import PausedServerClient
 
-    trainer = PausedServerClient(url, timeout_s=10)
+    trainer = PausedServerClient(url, timeout_s=120)
     trainer.version = 7
     module = torch.nn.Linear(2, 3)
     meta = ModuleSource(module).metadata()
@@ -150,6 +151,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
         trainer.finish_weight_update()
 
     sending = asyncio.create_task(asyncio.to_thread(send))
+    await until(lambda: engine.calls)
     await asyncio.sleep(0.2)
     assert [name for name, _ in engine.calls] == ["init"]
     control = ControlPlane(url)

@@ -205,7 +205,7 @@ def test_a_closed_registry_refuses(registry: FolderRegistry) -> None:
 
 def _serve_all(folder: str, numbers: list[int], barrier) -> None:
     registry = FolderRegistry(Path(folder))
-    barrier.wait(30)
+    barrier.wait(300)
     for number in numbers:
         registry.set_state(number, SERVING)
         registry.set_evals(number, {f"by_{os.getpid()}": 1.0})
@@ -221,7 +221,7 @@ def test_several_processes_never_see_two_serving_and_lose_no_eval(registry: Fold
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0] * len(orders)
     assert [len(version.evals) for version in registry.versions()] == [len(orders)] * 6
 
@@ -246,7 +246,7 @@ def test_kill_9_leaves_whole_records_and_a_free_lock(registry: FolderRegistry) -
     for _ in range(7):
         changer.stdout.readline()
     os.kill(changer.pid, signal.SIGKILL)
-    changer.communicate(timeout=30)
+    changer.communicate(timeout=60)
     found = states(registry)
     assert sorted(found) == [0, 1, 2] and list(found.values()).count(SERVING) <= 1
     registry.set_state(1, SERVING)
