@@ -71,11 +71,13 @@ class Users:
     def limit_program(self) -> None:
         """What holds for this process, a forked child, from before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
-        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next two lines
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
-        os.close(fd)
+
+    def open_victim(self) -> int:
+        """Descriptor through which this process, a forked child, says how likely a victim it is when there is no memory."""
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
         prctl(PR_SET_DUMPABLE, 0)
+        return fd
 
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""

@@ -1,0 +1,147 @@
+"""The launch of a program by the waiting child, which goes on waiting afterwards.
+
+A process that turns into a program is forked from the server, and then throws its copy of the server's memory away: more work than
+most programs are. So the waiting child starts the program beside itself, as posix_spawn does, without a copy. It waits for the
+end, says how that was, and is ready for what comes next. Where it cannot, it becomes the program itself.
+
+A program has to be the agent's from its first instruction, and may signal what is the agent's. The kernel keeps ids for each thread,
+and when a process is signalled asks for those of its first. So a thread of its own takes the agent's, starts the program, and ends.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import os
+import socket
+import struct
+
+from agentrl.sandbox.inside.child import places
+from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from agentrl.sandbox.inside.spawn import Waiting
+    from agentrl.sandbox.inside.users import Users
+
+    Argument = tuple[list[str], dict[str, str] | None]
+
+SET_IDS = {"x86_64": (119, 117), "aarch64": (149, 147)}.get(os.uname().machine, ())
+"""Numbers of the system calls setresgid and setresuid. The C library's functions of these names change every thread."""
+FEWEST_FILES = 16
+"""What the waiting child itself has open, under the limit that the program will have, fits in this many."""
+SAID = struct.Struct("=i")
+ITSELF = -1
+
+
+def launches(users: Users) -> bool:
+    """Whether waiting children launch programs: not where these, having the same user, could stop them."""
+    return users.server != users.agent and bool(SET_IDS) and users.open_files >= FEWEST_FILES
+
+
+class Launch:
+    """What the server knows of a program that a waiting child was asked to launch."""
+
+    def __init__(self, child: Waiting) -> None:
+        self.control = child.control
+        self.said: int | None = None
+
+    def through(self) -> int | None:
+        """Reads what the child says: how the program ended, in the kernel's form. None when it does not say, or has become it."""
+        if self.said is None:
+            try:
+                packet = self.control.recv(SAID.size)
+            except OSError:
+                packet = b""
+            if packet:
+                (self.said,) = SAID.unpack(packet)
+        return None if self.said == ITSELF else self.said
+
+
+# In the child ---------------------------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """What a waiting child launches with; no program inherits its descriptors."""
+
+    def __init__(self, users: Users, control: int) -> None:
+        self.users = users
+        self.control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=control)
+        self.nowhere = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self.victim = users.open_victim()
+        self.able = launches(users)
+
+    def launch(self, argument: Argument, has_stdin: bool) -> bool:
+        """Runs a program to its end, and takes the next one's pipes; False when this process is to become the program."""
+        if not self.able:
+            return False
+        pid = self.started(argument, has_stdin)
+        if pid == 0:
+            self.say(ITSELF)
+            return False
+        for place in range(3):  # a pipe is at its end when the program, and what it leaves, have closed it
+            os.dup2(self.nowhere, place)
+        _, status = os.waitpid(pid, 0)
+        self.say(status)
+        self.take_pipes()
+        return True
+
+    def started(self, argument: Argument, has_stdin: bool) -> int:
+        """Process id of the program; 0 when it could not be started."""
+        pids: list[int] = []
+        done = _thread.allocate_lock()
+        done.acquire()
+
+        def start() -> None:
+            try:
+                take_ids(self.users)
+                pids.append(spawned(argument, has_stdin))
+            except Exception:  # whatever it is, who becomes the program meets it again, and says so
+                return
+            finally:
+                done.release()
+
+        os.write(self.victim, b"1000")
+        try:
+            _thread.start_new_thread(start, ())
+            done.acquire()
+        except RuntimeError:  # no room for a thread
+            return 0
+        finally:
+            os.write(self.victim, b"0")
+        return pids[0] if pids else 0
+
+    def say(self, status: int) -> None:
+        self.control.send(SAID.pack(status))
+
+    def take_pipes(self) -> None:
+        """Waits for the next program's pipes, to be this process's own meanwhile; ends it when the server has gone."""
+        packet, pipes, _, _ = socket.recv_fds(self.control, 1, 3, socket.MSG_CMSG_CLOEXEC)
+        if not packet:
+            os._exit(0)
+        for place, fd in enumerate(pipes):
+            os.dup2(fd, place)
+            os.close(fd)
+
+    def leave(self) -> None:
+        """Leaves this process to a program: without memory that goes, not the server; with SYS_RESOURCE it cannot take it back."""
+        os.write(self.victim, b"1000")
+        os.close(self.victim)
+        os.close(self.nowhere)
+        self.control.detach()
+
+
+def take_ids(users: Users) -> None:
+    """Gives this thread the agent's ids. With the server's in the third place, the process's limits are out of the agent's reach."""
+    for number in SET_IDS:
+        if LIBC.syscall(number, users.agent, users.agent, users.server) != 0:
+            raise OSError(ctypes.get_errno(), "cannot become the agent")
+
+
+def spawned(argument: Argument, has_stdin: bool) -> int:
+    """Process id of a program that this thread starts; by becoming the program, its process gives up the third id and all rights."""
+    argv, changes = argument
+    environment = {**ENVIRONMENT, **(changes or {})}
+    path = next(place for place in places(argv[0], environment) if os.access(place, os.X_OK))
+    actions = [] if has_stdin else [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
+    return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True)
