@@ -5,19 +5,18 @@ most programs are. So the waiting child starts the program beside itself, as pos
 end, says how that was, and is ready for what comes next. Where it cannot, it becomes the program itself.
 
 A program has to be the agent's from its first instruction, and may signal what is the agent's. The kernel keeps ids for each thread,
-and when a process is signalled asks for those of its first. So a thread of its own takes the agent's, starts the program, and ends.
+and when a process is signalled asks for those of its first. So a thread of its own takes the agent's, and starts the program.
 """
 
 from __future__ import annotations
 
 import _thread
-import ctypes
 import os
 import socket
 import struct
 
 from agentrl.sandbox.inside.child import places
-from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC
+from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, Victim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -68,48 +67,54 @@ class Launcher:
         self.users = users
         self.control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=control)
         self.nowhere = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self.victim = users.open_victim()
+        self.victim = Victim()
         self.able = launches(users)
 
     def launch(self, argument: Argument, has_stdin: bool) -> bool:
         """Runs a program to its end, and takes the next one's pipes; False when this process is to become the program."""
         if not self.able:
             return False
-        pid = self.started(argument, has_stdin)
-        if pid == 0:
-            self.say(ITSELF)
-            return False
-        for place in range(3):  # a pipe is at its end when the program, and what it leaves, have closed it
-            os.dup2(self.nowhere, place)
-        _, status = os.waitpid(pid, 0)
-        self.say(status)
-        self.take_pipes()
-        return True
-
-    def started(self, argument: Argument, has_stdin: bool) -> int:
-        """Process id of the program; 0 when it could not be started."""
         pids: list[int] = []
         done = _thread.allocate_lock()
         done.acquire()
 
-        def start() -> None:
+        def launch_and_wait() -> None:
             try:
-                take_ids(self.users)
-                pids.append(spawned(argument, has_stdin))
+                pids.append(self.started(argument, has_stdin))
+                self.see_out(pids[0])
             except Exception:  # whatever it is, who becomes the program meets it again, and says so
                 return
             finally:
                 done.release()
 
-        os.write(self.victim, b"1000")
         try:
-            _thread.start_new_thread(start, ())
+            _thread.start_new_thread(launch_and_wait, ())
             done.acquire()
         except RuntimeError:  # no room for a thread
-            return 0
+            pass
+        if not pids:
+            self.say(ITSELF)
+            return False
+        self.take_pipes()
+        return True
+
+    def started(self, argument: Argument, has_stdin: bool) -> int:
+        """Process id of the program, which this thread starts as the agent. Raises whatever it is that does not allow it."""
+        agent, server = self.users.agent, self.users.server
+        self.victim.mark()
+        try:
+            take_ids(agent, agent, server)  # with the server's as the third, this process's limits stay out of reach
+            return spawned(argument, has_stdin)
         finally:
-            os.write(self.victim, b"0")
-        return pids[0] if pids else 0
+            take_ids(server, server, server)
+            self.victim.take_back()
+
+    def see_out(self, pid: int) -> None:
+        """Waits for the end of the program. The thread stays as long: to the kernel it is the parent, whose end a program may mind."""
+        for place in range(3):  # a pipe is at its end when the program, and what it leaves, have closed it
+            os.dup2(self.nowhere, place)
+        _, status = os.waitpid(pid, 0)
+        self.say(status)
 
     def say(self, status: int) -> None:
         self.control.send(SAID.pack(status))
@@ -125,17 +130,17 @@ class Launcher:
 
     def leave(self) -> None:
         """Leaves this process to a program: without memory that goes, not the server; with SYS_RESOURCE it cannot take it back."""
-        os.write(self.victim, b"1000")
-        os.close(self.victim)
+        self.victim.mark()
+        self.victim.close()
         os.close(self.nowhere)
         self.control.detach()
 
 
-def take_ids(users: Users) -> None:
-    """Gives this thread the agent's ids. With the server's in the third place, the process's limits are out of the agent's reach."""
+def take_ids(real: int, effective: int, saved: int) -> None:
+    """Gives this thread users and groups of these numbers."""
     for number in SET_IDS:
-        if LIBC.syscall(number, users.agent, users.agent, users.server) != 0:
-            raise OSError(ctypes.get_errno(), "cannot become the agent")
+        if LIBC.syscall(number, real, effective, saved) != 0:
+            os._exit(70)  # it is nobody then that it should be
 
 
 def spawned(argument: Argument, has_stdin: bool) -> int:

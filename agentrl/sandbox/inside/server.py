@@ -172,7 +172,10 @@ class Server:
         if self.through is not None:
             child, self.through = self.through, None
             with contextlib.suppress(OSError):
-                self.waiting = child if child.again() else None
+                if child.again():
+                    self.waiting = child
+                else:
+                    child.close()
         if self.waiting is None and self.paused_at is None:
             with contextlib.suppress(OSError):
                 self.waiting = Waiting(self.users, self.likely)

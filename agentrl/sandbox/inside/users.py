@@ -72,13 +72,6 @@ class Users:
         """What holds for this process, a forked child, from before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
 
-    def open_victim(self) -> int:
-        """Descriptor through which this process, a forked child, says how likely a victim it is when there is no memory."""
-        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-        prctl(PR_SET_DUMPABLE, 0)
-        return fd
-
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""
         if self.server != self.agent:
@@ -86,6 +79,26 @@ class Users:
             os.setresuid(self.agent, self.agent, self.agent)
             set_capabilities(())
         prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own; the channel is closed by now
+
+
+class Victim:
+    """The mark of this process, a forked child, and of what it starts, by which the kernel chooses whom to end without memory."""
+
+    def __init__(self) -> None:
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
+        self.fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        prctl(PR_SET_DUMPABLE, 0)
+        self.before = os.read(self.fd, 16)
+
+    def mark(self) -> None:
+        """From now on a program goes, not the server; without SYS_RESOURCE it cannot take that back."""
+        os.write(self.fd, b"1000")
+
+    def take_back(self) -> None:
+        os.write(self.fd, self.before)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 def mapped(user: int) -> bool:
