@@ -16,12 +16,12 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import places
-from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, Victim
+from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentrl.sandbox.inside.spawn import Waiting
-    from agentrl.sandbox.inside.users import Users
+    from agentrl.sandbox.inside.users import Users, Victim
 
     Argument = tuple[list[str], dict[str, str] | None]
 
@@ -63,17 +63,13 @@ class Launch:
 class Launcher:
     """What a waiting child launches with; no program inherits its descriptors."""
 
-    def __init__(self, users: Users, control: int) -> None:
-        self.users = users
+    def __init__(self, users: Users, victim: Victim, control: int) -> None:
+        self.users, self.victim = users, victim
         self.control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=control)
         self.nowhere = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self.victim = Victim()
-        self.able = launches(users)
 
     def launch(self, argument: Argument, has_stdin: bool) -> bool:
         """Runs a program to its end, and takes the next one's pipes; False when this process is to become the program."""
-        if not self.able:
-            return False
         pids: list[int] = []
         done = _thread.allocate_lock()
         done.acquire()
@@ -101,13 +97,13 @@ class Launcher:
     def started(self, argument: Argument, has_stdin: bool) -> int:
         """Process id of the program, which this thread starts as the agent. Raises whatever it is that does not allow it."""
         agent, server = self.users.agent, self.users.server
-        self.victim.mark()
+        before = self.victim.mark()
         try:
             take_ids(agent, agent, server)  # with the server's as the third, this process's limits stay out of reach
             return spawned(argument, has_stdin)
         finally:
             take_ids(server, server, server)
-            self.victim.take_back()
+            self.victim.take_back(before)
 
     def see_out(self, pid: int) -> None:
         """Waits for the end of the program. The thread stays as long: to the kernel it is the parent, whose end a program may mind."""
@@ -128,10 +124,8 @@ class Launcher:
             os.dup2(fd, place)
             os.close(fd)
 
-    def leave(self) -> None:
-        """Leaves this process to a program: without memory that goes, not the server; with SYS_RESOURCE it cannot take it back."""
-        self.victim.mark()
-        self.victim.close()
+    def close(self) -> None:
+        """Before this process becomes something else; what it hears from the server by stays open."""
         os.close(self.nowhere)
         self.control.detach()
 

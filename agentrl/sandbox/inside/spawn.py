@@ -16,9 +16,9 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import rehearse, run_argv, run_snippet
-from agentrl.sandbox.inside.launch import Launcher
+from agentrl.sandbox.inside.launch import Launcher, launches
 from agentrl.sandbox.inside.session import CONTROL, run_session
-from agentrl.sandbox.inside.users import HOME, SERVER_FILES
+from agentrl.sandbox.inside.users import HOME, SERVER_FILES, Victim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -109,12 +109,16 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)
         users.limit_program()
-        launcher = Launcher(users, CONTROL)
+        victim = Victim()
         rehearse(likely)
         kind, argument, has_stdin = taken_work()
-        while kind == "exec" and launcher.launch(argument, has_stdin):
-            kind, argument, has_stdin = taken_work()
-        launcher.leave()
+        if kind == "exec" and launches(users):
+            launcher = Launcher(users, victim, CONTROL)
+            while kind == "exec" and launcher.launch(argument, has_stdin):
+                kind, argument, has_stdin = taken_work()
+            launcher.close()
+        victim.mark()
+        victim.close()
         if not has_stdin:
             nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
             os.dup2(nothing, 0)

@@ -88,14 +88,15 @@ class Victim:
         prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
         self.fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         prctl(PR_SET_DUMPABLE, 0)
-        self.before = os.read(self.fd, 16)
 
-    def mark(self) -> None:
-        """From now on a program goes, not the server; without SYS_RESOURCE it cannot take that back."""
+    def mark(self) -> bytes:
+        """From now on a program goes, not the server; without SYS_RESOURCE it cannot take that back. Gives what was before."""
+        before = os.pread(self.fd, 16, 0)
         os.write(self.fd, b"1000")
+        return before
 
-    def take_back(self) -> None:
-        os.write(self.fd, self.before)
+    def take_back(self, before: bytes) -> None:
+        os.write(self.fd, before)
 
     def close(self) -> None:
         os.close(self.fd)
