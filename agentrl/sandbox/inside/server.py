@@ -11,6 +11,7 @@ import signal
 import time
 
 from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, take_snapshot
+from agentrl.sandbox.inside.launch import Launch, launches
 from agentrl.sandbox.inside.program import Program, cannot_start, kill_everything
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
 from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
@@ -33,6 +34,7 @@ class Server:
         self.link, self.users = link, users
         self.paused_at: float | None = None
         self.waiting: Waiting | None = None
+        self.through: Waiting | None = None  # has launched a program, which has ended
         self.likely = "python"
         self.sessions: dict[str, Session] = {}
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -89,8 +91,24 @@ class Server:
             child = self.child()
         except OSError as error:
             return cannot_start(error)
+        program = Program(child.pid, child.pipes, request, *data)
+        if request["op"] == "exec" and launches(self.users):
+            return self.see_launched(child, program)
         child.control.close()
-        return self.watched(Program(child.pid, child.pipes, request, *data), None)
+        return self.watched(program, None)
+
+    def see_launched(self, child: Waiting, program: Program) -> Answer:
+        """Sees a program to its end that `child` launches, or becomes."""
+        launch = Launch(child)
+        answer = self.watched(program, launch)
+        if launch.through() is not None:
+            self.through = child
+            return answer
+        child.control.close()
+        if launch.said is None:  # killed, so that nobody heard of the program's end
+            kill_everything(signal.SIGKILL)
+            self.await_gone()
+        return answer
 
     def run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
         """Runs `code` in the session `name`, which is started, or started anew, where it does not live."""
@@ -120,24 +138,24 @@ class Server:
         child = self.child()
         return Session(child), Program(child.pid, child.pipes, request, work("session", code))
 
-    def watched(self, program: Program, session: Session | None) -> Answer:
-        """Sees a program, or a call in a session, to its end."""
+    def watched(self, program: Program, teller: Session | Launch | None) -> Answer:
+        """Sees a program to its end, or what `teller` tells the end of: a call in a session, or a program launched."""
         program.feed()
         for fd in program.outputs:
             self.poll.register(fd, select.POLLIN)
         if program.stdin is not None:
             self.poll.register(program.stdin, select.POLLOUT)
-        if session is not None:
-            self.poll.register(session.control, select.POLLIN)
+        if teller is not None:
+            self.poll.register(teller.control, select.POLLIN)
         try:
-            while self.step(program, session):
+            while self.step(program, teller):
                 pass
         finally:
             for fd in [*program.outputs, *([program.stdin] if program.stdin is not None else [])]:
                 self.poll.unregister(fd)
-            if session is not None:
+            if teller is not None:
                 with contextlib.suppress(KeyError):  # it has said what it had to say
-                    self.poll.unregister(session.control)
+                    self.poll.unregister(teller.control)
             program.close()
         if program.timed_out:
             self.await_gone()
@@ -151,6 +169,13 @@ class Server:
 
     def have_a_child_wait(self) -> None:
         """Forks the next program's process ahead of need; without room for one it is forked, or refused, when it is needed."""
+        if self.through is not None:
+            child, self.through = self.through, None
+            with contextlib.suppress(OSError):
+                if child.again():
+                    self.waiting = child
+                else:
+                    child.close()
         if self.waiting is None and self.paused_at is None:
             with contextlib.suppress(OSError):
                 self.waiting = Waiting(self.users, self.likely)
@@ -171,7 +196,7 @@ class Server:
             self.poll = poll
         frame(fields, output)
 
-    def step(self, program: Program, session: Session | None) -> bool:
+    def step(self, program: Program, teller: Session | Launch | None) -> bool:
         """Waits for one thing to happen to the program; False when it is over and its output read."""
         now = time.monotonic()
         running = program.status is None
@@ -193,11 +218,11 @@ class Server:
             elif fd in program.outputs:
                 if program.take(fd):
                     self.poll.unregister(fd)
-            elif session is not None and fd == session.control.fileno():
+            elif teller is not None and fd == teller.control.fileno():
                 self.poll.unregister(fd)  # it has one thing to say in a call
-                said = session.through()
+                said = teller.through()
                 if said is not None:
-                    program.end(said << 8)
+                    program.end(said)
         # A program that has ended has written all it will; what others hold open is only read while data is there at once.
         return running or any(fd in program.outputs for fd, _ in ready)
 

@@ -49,7 +49,7 @@ class Session:
         return True
 
     def through(self) -> int | None:
-        """Reads a packet: 0 or 1 when the session says that the call is over, None when it says nothing that is its to say."""
+        """Reads a packet: a status in the kernel's form when the session says that the call is over, 0 or 1; None for all else."""
         try:
             packet = self.control.recv(THROUGH.size + 1)
         except OSError:
@@ -57,7 +57,7 @@ class Session:
         if len(packet) == THROUGH.size:
             number, status = THROUGH.unpack(packet)
             if number == self.calls and status in (0, 1):
-                return int(status)
+                return int(status) << 8
         self.end()
         return None
 

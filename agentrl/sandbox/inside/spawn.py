@@ -1,8 +1,9 @@
 """The start of programs: a child waits, forked and made ready ahead of need, so that a call waits only for the program itself.
 
 The server forks it after a reply, when nobody waits for anything. It is still the server's user, out of reach of programs left
-running, and in the place that the next program has under the limit on processes. While a program runs there is none; during a
-call in a session one goes on waiting.
+running, and in a place that a program has under the limit on processes. It becomes the snippet or the session that it is given;
+a program it launches (see `launch`), and waits again after it. While a snippet runs there is none; during a call in a session one
+goes on waiting.
 What it is to do comes as the first bytes of its standard input; what follows is the program's own.
 """
 
@@ -15,8 +16,9 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import rehearse, run_argv, run_snippet
+from agentrl.sandbox.inside.launch import Launcher, launches
 from agentrl.sandbox.inside.session import CONTROL, run_session
-from agentrl.sandbox.inside.users import HOME, SERVER_FILES
+from agentrl.sandbox.inside.users import HOME, SERVER_FILES, Victim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,6 +69,17 @@ class Waiting:
         self.pipes.handed_over()
         control.close()
 
+    def again(self) -> bool:
+        """Hands over the pipes of the next program to a child that has launched one; False when it does not take them."""
+        self.pipes = Pipes()
+        try:
+            socket.send_fds(self.control, [b"\0"], self.pipes.theirs)
+        except OSError:
+            return False
+        finally:
+            self.pipes.handed_over()
+        return True
+
     def close(self) -> None:
         """For one that has died waiting."""
         self.pipes.close()
@@ -96,11 +109,20 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)
         users.limit_program()
+        victim = Victim()
         rehearse(likely)
-        (size,) = WORK_SIZE.unpack(taken(WORK_SIZE.size))
-        kind, argument, has_stdin = marshal.loads(taken(size))
+        kind, argument, has_stdin = taken_work()
+        if kind == "exec" and launches(users):
+            launcher = Launcher(users, victim, CONTROL)
+            while kind == "exec" and launcher.launch(argument, has_stdin):
+                kind, argument, has_stdin = taken_work()
+            launcher.close()
+        victim.mark()
+        victim.close()
         if not has_stdin:
-            os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+            nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+            os.dup2(nothing, 0)
+            os.close(nothing)
         if kind != "session":
             os.close(CONTROL)
         users.become_agent()
@@ -109,6 +131,13 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         os.write(2, (f"agentrl: {error!r}\n").encode())
     finally:
         os._exit(status)
+
+
+def taken_work() -> tuple[str, Any, bool]:
+    """What this process is to do; ends it when the server has gone."""
+    (size,) = WORK_SIZE.unpack(taken(WORK_SIZE.size))
+    kind, argument, has_stdin = marshal.loads(taken(size))
+    return kind, argument, has_stdin
 
 
 def taken(size: int) -> bytes:

@@ -71,11 +71,6 @@ class Users:
     def limit_program(self) -> None:
         """What holds for this process, a forked child, from before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
-        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next two lines
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"1000")  # without memory a program goes, not the server; with SYS_RESOURCE it cannot be taken back
-        os.close(fd)
-        prctl(PR_SET_DUMPABLE, 0)
 
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""
@@ -84,6 +79,27 @@ class Users:
             os.setresuid(self.agent, self.agent, self.agent)
             set_capabilities(())
         prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own; the channel is closed by now
+
+
+class Victim:
+    """The mark of this process, a forked child, and of what it starts, by which the kernel chooses whom to end without memory."""
+
+    def __init__(self) -> None:
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
+        self.fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        prctl(PR_SET_DUMPABLE, 0)
+
+    def mark(self) -> bytes:
+        """From now on a program goes, not the server; without SYS_RESOURCE it cannot take that back. Gives what was before."""
+        before = os.pread(self.fd, 16, 0)
+        os.write(self.fd, b"1000")
+        return before
+
+    def take_back(self, before: bytes) -> None:
+        os.write(self.fd, before)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 def mapped(user: int) -> bool:

@@ -30,5 +30,6 @@ try:
     os.setpriority(os.PRIO_USER, 0, 19)
 except OSError:
     pass
-shown = [entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in (1, mine)]
+servers = (1, os.getppid())  # the exec server, and what of it has launched this program
+shown = [entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in (*servers, mine)]
 print(f"ESCAPED: {done[:8]} {shown}" if done or shown else "held: alone in its process space")
