@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import images, layout, server_code
+from agentrl.sandbox import giving_up, images, layout, server_code
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.place import ChannelSandbox
 
@@ -69,7 +69,8 @@ class ChannelBackend(abc.ABC):
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                tree = await self._ensure(image)
+                with giving_up.told():
+                    tree = await self._ensure(image)
             async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
                 code = await server_code.compiled(image, lambda: self._first(spec, from_source))

@@ -65,7 +65,7 @@ class BubblewrapBackend(ChannelBackend):
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
-        with sandbox_folder(name) as folder, contextlib.ExitStack() as undo:  # nothing here waits for a process to end
+        async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:  # nothing here waits for a process to end
             mark_folder(folder, self.name, self.run_label)
             door = egress.Door.where_wanted(name, spec, folder)
             if door is not None:

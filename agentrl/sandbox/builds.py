@@ -23,7 +23,7 @@ import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import engine, layout
+from agentrl.sandbox import engine, giving_up, layout
 from agentrl.sandbox.build_context import BuildContext, instructions
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
@@ -206,6 +206,7 @@ def _said(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
     deadline = time.monotonic() + BUILD_S
     try:
         while True:
+            giving_up.look()
             if time.monotonic() > deadline:
                 raise TaskError(
                     f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="make it do less, or build a base image for it"

@@ -93,7 +93,7 @@ class DockerBackend(ChannelBackend):
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
-        with sandbox_folder(name) as folder, contextlib.ExitStack() as undo:
+        async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             door = egress.Door.where_wanted(name, spec, folder)
             if door is not None:
                 undo.callback(door.abandon)

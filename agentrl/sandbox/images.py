@@ -31,10 +31,11 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.sandbox import build_context, builds
+from agentrl.sandbox import build_context, builds, giving_up
 from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
+LOOK_S = 0.5
 NOTE_S = 3600.0
 LAYOUT = 3
 """Raised when the way images are built changes, so that none built the old way is used."""
@@ -206,6 +207,7 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
                     raise UserError(
                         f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
                     ) from None
+                giving_up.look()
                 time.sleep(0.2)
         yield
 
@@ -258,7 +260,7 @@ def _run(command: list[str], target: Path) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         ) as process:
             try:
-                output, _ = process.communicate(timeout=BUILD_S)
+                output = _output(process)
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
@@ -275,6 +277,17 @@ def _run(command: list[str], target: Path) -> None:
             f"{' '.join(command)} failed with status {process.returncode}:\n{tail}",
             fix="check suite and packages in image.toml, that the package mirror answers, and the free disk space",
         )
+
+
+def _output(process: subprocess.Popen[bytes]) -> bytes:
+    deadline = time.monotonic() + BUILD_S
+    while True:
+        try:
+            return process.communicate(timeout=LOOK_S)[0]
+        except subprocess.TimeoutExpired:
+            giving_up.look()
+            if time.monotonic() > deadline:
+                raise
 
 
 def _remove(path: Path) -> None:

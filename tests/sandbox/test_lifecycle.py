@@ -202,6 +202,28 @@ async def test_different_images_are_made_at_once_and_the_same_one_once(root):
     await backend.close()
 
 
+@pytest.mark.bubblewrap
+async def test_a_build_that_nobody_waits_for_is_ended(root, tmp_path, monkeypatch):
+    """Else a driver that is interrupted goes on until its image is built, for it waits for its threads."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mmdebstrap").write_text(
+        f"#!/bin/sh\necho $$ > {tmp_path}/pid.new && mv {tmp_path}/pid.new {tmp_path}/pid\nsleep 900\n"
+    )
+    (tmp_path / "bin" / "mmdebstrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    first, second = (asyncio.create_task(BubblewrapBackend(run_label="test", root=root).prepare(SPEC)) for _ in range(2))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "pid").exists():
+            await asyncio.sleep(0.01)
+        for preparing in (first, second):  # one builds, the other waits for the lock
+            preparing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await preparing
+        await asyncio.get_running_loop().shutdown_default_executor()  # as `asyncio.run` does in the end
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+
+
 async def test_the_first_sandbox_of_an_image_has_a_deadline(backend, root, tmp_path, monkeypatch):
     built = images.load_image(root / "image")
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
