@@ -88,19 +88,21 @@ def nothing_left() -> Iterator[None]:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and (_ours() - processes or _shm() - shm or _containers() - containers):
         time.sleep(0.2)
-    left = {psutil.Process(pid).cmdline()[:6].__repr__() for pid in _ours() - processes if psutil.pid_exists(pid)}
+    left = {pid: line for pid, line in _command_lines().items() if pid in _ours() - processes}
     assert not left, left
     assert _shm() - shm == set()
     assert _containers() - containers == set()
 
 
+def _command_lines() -> dict[int, str]:
+    """Of every process that is no zombie."""
+    found = psutil.process_iter(["cmdline", "status"])  # without those that end meanwhile
+    return {one.pid: " ".join(one.info["cmdline"] or ()) for one in found if one.info["status"] != psutil.STATUS_ZOMBIE}
+
+
 def _ours() -> set[int]:
     marks = ("agentrl", "vllm", "bwrap", "torch.distributed")
-    found = set()
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(mark in line for mark in marks) and "pytest" not in line:
-            found.add(process.pid)
+    found = {pid for pid, line in _command_lines().items() if any(mark in line for mark in marks) and "pytest" not in line}
     return found - {os.getpid()}
 
 

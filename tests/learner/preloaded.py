@@ -22,7 +22,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("agentrl.learner.steps", "deepspeed", "peft", "transformers.models.qwen3.modeling_qwen3", "tests.learner.building")
+HEAVY = (
+    "agentrl.learner.steps",
+    "deepspeed",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
+    "transformers.models.qwen3.modeling_qwen3",
+    "tests.learner.building",
+)
 
 
 def command(address: Path, ranks: int, module: str, *arguments: str) -> list[str]:
@@ -34,7 +41,13 @@ def command(address: Path, ranks: int, module: str, *arguments: str) -> list[str
 def hosting(folder: Path) -> Iterator[Path]:
     """A host in a process of its own; gives the address for `command`."""
     address = folder / "host.sock"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     arguments = [sys.executable, "-m", "tests.learner.preloaded", "host", str(address), str(os.getpid())]
     host = subprocess.Popen(arguments, cwd=ROOT, env=environment)
     try:

@@ -46,7 +46,7 @@ def _command_lines() -> list[str]:
 
 def _listening(argument: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """Addresses at which the processes with `argument` on their command line wait for connections."""
-    processes = [process for process in psutil.process_iter() if argument in process.cmdline()]
+    processes = [found for found in psutil.process_iter(["cmdline"]) if argument in (found.info["cmdline"] or ())]  # others may be ending
     sockets = [found for process in processes for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN]
     return [ipaddress.ip_address(found.laddr.ip) for found in sockets]
 

@@ -137,13 +137,13 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
     real = engine.address()
     relay = Relay(str(tmp_path / "relay.sock"), real.removeprefix("unix://"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
-    monkeypatch.setattr(docker, "LEAVING_S", 3.0)
-    monkeypatch.setattr(docker, "QUICK_S", 4.0)
     backend = DockerBackend(run_label="test", root=root)
     try:
         await backend.prepare(SPEC)
         good, doomed = await backend.open(SPEC), await backend.open(SPEC)
         relay.silent = True
+        for name, seconds in (("LEAVING_S", 1.0), ("QUICK_S", 1.5), ("UNDO_S", 1.0)):  # the daemon that answers has its full time
+            monkeypatch.setattr(docker, name, seconds)
         assert (await good.python("print(1)", timeout_s=60)).ok  # what is open needs no daemon
         with in_time(), pytest.raises(SandboxTimeout, match=r"in 2\.0 s"):
             await backend.open(SPEC, timeout_s=2.0)
@@ -156,6 +156,7 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
             await backend.close()
     finally:
         relay.close()
+        monkeypatch.undo()
         monkeypatch.setenv("DOCKER_HOST", real)
         for name in docker.containers(f"{engine.LABEL_RUN}=test"):
             docker.remove(name)
