@@ -16,12 +16,12 @@ import socket
 import struct
 
 from agentrl.sandbox.inside.child import places
-from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC
+from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, VICTIM
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentrl.sandbox.inside.spawn import Waiting
-    from agentrl.sandbox.inside.users import Users, Victim
+    from agentrl.sandbox.inside.users import Users
 
     Argument = tuple[list[str], dict[str, str] | None]
 
@@ -63,8 +63,9 @@ class Launch:
 class Launcher:
     """What a waiting child launches with; no program inherits its descriptors."""
 
-    def __init__(self, users: Users, victim: Victim, control: int) -> None:
+    def __init__(self, users: Users, victim: int, control: int) -> None:
         self.users, self.victim = users, victim
+        self.spared = os.pread(victim, 16, 0)
         self.control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fileno=control)
         self.nowhere = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
@@ -77,11 +78,11 @@ class Launcher:
         def launch_and_wait() -> None:
             try:
                 pids.append(self.started(argument, has_stdin))
-                self.see_out(pids[0])
             except Exception:  # whatever it is, who becomes the program meets it again, and says so
-                return
-            finally:
-                done.release()
+                pass
+            else:
+                self.see_out(pids[0])
+            done.release()
 
         try:
             _thread.start_new_thread(launch_and_wait, ())
@@ -97,13 +98,13 @@ class Launcher:
     def started(self, argument: Argument, has_stdin: bool) -> int:
         """Process id of the program, which this thread starts as the agent. Raises whatever it is that does not allow it."""
         agent, server = self.users.agent, self.users.server
-        before = self.victim.mark()
+        os.write(self.victim, VICTIM)
         try:
             take_ids(agent, agent, server)  # with the server's as the third, this process's limits stay out of reach
             return spawned(argument, has_stdin)
         finally:
             take_ids(server, server, server)
-            self.victim.take_back(before)
+            os.write(self.victim, self.spared)
 
     def see_out(self, pid: int) -> None:
         """Waits for the end of the program. The thread stays as long: to the kernel it is the parent, whose end a program may mind."""
@@ -113,7 +114,11 @@ class Launcher:
         self.say(status)
 
     def say(self, status: int) -> None:
-        self.control.send(SAID.pack(status))
+        """Tells the server; ends the process when that has gone."""
+        try:
+            self.control.send(SAID.pack(status))
+        except OSError:
+            os._exit(0)
 
     def take_pipes(self) -> None:
         """Waits for the next program's pipes, to be this process's own meanwhile; ends it when the server has gone."""

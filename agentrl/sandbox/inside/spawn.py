@@ -18,7 +18,7 @@ import struct
 from agentrl.sandbox.inside.child import rehearse, run_argv, run_snippet
 from agentrl.sandbox.inside.launch import Launcher, launches
 from agentrl.sandbox.inside.session import CONTROL, run_session
-from agentrl.sandbox.inside.users import HOME, SERVER_FILES, Victim
+from agentrl.sandbox.inside.users import HOME, SERVER_FILES, VICTIM
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)
         users.limit_program()
-        victim = Victim()
+        victim = users.open_victim()
         rehearse(likely)
         kind, argument, has_stdin = taken_work()
         if kind == "exec" and launches(users):
@@ -117,8 +117,8 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
             while kind == "exec" and launcher.launch(argument, has_stdin):
                 kind, argument, has_stdin = taken_work()
             launcher.close()
-        victim.mark()
-        victim.close()
+        os.write(victim, VICTIM)
+        os.close(victim)
         if not has_stdin:
             nothing = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
             os.dup2(nothing, 0)

@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 SERVER_FILES = 256
+VICTIM = b"1000"
+"""The mark of programs: without memory they go, not the server. What has it from a process with SYS_RESOURCE cannot take it back."""
 CAPABILITY_VERSION_3 = 0x20080522
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 8, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
@@ -72,6 +74,13 @@ class Users:
         """What holds for this process, a forked child, from before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
 
+    def open_victim(self) -> int:
+        """Descriptor of this forked child's mark by which the kernel chooses whom to end without memory (see `VICTIM`)."""
+        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
+        fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        prctl(PR_SET_DUMPABLE, 0)
+        return fd
+
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""
         if self.server != self.agent:
@@ -79,27 +88,6 @@ class Users:
             os.setresuid(self.agent, self.agent, self.agent)
             set_capabilities(())
         prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own; the channel is closed by now
-
-
-class Victim:
-    """The mark of this process, a forked child, and of what it starts, by which the kernel chooses whom to end without memory."""
-
-    def __init__(self) -> None:
-        prctl(PR_SET_DUMPABLE, 1)  # its /proc/self is its own for the next line
-        self.fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-        prctl(PR_SET_DUMPABLE, 0)
-
-    def mark(self) -> bytes:
-        """From now on a program goes, not the server; without SYS_RESOURCE it cannot take that back. Gives what was before."""
-        before = os.pread(self.fd, 16, 0)
-        os.write(self.fd, b"1000")
-        return before
-
-    def take_back(self, before: bytes) -> None:
-        os.write(self.fd, before)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 def mapped(user: int) -> bool:
