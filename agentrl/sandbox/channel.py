@@ -98,7 +98,7 @@ class Channel:
         """Calls in flight wait without a deadline until `start_clocks`: the sandbox is paused."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
-            if call.deadline is not None and (when := call.deadline.when()) is not None:
+            if call.deadline is not None and not call.deadline.expired() and (when := call.deadline.when()) is not None:
                 call.left_s = when - now
                 call.deadline.reschedule(None)
 
@@ -106,7 +106,7 @@ class Channel:
         """Calls that were in flight at `stop_clocks` have left what they had left then."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
-            if call.deadline is not None and call.left_s is not None:
+            if call.deadline is not None and not call.deadline.expired() and call.left_s is not None:
                 call.deadline.reschedule(now + call.left_s)
                 call.left_s = None
 

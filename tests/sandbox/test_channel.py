@@ -166,6 +166,21 @@ async def test_stopped_clocks_let_a_call_take_longer(pair):
     await call
 
 
+async def test_clocks_leave_alone_a_call_whose_time_has_just_run_out(pair):
+    channel, peer = pair
+    call = asyncio.create_task(channel.call("op", timeout_s=60.0))
+    await peer.request()
+    (waiting,) = channel._calls.values()
+    waiting.deadline.reschedule(0.0)
+    await asyncio.sleep(0)
+    assert waiting.deadline.expired()
+    assert not call.done()
+    channel.stop_clocks()
+    channel.start_clocks()
+    with pytest.raises(SandboxTimeout):
+        await call
+
+
 async def test_a_forged_program_result_destroys_the_sandbox(pair):
     channel, peer = pair
     destroyed = []
