@@ -169,8 +169,8 @@ async def test_stopped_clocks_let_a_call_take_longer(pair):
 async def test_clocks_leave_alone_a_call_whose_time_has_just_run_out(pair):
     channel, peer = pair
     call = asyncio.create_task(channel.call("op", timeout_s=60.0))
-    await peer.request()
-    (waiting,) = channel._calls.values()
+    number = (await peer.request())[0]["id"]
+    waiting = channel._calls[number]
     waiting.deadline.reschedule(0.0)
     await asyncio.sleep(0)
     assert waiting.deadline.expired()
