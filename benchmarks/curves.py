@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def interval(values: list[float], base: list[float], confidence: float) -> tuple
     """Interval of the difference of two means; a point where neither side varies."""
     if len(set(values)) == len(set(base)) == 1:
         return (values[0] - base[0],) * 2
-    found = ttest_ind(values, base, equal_var=False).confidence_interval(confidence)
+    with warnings.catch_warnings():  # scipy warns when the runs of one side are all alike, as success rates near 1 may be
+        warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
+        found = ttest_ind(values, base, equal_var=False).confidence_interval(confidence)
     return float(found.low), float(found.high)
 
 
