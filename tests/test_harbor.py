@@ -99,7 +99,7 @@ from pathlib import Path
 def test_counts(tmp_path):
     log = tmp_path / "other.log"
     log.write_text("ERROR x\\nERROR y\\nINFO z\\n")
-    done = subprocess.run(["python3", "/app/count.py", str(log)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["python3", "/app/count.py", str(log)], capture_output=True, text=True, timeout=30)
     assert done.stdout == "ERROR 2\\nINFO 1\\n"
 
 
