@@ -6,14 +6,15 @@ import abc
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import giving_up, images, layout, server_code
+from agentrl.sandbox import egress, giving_up, images, layout, server_code
 from agentrl.sandbox.build_context import BuildContext
+from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.place import ChannelSandbox
 
 MAX_OPENING = 8
@@ -120,6 +121,26 @@ class ChannelBackend(abc.ABC):
         if ended := list(self._openings.values()):
             await asyncio.wait(ended, timeout=ENDING_S)
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
+
+    async def _greeted(
+        self, sandbox: ChannelSandbox, channel: Channel, door: egress.Door | None, *, explain: Callable[[], str] = str
+    ) -> ChannelSandbox:
+        """`sandbox`, once its exec server has greeted and its network, where it has one, is the host's; else nothing is left of it.
+
+        `explain` is asked what else is known of a failure, before the sandbox's folder goes.
+        """
+        self._open[sandbox.id] = sandbox
+        try:
+            await channel.hello()
+            if door is not None:
+                await door.take()
+        except BaseException as error:
+            said = explain()
+            await sandbox.close()
+            if said and isinstance(error, SandboxError):
+                raise SandboxError(f"{error}; {said}") from None
+            raise
+        return sandbox
 
     async def _first(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         """The sandbox in which the exec server is compiled."""

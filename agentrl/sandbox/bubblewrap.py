@@ -92,19 +92,7 @@ class BubblewrapBackend(ChannelBackend):
 
         channel = Channel(reader, writer, name=name)
         sandbox = ChannelSandbox(name, spec, channel, destroy)
-        self._open[name] = sandbox
-        try:
-            await channel.hello()
-            if door is not None:
-                await door.take()
-        except SandboxError as error:
-            said = _log(folder)
-            await sandbox.close()
-            raise SandboxError(f"{error}; bwrap says: {said or 'nothing'}") from None
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return await self._greeted(sandbox, channel, door, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
 
     async def _spawn(
         self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None

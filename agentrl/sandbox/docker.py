@@ -32,7 +32,7 @@ import requests
 from docker.errors import APIError, DockerException, NotFound
 from docker.transport import UnixHTTPAdapter
 
-from agentrl.errors import SandboxError, SandboxTimeout
+from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import allowance, builds, egress, engine, images
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
@@ -111,16 +111,7 @@ class DockerBackend(ChannelBackend):
                 await self._discard(name)
 
         channel = Channel(reader, writer, name=name)
-        sandbox = ChannelSandbox(name, spec, channel, destroy)
-        self._open[name] = sandbox
-        try:
-            await channel.hello()
-            if door is not None:
-                await door.take()
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, door)
 
     async def _connect(self, spec: SandboxSpec, image: ReadyImage, name: str, folder: Path) -> Connection:
         """Creates the container and takes the connection of its exec server: the first one, before any other program runs there."""
@@ -316,6 +307,25 @@ def _await_removed(names: frozenset[str], timeout_s: float) -> None:
                 remove(name)
             return
         time.sleep(0.1)
+
+
+def ask(question: Callable[[], T], *, without: T) -> T:
+    """What `question`, put to the local daemon, gives; `without` where there is none, or one on another machine, which we never use.
+
+    Raises `SandboxTimeout` when the daemon is there and does not answer, `SandboxError` when it misbehaves.
+    """
+    try:
+        state = engine.state()
+    except SandboxUnavailable:
+        return without
+    if state == "absent":
+        return without
+    if state == "silent":
+        raise engine.silence()
+    try:
+        return question()
+    except (DockerException, requests.RequestException) as error:
+        raise engine.fault(error) from error
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import requests
 from docker.errors import APIError, DockerException
 
-from agentrl.errors import SandboxUnavailable
 from agentrl.sandbox import docker, engine
 from agentrl.sandbox.images import cache_folder
 
@@ -111,18 +111,9 @@ def _nobody_builds(folder: Path) -> Iterator[bool]:
 
 def _tags() -> dict[str, dict[str, int]]:
     """Key of an image -> tag -> size, of what the daemon has; empty without a daemon."""
-    try:
-        state = engine.state()
-    except SandboxUnavailable:  # one on another machine, which sandboxes never use
-        return {}
-    if state == "absent":
-        return {}
-    if state == "silent":
-        raise engine.silence()
-    try:
-        listed = docker.client(docker.REQUEST_S).images(filters={"reference": "agentrl/*"})
-    except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+    listed: list[dict[str, Any]] = docker.ask(
+        lambda: docker.client(docker.REQUEST_S).images(filters={"reference": "agentrl/*"}), without=[]
+    )
     found: dict[str, dict[str, int]] = {}
     for image in listed:
         for tag in image["RepoTags"] or ():

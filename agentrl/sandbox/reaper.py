@@ -13,7 +13,6 @@ from pathlib import Path
 import requests
 from docker.errors import DockerException
 
-from agentrl.errors import SandboxUnavailable
 from agentrl.sandbox import cgroups, docker, engine
 from agentrl.sandbox.lease import alive, read_mark, runtime_folder
 
@@ -83,15 +82,4 @@ def _inside(folder: Path) -> list[Path]:
 
 
 def _containers() -> dict[str, dict[str, str]]:
-    try:
-        state = engine.state()
-    except SandboxUnavailable:  # a daemon on another machine, which sandboxes never use
-        return {}
-    if state == "absent":
-        return {}
-    if state == "silent":
-        raise engine.silence()
-    try:
-        return docker.containers(engine.LABEL_LEASE)
-    except (DockerException, requests.RequestException) as error:
-        raise engine.fault(error) from error
+    return docker.ask(lambda: docker.containers(engine.LABEL_LEASE), without={})

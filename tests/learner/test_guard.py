@@ -6,20 +6,11 @@ import math
 
 import pytest
 
+from agentrl.learner.guard import _FIGURES as FIGURES
 from agentrl.learner.guard import REFUSE_ALL, Guard
 from agentrl.recipe import LearnerConfig, Limit, LimitsConfig
 from agentrl.records import Batch
 
-FIGURES = {
-    "max_kl": "kl_behaviour",
-    "max_kl_reference": "kl_reference",
-    "min_entropy": "entropy",
-    "max_clip_fraction": "clip_fraction",
-    "max_ratio": "ratio_max",
-    "max_mismatch_kl": "mismatch_kl",
-    "max_grad_norm": "grad_norm",
-    "min_effective_sample_size": "ess",
-}
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
 

@@ -14,7 +14,6 @@ from agentrl.sandbox.attacks.host_steps import STEPS
 from agentrl.sandbox.attacks.hostile_server import PATIENT
 from agentrl.sandbox.lease import lease
 
-IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 SPEC = SandboxSpec(
     image="image",
     memory_mb=ATTACK_SPEC.memory_mb,
@@ -24,13 +23,6 @@ SPEC = SandboxSpec(
 )
 docker = pytest.mark.docker
 bubblewrap = pytest.mark.bubblewrap
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "image").mkdir()
-    (tmp_path / "image" / "image.toml").write_text(IMAGE)
-    return tmp_path
 
 
 @pytest.mark.slow

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import psutil
 import pytest
 
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
@@ -18,18 +16,8 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import WarmPool, bubblewrap, cgroups, list_open, open_sandboxes, prune, select_backend
 from agentrl.sandbox.conformance import CHECKS, check
 from agentrl.sandbox.lease import lease, runtime_folder
+from tests.sandbox.building import BOTH, SPEC, inner_pid, lease_of_process, our_processes, processes_of
 from tests.waiting import until
-
-IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
-SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
-BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "image").mkdir()
-    (tmp_path / "image" / "image.toml").write_text(IMAGE)
-    return tmp_path
 
 
 @pytest.fixture(params=BOTH)
@@ -222,38 +210,3 @@ def test_without_any_backend_the_error_says_what_to_run(root, monkeypatch, tmp_p
     for name in ("auto", "docker", "bubblewrap"):
         with pytest.raises(SandboxUnavailable, match=r"fix: (.|\n)*apt-get install"):
             select_backend(name, run_label="test", root=root)
-
-
-def processes_of(word):
-    """Pids of processes with `word` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if word in path.read_text():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
-def our_processes():
-    """Pids of what this process has started, and of exec servers of its sandboxes whoever their parent is; not those of other runs."""
-    servers = {pid for pid in processes_of("exec_server") if lease_of_process(pid) == lease()}
-    return servers | {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def inner_pid(pid):
-    """The pid of a process in its own namespace."""
-    try:
-        return int(Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1])
-    except (OSError, IndexError):
-        return 0
-
-
-def lease_of_process(pid):
-    """The lease of the driver that a server process belongs to: bwrap's parent, or what is mounted into the container."""
-    try:
-        mounts = Path(f"/proc/{pid}/mountinfo").read_text()
-    except OSError:
-        return "?"
-    return lease() if lease() in mounts else "?"

@@ -8,20 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.records import SandboxSpec
 from agentrl.sandbox import list_open, select_backend
 from agentrl.sandbox.lease import lease
-from tests.sandbox.test_backends import BOTH, IMAGE, inner_pid, lease_of_process, processes_of
+from tests.sandbox.building import BOTH, SPEC, inner_pid, lease_of_process, processes_of
 
-SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
 MEMORY_ENDS = ("memory", "killed")
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "image").mkdir()
-    (tmp_path / "image" / "image.toml").write_text(IMAGE)
-    return tmp_path
 
 
 @pytest.fixture(params=BOTH)

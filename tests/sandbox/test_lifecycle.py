@@ -13,24 +13,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
-from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, WarmPool, cgroups, images, list_open, prune, select_backend
 from agentrl.sandbox.lease import lease, runtime_folder
+from tests.sandbox.building import BOTH, IMAGE, SPEC
 
-IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
-SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
-LISTED = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16, network=("127.0.0.1:9",))
-BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
+LISTED = replace(SPEC, network=("127.0.0.1:9",))
 
 DEAD = "00000000-1-1"
 """The lease of a driver before the last start of the machine."""
-
-
-@pytest.fixture
-def root(tmp_path):
-    (tmp_path / "image").mkdir()
-    (tmp_path / "image" / "image.toml").write_text(IMAGE)
-    return tmp_path
 
 
 @pytest.fixture(params=BOTH)
