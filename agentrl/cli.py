@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from agentrl import __version__
 from agentrl.errors import AgentRLError, RecipeError, UserError
+from agentrl.fuzzing.commands import EXAMPLE, fuzz
 from agentrl.plugins import add_project_root, resolve
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import Recipe, SandboxConfig, apply_overrides
@@ -36,6 +37,7 @@ app = typer.Typer(
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(tune_app, name="tune")
+app.command("fuzz", epilog=EXAMPLE)(fuzz)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")]

@@ -22,7 +22,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
-        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}
+        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus", "fuzzing"}
     ),
     frozenset({"cli", "__main__"}),
 )
