@@ -69,13 +69,27 @@ def main(text: str) -> None:
         (Path(job.corpus) / f"seed-{number}").write_bytes(seed)
     words = Path(job.scratch).parent / "words"
     words.write_text("".join(f'"{_quoted(word)}"\n' for word in target.words))
-    options = [f"-runs={job.inputs or -1}", f"-max_total_time={job.seconds}", f"-dict={words}", f"-artifact_prefix={job.findings}/{target.name}-"]
-    options += [f"-max_len={mutators.LARGEST}", f"-timeout={HANG_S}", f"-rss_limit_mb={MEMORY_MB}", "-print_final_stats=1", "-reload=0", "-keep_seed=1"]
+    options = [
+        f"-runs={job.inputs or -1}",
+        f"-max_total_time={job.seconds}",
+        f"-dict={words}",
+        f"-artifact_prefix={job.findings}/{target.name}-",
+    ]
+    options += [
+        f"-max_len={mutators.LARGEST}",
+        f"-timeout={HANG_S}",
+        f"-rss_limit_mb={MEMORY_MB}",
+        "-print_final_stats=1",
+        "-reload=0",
+        "-keep_seed=1",
+    ]
 
     import atheris
 
     # atheris.Mutate is looked up at each call: it becomes another function when fuzzing begins
-    atheris.Setup([target.name, *options, job.corpus], feeding, custom_mutator=mutator(target, lambda data, most: atheris.Mutate(data, most)))
+    atheris.Setup(
+        [target.name, *options, job.corpus], feeding, custom_mutator=mutator(target, lambda data, most: atheris.Mutate(data, most))
+    )
     atheris.Fuzz()
 
 

@@ -81,8 +81,7 @@ def _progress(names: Sequence[str], inputs: int, seconds: int, *, quiet: bool) -
             if status.target not in rows:
                 rows[status.target] = progress.add_task(status.target, inputs=0, rate=0.0, coverage=0, left="")
             left = _left(status, inputs, seconds)
-            fields = {"inputs": status.inputs, "rate": status.inputs_per_s, "coverage": status.coverage, "left": left}
-            progress.update(rows[status.target], **fields)
+            progress.update(rows[status.target], inputs=status.inputs, rate=status.inputs_per_s, coverage=status.coverage, left=left)
 
         yield report
 
@@ -99,7 +98,9 @@ def describe(found: Sequence[Status]) -> str:
     rows = []
     for status in found:
         verdict = "ok" if status.ok else "FOUND" if status.finding else "FAILED"
-        rows.append(f"{status.target:12} {verdict:6} {status.inputs:>11,} inputs {status.inputs_per_s:>8,.0f}/s {status.coverage:>5} branches")
+        rows.append(
+            f"{status.target:12} {verdict:6} {status.inputs:>11,} inputs {status.inputs_per_s:>8,.0f}/s {status.coverage:>5} branches"
+        )
     for status in found:
         if not status.ok:
             rows += ["", f"{status.target}: {status.error}", status.trace.rstrip()]

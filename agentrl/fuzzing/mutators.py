@@ -25,9 +25,28 @@ _DEEPEST = 40  # of JSON that is walked; what lies deeper is changed as text
 ODD_JSON: Sequence[str] = (
     *("null", "true", "false", "0", "-1", "1", "1.0", "-0.0", "1e999", "-1e999", "5e-324", "NaN", "Infinity", "-Infinity"),
     *("2147483648", "4294967296", "9223372036854775808", "18446744073709551616", "-9223372036854775809", "9" * 400, "1" * 5000),
-    *('""', '"\\ud83d"', '"\\udc80"', '"\\u0000"', '"\\ue000"', '"\\u2028"', '"<|im_end|>"', '"../x"', '"a/b"', '"/"', '"."', '"' + "x" * 3000 + '"'),
-    *("[]", "{}", "[[]]", '[""]', '[null]', '{"a":1}', '{"":{}}', '{"a":1,"a":2}', '{"\\ud800":1}'),
-    *("[" * 60 + "]" * 60, "[" * 300 + "]" * 300, "[" * 2000 + "]" * 2000, '{"a":' * 300 + "1" + "}" * 300, '{"a":' * 2000 + "1" + "}" * 2000),
+    *(
+        '""',
+        '"\\ud83d"',
+        '"\\udc80"',
+        '"\\u0000"',
+        '"\\ue000"',
+        '"\\u2028"',
+        '"<|im_end|>"',
+        '"../x"',
+        '"a/b"',
+        '"/"',
+        '"."',
+        '"' + "x" * 3000 + '"',
+    ),
+    *("[]", "{}", "[[]]", '[""]', "[null]", '{"a":1}', '{"":{}}', '{"a":1,"a":2}', '{"\\ud800":1}'),
+    *(
+        "[" * 60 + "]" * 60,
+        "[" * 300 + "]" * 300,
+        "[" * 2000 + "]" * 2000,
+        '{"a":' * 300 + "1" + "}" * 300,
+        '{"a":' * 2000 + "1" + "}" * 2000,
+    ),
 )
 """Values in JSON that are at the edge of what something takes."""
 _ODD_TOML = (
@@ -157,7 +176,19 @@ def tar(data: bytes, chance: Random) -> bytes:
 
 def _changed_head(block: bytes, chance: Random) -> bytes:
     start, size = chance.choice(_TAR_PARTS)
-    odd = (b"../" * 60, b"/etc/x", b"a/../b", b"\xff\xfe", b"", b"." * 100, b"a/" * 60, b"7" * 12, b"\x80" + b"\xff" * 11, b"-1", b"link/file")
+    odd = (
+        b"../" * 60,
+        b"/etc/x",
+        b"a/../b",
+        b"\xff\xfe",
+        b"",
+        b"." * 100,
+        b"a/" * 60,
+        b"7" * 12,
+        b"\x80" + b"\xff" * 11,
+        b"-1",
+        b"link/file",
+    )
     text = bytes([chance.choice(_TAR_KINDS)]) if size == 1 else chance.choice(odd)
     filled = block[:start] + text[:size].ljust(size, b"\0") + block[start + size :]
     blank = filled[:148] + b" " * 8 + filled[156:]
@@ -267,4 +298,4 @@ def archive(members: Sequence[tuple[str, bytes, bytes]]) -> bytes:
             else:
                 member.size = len(content)
                 made.addfile(member, io.BytesIO(content))
-    return out.getvalue()
+    return out.getvalue().rstrip(b"\0") + bytes(1024)  # two empty blocks are an end; a tape's worth of them makes inputs large

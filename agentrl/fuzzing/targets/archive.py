@@ -1,4 +1,7 @@
-"""The archive that a sandbox goes on from: a policy may have made it. Nothing leaves the working directory, and it comes out as it went in."""
+"""The archive that a sandbox goes on from, which a policy may have made.
+
+Nothing of it lands outside of the working directory, and what lies there comes out again as it went in.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,8 @@ def prepare(scratch: Path) -> Check:
     def check(data: bytes) -> None:
         try:
             taken = desk.ask("restore", {}, data) is not None
-            before = desk.listing()
-            made = desk.ask("snapshot", {"max_bytes": LIMIT}, schema=frames.CHUNK, most=LIMIT)
-            if taken and before:
+            if taken and (before := desk.listing()):
+                made = desk.ask("snapshot", {"max_bytes": LIMIT}, schema=frames.CHUNK, most=LIMIT)
                 must(made is not None, "a working directory that was restored cannot be kept again")
                 desk.tidy()
                 must(desk.ask("restore", {}, made or b"") is not None, "a snapshot that cannot be restored")
@@ -54,5 +56,13 @@ target = Target(
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.tar,
-    words=(b"ustar\x0000", b"path=../x\n", b"linkpath=/etc\n", b"size=99999999999\n", b"GNU.sparse.major=1\n", b"GNU.sparse.name=x\n", b"././@LongLink"),
+    words=(
+        b"ustar\x0000",
+        b"path=../x\n",
+        b"linkpath=/etc\n",
+        b"size=99999999999\n",
+        b"GNU.sparse.major=1\n",
+        b"GNU.sparse.name=x\n",
+        b"././@LongLink",
+    ),
 )

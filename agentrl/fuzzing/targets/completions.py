@@ -29,7 +29,9 @@ def prepare(scratch: Path) -> Check:
             must(bool(str(error)), "an error that says nothing")
             return
         count = len(completion.token_ids)
-        must(1 <= count <= PARAMS.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range")
+        must(
+            1 <= count <= PARAMS.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range"
+        )
         must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion is read back as another one")
         Turn(
             prompt_ids=(1,),

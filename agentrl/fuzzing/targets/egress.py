@@ -1,4 +1,7 @@
-"""What a program in a sandbox asks the proxy for, and the entries of an allow-list. What goes on to a server is one request, as understood."""
+"""What a program in a sandbox asks the proxy for, and the entries of an allow-list.
+
+What goes on to a server is one request, and another reader of HTTP understands it as the proxy did.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,15 @@ def seeds() -> Sequence[bytes]:
         b"CONNECT 127.0.0.1:80 HTTP/1.1\r\n\r\n",
         b"GET http://user@host/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\n",
     ]
-    entries = [b"pypi.org:443", b"*.example.org:443", b"93.184.215.14:80", b"[2606:2800::1]:80", b"[::ffff:127.0.0.1]:1", b"0x7f.1:80", b"xn--bcher-kva.de:65535"]
+    entries = [
+        b"pypi.org:443",
+        b"*.example.org:443",
+        b"93.184.215.14:80",
+        b"[2606:2800::1]:80",
+        b"[::ffff:127.0.0.1]:1",
+        b"0x7f.1:80",
+        b"xn--bcher-kva.de:65535",
+    ]
     return [*(join("head", one) for one in requests), *(join("entry", one) for one in entries)]
 
 
@@ -103,7 +114,32 @@ target = Target(
     seeds=seeds,
     mutate=mutators.labelled({"head": mutators.head_lines, "entry": None}),
     words=(
-        *(b"Host: ", b"Content-Length: ", b"Transfer-Encoding: chunked", b"Connection: ", b"http://", b"CONNECT ", b" HTTP/1.1", b" HTTP/1.0"),
-        *(b"\r\n", b"\r", b"\n", b"\t", b"\0", b"\x85", b"\xa0", b"@", b"#", b"%00", b"[::1]", b"::ffff:7f00:1", b"127.1", b"2130706433", b"64:ff9b::"),
+        *(
+            b"Host: ",
+            b"Content-Length: ",
+            b"Transfer-Encoding: chunked",
+            b"Connection: ",
+            b"http://",
+            b"CONNECT ",
+            b" HTTP/1.1",
+            b" HTTP/1.0",
+        ),
+        *(
+            b"\r\n",
+            b"\r",
+            b"\n",
+            b"\t",
+            b"\0",
+            b"\x85",
+            b"\xa0",
+            b"@",
+            b"#",
+            b"%00",
+            b"[::1]",
+            b"::ffff:7f00:1",
+            b"127.1",
+            b"2130706433",
+            b"64:ff9b::",
+        ),
     ),
 )

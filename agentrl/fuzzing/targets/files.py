@@ -19,8 +19,6 @@ from agentrl.sandbox.inside.server import Server
 from agentrl.sandbox.inside.users import Users
 from agentrl.sandbox.inside.wire import Link, frame
 
-_CANARY = b"outside of the working directory"
-
 
 class _HeldLink(Link):
     """A connection whose other end has said all it will; what is sent is kept."""
@@ -56,11 +54,11 @@ class Desk:
     def __init__(self, scratch: Path) -> None:
         self.scratch, self.home = scratch, scratch / "home"
         self.home.mkdir()
-        (scratch / "canary").write_bytes(_CANARY)
-        inside_files.HOME = str(self.home)
+        (scratch / "canary").write_bytes(b"outside of the working directory")
+        setattr(inside_files, "HOME", str(self.home))  # noqa: B010 - of a module that is handed to sandboxes, where it is fixed
         # `inside_server` would stop every process of a sandbox while it makes a snapshot; here that is the whole machine
-        inside_server.kill_everything = _forbidden
-        self._link = _HeldLink(b"")
+        setattr(inside_server, "kill_everything", _forbidden)  # noqa: B010
+        self._outside = self._beside()
 
     def ask(
         self,
@@ -82,7 +80,6 @@ class Desk:
         if written is not None and found is not None:
             for path, content in written.items():
                 must((self.home / path).read_bytes() == content, "a file is not what was written")
-        must(sorted(os.listdir(self.scratch)) == ["canary", "home"], "something appeared beside the working directory")
         return found
 
     def _answer(self, sent: bytes, schema: Schema, most: int) -> bytes | None:
@@ -122,10 +119,14 @@ class Desk:
 
     def tidy(self) -> None:
         """Empties the working directory; what lies beside it is as it was."""
-        must((self.scratch / "canary").read_bytes() == _CANARY, "a file beside the working directory was changed")
+        must(self._beside() == self._outside, "something beside the working directory has changed")
         with os.scandir(self.home) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
                 else:
                     os.unlink(entry.path)
+
+    def _beside(self) -> tuple[object, ...]:
+        canary = os.stat(self.scratch / "canary")
+        return sorted(os.listdir(self.scratch)), canary.st_mtime_ns, canary.st_size, canary.st_mode, canary.st_nlink

@@ -6,12 +6,12 @@ import ast
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl import codec
+from agentrl.errors import TaskError
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.mutators import join, split
 from agentrl.fuzzing.target import Check, Target, must
@@ -104,8 +104,11 @@ async def _graded(task: Task, said: str) -> None:
     episode = Episode(id="fuzz", task_id=task.id, task_key=task.key, trajectories=(), outputs={"a.txt": b"x"})
     try:
         _checked(await cleanroom.CleanRoom()(task, episode, sandboxes))
-    except cleanroom.TaskError:
-        must(KEY in task.data and task.data[KEY]["mode"] == "judge", "only tests that do not load are the task's fault without a gold solution")
+    except TaskError:
+        must(
+            KEY in task.data and task.data[KEY]["mode"] == "judge",
+            "only tests that do not load are the task's fault without a gold solution",
+        )
 
 
 async def _answer(task: Task, said: str) -> None:
@@ -122,7 +125,7 @@ def _checked(score: Score) -> None:
 
 def _reward(value: float | None, wrong: str) -> None:
     must(value is None or 0 <= value <= 1, "a reward out of range")
-    must(len(wrong) < 300, "a problem without end")
+    must(len(wrong) < 1000, "a problem without end")
 
 
 def _inside(name: str) -> ModuleType:
@@ -151,9 +154,9 @@ def seeds() -> Sequence[bytes]:
 
 
 _REPORT = mutators.json_in(b"secret ", b"\n")
-_KINDS = {
-    **dict.fromkeys(_TESTS, _REPORT),
-    **dict.fromkeys(("text", "number", "reward.txt", "reports"), partial(mutators.lines)),
+_KINDS: Mapping[str, mutators.Mutator] = {
+    **{str(mode): _REPORT for mode in _TESTS},
+    **dict.fromkeys(("text", "number", "reward.txt", "reports"), mutators.lines),
     "reward.json": mutators.json_text,
 }
 
@@ -163,5 +166,18 @@ target = Target(
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.labelled(_KINDS),
-    words=(b"secret ", b'"loaded":', b'"test":', b'"error":', b'"tests":', b'"txt":', b'"json":', b'"exit":', b"test_a.py::test_one", b"1e-400", b"NaN", b"\xc2\x85"),
+    words=(
+        b"secret ",
+        b'"loaded":',
+        b'"test":',
+        b'"error":',
+        b'"tests":',
+        b'"txt":',
+        b'"json":',
+        b'"exit":',
+        b"test_a.py::test_one",
+        b"1e-400",
+        b"NaN",
+        b"\xc2\x85",
+    ),
 )

@@ -10,15 +10,39 @@ from agentrl import codec
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.mutators import join, split
 from agentrl.fuzzing.target import Check, Target, must
-from agentrl.records import Batch, Blame, Completion, Episode, EpisodeState, ExecResult, Failure, Group, Message, PolicyVersion, Probe, Sample
-from agentrl.records import SandboxSpec, Score, ScoredEpisode, Split, Task, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
+from agentrl.records import (
+    Batch,
+    Blame,
+    Completion,
+    Episode,
+    EpisodeState,
+    ExecResult,
+    Failure,
+    Group,
+    Message,
+    PolicyVersion,
+    Probe,
+    Sample,
+    SandboxSpec,
+    Score,
+    ScoredEpisode,
+    Split,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 
 _TURN = Turn(
     prompt_ids=(1, 2),
     completion_ids=(3, 4),
     logprobs=(-0.5, -0.25),
     versions=(VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2)),
-    message=Message(role="assistant", content="é", tool_calls=(ToolCall(name="python", arguments={"code": "1", "n": [1, None, {"a": 0.5}]}),)),
+    message=Message(
+        role="assistant", content="é", tool_calls=(ToolCall(name="python", arguments={"code": "1", "n": [1, None, {"a": 0.5}]}),)
+    ),
     finish_reason="stop",
     tool_results=(ToolResult(name="python", output="1", ok=True, wall_s=0.1),),
 )
@@ -52,7 +76,13 @@ RECORDS: Sequence[Any] = (
         step=0,
         samples=(
             Sample(
-                episode_id="e", group_index=0, token_ids=(1, 2), loss_mask=(False, True), logprobs=(0.0, -1.0), advantages=(0.0, 1.0), versions=(-1, 0)
+                episode_id="e",
+                group_index=0,
+                token_ids=(1, 2),
+                loss_mask=(False, True),
+                logprobs=(0.0, -1.0),
+                advantages=(0.0, 1.0),
+                versions=(-1, 0),
             ),
         ),
         denominator=1,
@@ -91,5 +121,16 @@ target = Target(
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.labelled(dict.fromkeys(KINDS, mutators.json_text)),
-    words=(b"null", b"NaN", b"Infinity", b"1e999", b'"train"', b'"infrastructure"', b"\\ud83d", b"18446744073709551616", b'"AAE="', b'"-_8="'),
+    words=(
+        b"null",
+        b"NaN",
+        b"Infinity",
+        b"1e999",
+        b'"train"',
+        b'"infrastructure"',
+        b"\\ud83d",
+        b"18446744073709551616",
+        b'"AAE="',
+        b'"-_8="',
+    ),
 )

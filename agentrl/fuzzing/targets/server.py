@@ -50,7 +50,9 @@ def _call(desk: Desk, kind: str, said: Sequence[Any]) -> None:
             frames.encode({"id": 1, "op": "exec", "argv": texts, "env": dict.fromkeys(texts, "x"), "timeout_s": 1.0})
             must(len(work("exec", (texts, None))) > 0, "work without words")
     except ValueError as error:
-        must(isinstance(error, SandboxError | ValueError) and not isinstance(error, UnicodeError), f"a name that no frame carries: {error!r}")
+        must(
+            isinstance(error, SandboxError | ValueError) and not isinstance(error, UnicodeError), f"a name that no frame carries: {error!r}"
+        )
 
 
 def seeds() -> Sequence[bytes]:

@@ -22,7 +22,10 @@ _NUMBERS = 64
 
 
 def _model(numbers: bytes) -> bytes:
-    header = {"__metadata__": {"format": "pt"}, "a.weight": {"dtype": "F32", "shape": [len(numbers) // 4], "data_offsets": [0, len(numbers)]}}
+    header = {
+        "__metadata__": {"format": "pt"},
+        "a.weight": {"dtype": "F32", "shape": [len(numbers) // 4], "data_offsets": [0, len(numbers)]},
+    }
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + numbers
 
@@ -85,7 +88,9 @@ def _made(folder: Path, record: bytes) -> None:
 def _header(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     try:
-        must(weight_paths(path.parent, {path.name: len(data)}, below=path.parent.parent, first_folder=path.parent) == [path], "another file")
+        must(
+            weight_paths(path.parent, {path.name: len(data)}, below=path.parent.parent, first_folder=path.parent) == [path], "another file"
+        )
         shapes = tensor_shapes([path])
         check_same_shapes(shapes, shapes)
     except ValueError:
@@ -98,7 +103,10 @@ def _header(path: Path, data: bytes) -> None:
 
 def seeds() -> Sequence[bytes]:
     packed = zstandard.ZstdCompressor().compress(bytes(len(CHILD)))
-    adapter = {"base_model.model.a.lora_A.weight": {"dtype": "F16", "shape": [1, 2], "data_offsets": [0, 4]}, "__metadata__": {"scaling": "2.0"}}
+    adapter = {
+        "base_model.model.a.lora_A.weight": {"dtype": "F16", "shape": [1, 2], "data_offsets": [0, 4]},
+        "__metadata__": {"scaling": "2.0"},
+    }
     text = json.dumps(adapter).encode()
     record = Delta(parent=0, parent_sha256="0" * 64, sha256="1" * 64, delta_sha256="2" * 64, size=len(CHILD), stride=4)
     return [
@@ -117,5 +125,15 @@ target = Target(
     mutate=mutators.labelled(
         {WHOLE_MODEL: mutators.safetensors, ADAPTER: mutators.safetensors, deltas.FRAMES: None, deltas.RECORD: mutators.json_text}
     ),
-    words=(b"\x28\xb5\x2f\xfd", b'"data_offsets"', b'"shape"', b'"dtype"', b'"BF16"', b'"stride"', b'"parent"', b"\xff\xff\xff\xff", b"\0\0\0\0"),
+    words=(
+        b"\x28\xb5\x2f\xfd",
+        b'"data_offsets"',
+        b'"shape"',
+        b'"dtype"',
+        b'"BF16"',
+        b'"stride"',
+        b'"parent"',
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\0",
+    ),
 )
