@@ -31,7 +31,7 @@ def find(name: str) -> Target:
     elif ":" in name:
         found = resolve(name)
     else:
-        raise UserError(f"no fuzz target {name!r}", fix=f"use {', '.join(NAMES)}, or a reference such as ./fuzz_mine.py:target")
+        raise UserError(f"no fuzz target {name!r}", fix=f"use {', '.join(NAMES)}, or a reference such as fuzz.mine:target")
     if not isinstance(found, Target):
         raise UserError(f"{name!r} is a {type(found).__name__}, not a fuzz target", fix="make an agentrl.fuzzing.target.Target of it")
     return found

@@ -24,18 +24,19 @@ from agentrl.fuzzing.target import Check, Target
 
 MARK = "agentrl-fuzz "
 BOOT = """
-import sys, atheris
-with atheris.instrument_imports(include=["agentrl", "rewards", "tarfile", "tomllib"]):
+import json, sys, atheris
+with atheris.instrument_imports(include=json.loads(sys.argv[2])):
     from agentrl.fuzzing.child import main
     main(sys.argv[1])
 """
-"""What the process runs: whatever is imported from here on reports which branches an input takes."""
+"""What the process runs: modules that are imported from here on report which branches an input takes."""
+READERS = ("agentrl", "tarfile", "tomllib")
 
 FOUND = 77  # exit status
 SLOW_S = 1.0
 """Processor seconds that one input may take: linear work on `mutators.LARGEST` bytes takes a hundredth of that."""
 HANG_S = 60
-"""Seconds after which libFuzzer ends an input that does not come to an end."""
+"""Seconds after which an input that does not come to an end is a finding, unless a job says otherwise."""
 MEMORY_MB = 4096
 USUAL_BYTES = 4096  # what libFuzzer's own mutations grow inputs to
 TELL_S = 0.5
@@ -52,6 +53,7 @@ class Job:
     corpus: str
     findings: str
     scratch: str
+    hang_s: int
 
 
 class Slow(Exception):
@@ -67,22 +69,7 @@ def main(text: str) -> None:
     feeding = Feeding(target, target.prepare(Path(job.scratch)), Path(job.findings))
     for number, seed in enumerate(target.seeds()):
         (Path(job.corpus) / f"seed-{number}").write_bytes(seed)
-    words = Path(job.scratch).parent / "words"
-    words.write_text("".join(f'"{_quoted(word)}"\n' for word in target.words))
-    options = [
-        f"-runs={job.inputs or -1}",
-        f"-max_total_time={job.seconds}",
-        f"-dict={words}",
-        f"-artifact_prefix={job.findings}/{target.name}-",
-    ]
-    options += [
-        f"-max_len={mutators.LARGEST}",
-        f"-timeout={HANG_S}",
-        f"-rss_limit_mb={MEMORY_MB}",
-        "-print_final_stats=1",
-        "-reload=0",
-        "-keep_seed=1",
-    ]
+    options = _options(job, target)
 
     import atheris
 
@@ -91,6 +78,18 @@ def main(text: str) -> None:
         [target.name, *options, job.corpus], feeding, custom_mutator=mutator(target, lambda data, most: atheris.Mutate(data, most))
     )
     atheris.Fuzz()
+
+
+def _options(job: Job, target: Target) -> list[str]:
+    """What libFuzzer is told (https://llvm.org/docs/LibFuzzer.html#options)."""
+    options = [f"-runs={job.inputs or -1}", f"-max_total_time={job.seconds}", f"-timeout={job.hang_s}"]
+    options += [f"-artifact_prefix={job.findings}/{target.name}-", f"-max_len={mutators.LARGEST}", f"-rss_limit_mb={MEMORY_MB}"]
+    options += ["-print_final_stats=1", "-reload=0", "-keep_seed=1"]
+    if target.words:
+        words = Path(job.scratch).parent / "words"
+        words.write_text("".join(f'"{_quoted(word)}"\n' for word in target.words))
+        options.append(f"-dict={words}")
+    return options
 
 
 def mutator(target: Target, native: Callable[[bytes, int], bytes]) -> Callable[[bytes, int, int], bytes]:
@@ -120,9 +119,7 @@ class Feeding:
 
     def __call__(self, data: bytes) -> None:
         self.inputs += 1
-        try:
-            attempt(self.check, data)
-        except BaseException as error:
+        if (error := attempt(self.check, data)) is not None:
             self._found(data, error)
         if not self.inputs & 63 and time.monotonic() - self.told > TELL_S:
             self.told = time.monotonic()
@@ -137,12 +134,15 @@ class Feeding:
         os._exit(FOUND)
 
 
-def attempt(check: Check, data: bytes) -> None:
-    """Feeds one input. Raises what the check raises, and `Slow`."""
+def attempt(check: Check, data: bytes) -> BaseException | None:
+    """Feeds one input: what makes it a finding, which is what the check raises, or `Slow`."""
     started = time.process_time()
-    check(data)
-    if (took := time.process_time() - started) > SLOW_S:
-        raise Slow(f"{len(data)} bytes took {took:.1f} s of processor time")
+    try:
+        check(data)
+    except BaseException as error:
+        return error
+    took = time.process_time() - started
+    return Slow(f"{len(data)} bytes took {took:.1f} s of processor time") if took > SLOW_S else None
 
 
 def shrunk(check: Check, data: bytes, error: BaseException) -> tuple[bytes, BaseException]:
@@ -155,20 +155,18 @@ def shrunk(check: Check, data: bytes, error: BaseException) -> tuple[bytes, Base
             if time.monotonic() > deadline:
                 return data, error
             smaller = data[:at] + data[at + size :]
-            try:
-                attempt(check, smaller)
-            except BaseException as found:
-                if _alike(found, error):
-                    data, error = smaller, found
-                    continue
-            at += size
+            found = attempt(check, smaller)
+            if found is not None and _alike(found, error):
+                data, error = smaller, found
+            else:
+                at += size
         size //= 2
     return data, error
 
 
 def _alike(one: BaseException, other: BaseException) -> bool:
-    places = [frames[-1] if (frames := traceback.extract_tb(error.__traceback__)) else None for error in (one, other)]
-    return type(one) is type(other) and (places[0] is not None and places[1] is not None and places[0].lineno == places[1].lineno)
+    places = [[(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]] for error in (one, other)]
+    return type(one) is type(other) and places[0] == places[1]
 
 
 def tell(**said: object) -> None:
@@ -181,7 +179,13 @@ def tell(**said: object) -> None:
 
 def command(job: Job) -> list[str]:
     """How the process of a job is started."""
-    return [sys.executable, "-c", BOOT, json.dumps(asdict(job))]
+    return [sys.executable, "-c", BOOT, json.dumps(asdict(job)), json.dumps([*READERS, *own_modules(Path.cwd())])]
+
+
+def own_modules(root: Path) -> list[str]:
+    """Names that a project's own modules begin with: its branches guide the inputs too."""
+    names = {path.name.removesuffix(".py") for path in root.iterdir() if path.is_dir() or path.suffix == ".py"}
+    return sorted(name for name in names if name.isidentifier())
 
 
 def _quoted(word: bytes) -> str:

@@ -22,7 +22,7 @@ EXAMPLE = "Example: agentrl fuzz frames calls --minutes 5 --jobs 2"
 
 
 def fuzz(
-    targets: Annotated[list[str] | None, typer.Argument(help="Targets, or references such as ./fuzz_mine.py:target. Default: all.")] = None,
+    targets: Annotated[list[str] | None, typer.Argument(help="Targets, or references such as fuzz.mine:target. Default: all.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.02, help="Time for each target. Default: 1, without --inputs.")] = None,
     inputs: Annotated[int | None, typer.Option(min=1, help="Inputs for each target, instead of a time.")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Targets at a time.")] = 1,
@@ -55,15 +55,12 @@ def _replay(targets: Sequence[str], file: Path) -> int:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}", fix="give a file from the folder of findings") from None
-    try:
-        replay(targets[0], data)
-    except UserError:
-        raise
-    except Exception:
-        print(f"{targets[0]}: {len(data)} bytes break what holds there:\n{traceback.format_exc()}")
-        return 1
-    print(f"{targets[0]}: {len(data)} bytes are taken as they should be")
-    return 0
+    error = replay(targets[0], data)
+    if error is None:
+        print(f"{targets[0]}: {len(data)} bytes are taken as they should be")
+        return 0
+    print(f"{targets[0]}: {len(data)} bytes break what must hold:\n{''.join(traceback.format_exception(error)).rstrip()}")
+    return 1
 
 
 @contextmanager

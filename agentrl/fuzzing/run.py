@@ -20,7 +20,7 @@ from pathlib import Path
 
 from agentrl.errors import UserError
 from agentrl.fuzzing.catalog import find
-from agentrl.fuzzing.child import MARK, Job, attempt, command
+from agentrl.fuzzing.child import HANG_S, MARK, Job, attempt, command
 
 GRACE_S = 300.0
 """How long a process may run past its seconds: starting up, its last input, making a finding smaller."""
@@ -61,7 +61,9 @@ def check_engine() -> None:
         raise UserError("fuzzing needs atheris, which is not installed", fix=fix)
 
 
-def run(targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder: Path, report: Report) -> list[Status]:
+def run(
+    targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder: Path, report: Report, hang_s: int = HANG_S
+) -> list[Status]:
     """Feeds every target `inputs` inputs or `seconds` seconds (0: no limit), `jobs` at a time; one that finds something ends early.
 
     `folder` keeps what reached new code (`corpus/TARGET`) and findings (`findings`) for the next time. `report` is called from other
@@ -70,10 +72,10 @@ def run(targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder:
     check_engine()
     for name in targets:
         find(name)
-    running = _Running()
+    running = _Running(inputs=inputs, seconds=seconds, hang_s=hang_s)
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            waiting = [pool.submit(running.feed, name, inputs, seconds, folder, report) for name in targets]
+            waiting = [pool.submit(running.feed, name, folder, report) for name in targets]
             return [one.result() for one in waiting]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -81,17 +83,18 @@ def run(targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder:
             raise
 
 
-def replay(name: str, data: bytes) -> None:
-    """Feeds one input to a target in this process. Raises what it provokes."""
+def replay(name: str, data: bytes) -> BaseException | None:
+    """Feeds one input to a target in this process: what it provokes, None where all that must hold does."""
     target = find(name)
     with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-") as scratch:
-        attempt(target.prepare(Path(scratch)), data)
+        return attempt(target.prepare(Path(scratch)), data)
 
 
 class _Running:
     """The processes that run, so that they can be stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, inputs: int, seconds: int, hang_s: int) -> None:
+        self._inputs, self._seconds, self._hang_s = inputs, seconds, hang_s
         self._processes: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._stopped = False
@@ -102,7 +105,7 @@ class _Running:
             for process in self._processes:
                 _kill(process)
 
-    def feed(self, name: str, inputs: int, seconds: int, folder: Path, report: Report) -> Status:
+    def feed(self, name: str, folder: Path, report: Report) -> Status:
         target = find(name)
         status = Status(target=name)
         corpus, findings = folder.resolve() / "corpus" / target.name, folder.resolve() / "findings"
@@ -112,9 +115,17 @@ class _Running:
         with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-", dir=place) as around:
             scratch = Path(around) / "scratch"
             scratch.mkdir()
-            job = Job(target=name, inputs=inputs, seconds=seconds, corpus=str(corpus), findings=str(findings), scratch=str(scratch))
+            job = Job(
+                target=name,
+                inputs=self._inputs,
+                seconds=self._seconds,
+                corpus=str(corpus),
+                findings=str(findings),
+                scratch=str(scratch),
+                hang_s=self._hang_s,
+            )
             with self._started(job) as process:
-                _follow(process, status, report, deadline_s=seconds + GRACE_S if seconds else None)
+                _follow(process, status, report, deadline_s=self._seconds + GRACE_S if self._seconds else None)
         report(status)
         return status
 

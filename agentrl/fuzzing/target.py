@@ -18,7 +18,7 @@ class Broken(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One boundary. `agentrl fuzz` takes it by name, or by reference where it is a project's own: `./fuzz_mine.py:target`.
+    """One boundary. `agentrl fuzz` takes it by name, or by reference where it is a project's own: `fuzz.mine:target`.
 
     An input is what would cross the boundary, byte for byte, so that a finding can be read. Where a boundary has several doors, its
     first line names the door (see `agentrl.fuzzing.mutators.labelled`).
