@@ -50,7 +50,11 @@ class TaskScorer:
             parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
         total = sum(score.value for score in scores.values() if score.value is not None)
         evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
-        return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
+        turn_rewards = _mean_turns(list(scores.values()))
+        try:
+            return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=turn_rewards)
+        except ValueError as error:  # plus and minus infinity
+            return Score(value=None, reason=f"the verifiers' scores have no mean: {error}")
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         for attempt in range(self.max_retries + 1):

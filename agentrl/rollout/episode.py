@@ -18,6 +18,7 @@ from agentrl.errors import (
     TaskError,
     UserError,
 )
+from agentrl.fields import json_object
 from agentrl.outputs import Collected, collect, select
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
@@ -232,14 +233,15 @@ class EpisodeRunner:
         tool = tools.get(call.name)
         if tool is None:
             return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+        arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
         if not tool.needs_sandbox:
-            return await tool(call.arguments, None, task.limits)
+            return await tool(arguments, None, task.limits)
         started = time.monotonic()
         sandbox = await self._opened(task, state)
         state.sandbox_s += time.monotonic() - started
         started = time.monotonic()
         try:
-            return await tool(call.arguments, sandbox, task.limits)
+            return await tool(arguments, sandbox, task.limits)
         finally:
             state.program_s += time.monotonic() - started
             state.sandbox_s += time.monotonic() - started

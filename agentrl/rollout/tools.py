@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentrl.errors import TaskError
+from agentrl.fields import Record, Text
 from agentrl.plugins import resolve
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
@@ -17,12 +18,12 @@ MAX_TEXT = 300_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolOutcome:
+class ToolOutcome(Record):
     """What a call did. `answer` set means: the agent has submitted this, the episode ends."""
 
-    output: str
+    output: Text
     ok: bool
-    answer: str | None = None
+    answer: Text | None = None
 
 
 class Tool(Protocol):
