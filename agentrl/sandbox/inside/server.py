@@ -10,10 +10,11 @@ import select
 import signal
 import time
 
-from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, take_snapshot
+from agentrl.sandbox.inside.files import send_file, take_files
 from agentrl.sandbox.inside.launch import Launch, launches
 from agentrl.sandbox.inside.program import Program, cannot_start, kill_everything
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
+from agentrl.sandbox.inside.snapshot import send_snapshot, take_snapshot
 from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
 from agentrl.sandbox.inside.wire import Body, Refused, frame
 
@@ -106,8 +107,7 @@ class Server:
             return answer
         child.control.close()
         if launch.said is None:  # killed, so that nobody heard of the program's end
-            kill_everything(signal.SIGKILL)
-            self.await_gone()
+            self.end_programs()
         return answer
 
     def run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
@@ -304,10 +304,15 @@ class Server:
         if self.paused_at is None:
             kill_everything(signal.SIGSTOP)
         try:
-            return send_snapshot(self.link, request, body)
+            return send_snapshot(self.link, request, self.end_programs)
         finally:
             if self.paused_at is None:
                 kill_everything(signal.SIGCONT)
+
+    def end_programs(self) -> None:
+        """Ends every program and session; nothing of them is left when it returns."""
+        kill_everything(signal.SIGKILL)
+        self.await_gone()
 
     def restore(self, request: Request, body: Body) -> Answer:
         return take_snapshot(self.link, request, body)
