@@ -55,11 +55,11 @@ def _replay(targets: Sequence[str], file: Path) -> int:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}", fix="give a file from the folder of findings") from None
-    error = replay(targets[0], data)
-    if error is None:
+    found = replay(targets[0], data)
+    if found is None:
         print(f"{targets[0]}: {len(data)} bytes are taken as they should be")
         return 0
-    print(f"{targets[0]}: {len(data)} bytes break what must hold:\n{''.join(traceback.format_exception(error)).rstrip()}")
+    print(f"{targets[0]}: {len(data)} bytes break what must hold:\n{''.join(traceback.format_exception(found)).rstrip()}")
     return 1
 
 

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.catalog import NAMES, find
 from agentrl.fuzzing.child import attempt, mutator
-from agentrl.sandbox.inside import files as inside_files
-from agentrl.sandbox.inside import server as inside_server
 
 CHANGES = 60
-
-
-@pytest.fixture(autouse=True)
-def modules_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Targets have their process for themselves, and set the server's home in it."""
-    for module, name in ((inside_files, "HOME"), (inside_server, "kill_everything")):
-        monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def noise(data: bytes, most: int) -> bytes:

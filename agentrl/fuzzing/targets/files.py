@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,11 +15,10 @@ from typing import Any, NoReturn
 from agentrl.fuzzing.target import Broken, must
 from agentrl.sandbox import frames
 from agentrl.sandbox.frames import Schema
-from agentrl.sandbox.inside import files as inside_files
-from agentrl.sandbox.inside import server as inside_server
-from agentrl.sandbox.inside.server import Server
 from agentrl.sandbox.inside.users import Users
 from agentrl.sandbox.inside.wire import Link, frame
+
+_INSIDE = "agentrl.sandbox.inside"
 
 
 class _HeldLink(Link):
@@ -36,12 +37,22 @@ class _HeldLink(Link):
         self.sent += frame(header, body)
 
 
-class _Calm(Server):
-    """A server that answers about files: it is paused, so that it stops no process of the machine it is on."""
+def _server_in(home: str) -> Any:
+    """The server's module, imported anew with another working directory, and unable to signal anybody.
 
-    def __init__(self, link: Link) -> None:
-        user = os.geteuid()
-        self.link, self.users, self.paused_at = link, Users(user, user, 64), None
+    A server stops every process that it can signal while it makes a snapshot: outside of a sandbox that is the whole machine.
+    """
+    package = importlib.import_module(_INSIDE)
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(f"{_INSIDE}.")}
+    try:
+        setattr(importlib.import_module(f"{_INSIDE}.users"), "HOME", home)  # noqa: B010 - a constant wherever it is not set here
+        server: Any = importlib.import_module(f"{_INSIDE}.server")
+    finally:
+        for name, module in kept.items():
+            sys.modules[name] = module
+            setattr(package, name.rpartition(".")[2], module)
+    server.kill_everything = _forbidden
+    return server
 
 
 def _forbidden(number: int) -> NoReturn:
@@ -55,9 +66,7 @@ class Desk:
         self.scratch, self.home = scratch, scratch / "home"
         self.home.mkdir()
         (scratch / "canary").write_bytes(b"outside of the working directory")
-        setattr(inside_files, "HOME", str(self.home))  # noqa: B010 - of a module that is handed to sandboxes, where it is fixed
-        # `inside_server` would stop every process of a sandbox while it makes a snapshot; here that is the whole machine
-        setattr(inside_server, "kill_everything", _forbidden)  # noqa: B010
+        self._module = _server_in(str(self.home))
         self._outside = self._beside()
 
     def ask(
@@ -72,7 +81,9 @@ class Desk:
     ) -> bytes | None:
         """The body of the answer, None for a refusal. Whatever else the host would take for a broken sandbox is `Broken`."""
         link = _HeldLink(frames.encode({"id": 1, "op": operation, **arguments}, body))
-        server = _Calm(link)
+        server = object.__new__(self._module.Server)  # its constructor is about processes
+        user = os.geteuid()
+        server.link, server.users = link, Users(user, user, 64)
         server.paused_at = 0.0 if operation == "snapshot" else None
         server.answer(link.request())
         must(not link.said.read(1), "the server leaves a part of a request unread")
@@ -99,23 +110,32 @@ class Desk:
                 return b"".join(parts)
             must(bool(parts[-1]), "a piece of nothing")
 
-    def listing(self) -> dict[str, object]:
-        """Path -> what is there: a link's aim, a file's mode and bytes, a folder's nothing."""
-        found: dict[str, object] = {}
-        for place, folders, names in os.walk(os.fsencode(self.home)):
-            for name in (*folders, *names):
-                path = os.path.join(place, name)
-                key = os.fsdecode(os.path.relpath(path, os.fsencode(self.home)))
-                mode = os.lstat(path).st_mode
-                if stat.S_ISLNK(mode):
-                    found[key] = os.readlink(path)
-                elif stat.S_ISREG(mode):
-                    with open(path, "rb") as file:
-                        found[key] = (stat.S_IMODE(mode), file.read())
-                else:
-                    must(stat.S_ISDIR(mode), f"{key!r} is neither a file, a folder nor a link")
-                    found[key] = None
+    def judge(self, request: Mapping[str, Any]) -> None:
+        """The server's own judgement of a request. Raises its `Refused`."""
+        self._module.judge(_HeldLink(frames.encode(request)).request())
+
+    def listing(self) -> dict[bytes, object]:
+        """Path -> what is there: a link's aim; a folder's or file's mode and time, and a file's bytes."""
+        found: dict[bytes, object] = {}
+        self._look(os.fsencode(self.home), b"", found)
         return found
+
+    def _look(self, folder: bytes, within: bytes, found: dict[bytes, object]) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                info, key = entry.stat(follow_symlinks=False), within + entry.name
+                if entry.is_symlink():
+                    found[key] = os.readlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)  # who is not root may not look at everything that he owns
+                if entry.is_dir():
+                    found[key] = (stat.S_IMODE(info.st_mode), int(info.st_mtime))
+                    self._look(entry.path, key + b"/", found)
+                else:
+                    must(stat.S_ISREG(info.st_mode), f"{key!r} is neither a file, a folder nor a link")
+                    with open(entry.path, "rb") as file:
+                        found[key] = (stat.S_IMODE(info.st_mode), int(info.st_mtime), info.st_nlink, file.read())
+                os.chmod(entry.path, stat.S_IMODE(info.st_mode))
 
     def tidy(self) -> None:
         """Empties the working directory; what lies beside it is as it was."""
@@ -123,6 +143,8 @@ class Desk:
         with os.scandir(self.home) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
+                    if os.geteuid() != 0:
+                        _open_up(entry.path)
                     shutil.rmtree(entry.path)
                 else:
                     os.unlink(entry.path)
@@ -130,3 +152,12 @@ class Desk:
     def _beside(self) -> tuple[object, ...]:
         canary = os.stat(self.scratch / "canary")
         return sorted(os.listdir(self.scratch)), canary.st_mtime_ns, canary.st_size, canary.st_mode, canary.st_nlink
+
+
+def _open_up(folder: str) -> None:
+    """Lets the owner into a folder and all folders in it."""
+    os.chmod(folder, 0o700)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                _open_up(entry.path)

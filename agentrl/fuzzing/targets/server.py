@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.errors import SandboxError
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.target import Check, Target, must
 from agentrl.fuzzing.targets.files import Desk
-from agentrl.sandbox import frames
+from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.inside.spawn import work
-from agentrl.sandbox.place import plain
 
 MOST_CALLS = 20
+MOST_BYTES = 1 << 20
 
 
 def prepare(scratch: Path) -> Check:
@@ -36,23 +35,28 @@ def prepare(scratch: Path) -> Check:
 
 
 def _call(desk: Desk, kind: str, said: Sequence[Any]) -> None:
-    """One call as `agentrl.sandbox.place` would make it: what it refuses itself is a `ValueError`."""
-    texts = [text for text in said if isinstance(text, str)]
-    path, content = (*texts, "a", "")[0], (*texts, "a", "")[-1]
-    size = next((number for number in said if type(number) is int and 0 <= number < 1 << 40), 100)
+    """One call as `agentrl.sandbox.place` makes it: what it refuses itself is a `ValueError` or a `TypeError`."""
+    one, two, three, four = (*said, None, None, None, None)[:4]
     try:
         if kind == "read":
-            desk.ask("read", {"path": plain(path), "max_bytes": size}, schema=frames.CHUNK, most=size)
+            most = arguments.size(two, "max_bytes", MOST_BYTES)
+            desk.ask("read", {"path": arguments.plain_path(one), "max_bytes": most}, schema=frames.CHUNK, most=most)
         elif kind == "write":
-            body = content.encode("utf-8", "surrogatepass")
-            desk.ask("write", {"files": [[plain(path), len(body)]]}, body, written={path: body})
+            path, body = arguments.plain_path(one), arguments.content(_bytes(two), "data")
+            desk.ask("write", {"files": [[path, len(body)]]}, body, written={path: body})
         elif kind == "exec":
-            frames.encode({"id": 1, "op": "exec", "argv": texts, "env": dict.fromkeys(texts, "x"), "timeout_s": 1.0})
-            must(len(work("exec", (texts, None))) > 0, "work without words")
-    except ValueError as error:
-        must(
-            isinstance(error, SandboxError | ValueError) and not isinstance(error, UnicodeError), f"a name that no frame carries: {error!r}"
-        )
+            request = {**arguments.program(one, two), **arguments.limits(three, four)}
+            desk.judge({"id": 1, "op": "exec", **request})
+            must(len(work("exec", (request["argv"], request["env"]))) > 0, "work without words")
+        elif kind == "python":
+            must(isinstance(arguments.code(one), bytes), "code that is not sent")
+            desk.judge({"id": 1, "op": "python", "session": arguments.session_name(two), **arguments.limits(three, four)})
+    except (ValueError, TypeError) as error:
+        must(not isinstance(error, UnicodeError) and "\n" not in str(error), f"a request that is refused in other words: {error!r}")
+
+
+def _bytes(said: object) -> object:
+    return said.encode("utf-8", "replace") if isinstance(said, str) else said
 
 
 def seeds() -> Sequence[bytes]:
@@ -64,7 +68,9 @@ def seeds() -> Sequence[bytes]:
         ["read", "folder", 10],
         ["write", "a.txt/b", "below a file"],
         ["read", "missing/c", 10],
-        ["exec", "python3", "-c", "print(1)"],
+        ["exec", ["python3", "-c", "print(1)"], {"A": "1"}, 1.5, 100],
+        ["exec", ["a"], {"A=B": "1"}, 1, 100],
+        ["python", "print(1)", "agent", 1.0, 100],
         ["write", "\ud83d", "half an emoji"],
         ["read", "x" * 300, 10],
     ]
@@ -77,5 +83,5 @@ target = Target(
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.json_text,
-    words=(b'["write",', b'["read",', b'["exec",', b'"\\ud800"', b'"a/b"', b"\\u0000", b'"../a"'),
+    words=(b'["write",', b'["read",', b'["exec",', b'["python",', b'"\\ud800"', b'"a/b"', b"\\u0000", b'"../a"'),
 )
