@@ -42,9 +42,12 @@ def fuzz(
     else:
         names = list(dict.fromkeys(targets or NAMES))
         seconds = 0 if inputs is not None else round(60 * (minutes or 1.0))
-        with _progress(names, inputs or 0, seconds, quiet=as_json) as report:
+        with _progress(inputs or 0, seconds, quiet=as_json) as report:
             found = run(names, inputs=inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report)
-        print(json.dumps([_data(status) for status in found]) if as_json else describe(found))
+        if as_json:
+            print(json.dumps([_data(status) for status in found]))
+        else:
+            print(describe(found))
         raise typer.Exit(0 if all(status.ok for status in found) else 1)
 
 
@@ -59,20 +62,24 @@ def _replay(targets: Sequence[str], file: Path) -> int:
     if found is None:
         print(f"{targets[0]}: {len(data)} bytes are taken as they should be")
         return 0
-    print(f"{targets[0]}: {len(data)} bytes break what must hold:\n{''.join(traceback.format_exception(found)).rstrip()}")
+    print(f"{targets[0]}: {len(data)} bytes break what must hold:\n{_printable(''.join(traceback.format_exception(found)).rstrip())}")
     return 1
 
 
 @contextmanager
-def _progress(names: Sequence[str], inputs: int, seconds: int, *, quiet: bool) -> Iterator[Report]:
-    """A line for each target that runs: inputs, how many a second, branches reached, time left."""
+def _progress(inputs: int, seconds: int, *, quiet: bool) -> Iterator[Report]:
+    """A line for each target: inputs, how many a second, branches reached, time left; without a terminal, once it has ended."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda status: print(_row(status), flush=True) if status.ended and not quiet else None
+        return
     columns = (
         TextColumn("{task.description:12}"),
         TextColumn("{task.fields[inputs]:>11,} inputs {task.fields[rate]:>8,.0f}/s"),
         TextColumn("{task.fields[coverage]:>5} branches  {task.fields[left]}"),
     )
     rows: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+    with Progress(*columns, console=console) as progress:
 
         def report(status: Status) -> None:
             if status.target not in rows:
@@ -84,25 +91,35 @@ def _progress(names: Sequence[str], inputs: int, seconds: int, *, quiet: bool) -
 
 
 def _left(status: Status, inputs: int, seconds: int) -> str:
-    if status.error:
-        return "FOUND"
+    if status.ended:
+        return "ok" if status.ok else "FOUND" if status.finding else "FAILED"
     left = (inputs - status.inputs) / max(status.inputs_per_s, 1.0) if inputs else seconds - status.seconds
     return f"{max(0.0, left):.0f} s left"
 
 
 def describe(found: Sequence[Status]) -> str:
-    """A line for each target, and below it what each finding is and how it is fed again."""
-    rows = []
-    for status in found:
-        verdict = "ok" if status.ok else "FOUND" if status.finding else "FAILED"
-        rows.append(
-            f"{status.target:12} {verdict:6} {status.inputs:>11,} inputs {status.inputs_per_s:>8,.0f}/s {status.coverage:>5} branches"
-        )
+    """What each finding is and how it is fed again, and what all came to."""
+    rows: list[str] = []
     for status in found:
         if not status.ok:
-            rows += ["", f"{status.target}: {status.error}", status.trace.rstrip()]
+            rows += ["", f"{status.target}: {_printable(status.error)}", _printable(status.trace.rstrip())]
             rows += [f"again with: agentrl fuzz {status.target} --replay {status.finding}"] if status.finding else []
+    bad = sum(not status.ok for status in found)
+    rows += [""] if bad else []
+    rows.append(
+        f"{sum(status.inputs for status in found):,} inputs at {len(found)} targets: {f'{bad} of them failed' if bad else 'no finding'}"
+    )
     return "\n".join(rows)
+
+
+def _printable(text: str) -> str:
+    """Text for a terminal: what provoked an error may stand in its message."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _row(status: Status) -> str:
+    verdict = "ok" if status.ok else "FOUND" if status.finding else "FAILED"
+    return f"{status.target:12} {verdict:6} {status.inputs:>11,} inputs {status.inputs_per_s:>8,.0f}/s {status.coverage:>5} branches"
 
 
 def _data(status: Status) -> dict[str, object]:

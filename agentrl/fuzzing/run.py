@@ -41,6 +41,7 @@ class Status:
     finding: str = ""  # file with the input
     error: str = ""  # what it provoked, or why the target could not be run
     trace: str = ""
+    ended: bool = False
 
     @property
     def ok(self) -> bool:
@@ -126,6 +127,7 @@ class _Running:
             )
             with self._started(job) as process:
                 _follow(process, status, report, deadline_s=self._seconds + GRACE_S if self._seconds else None)
+        status.ended = True
         report(status)
         return status
 

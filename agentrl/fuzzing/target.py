@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,11 @@ class Target:
     """Changes an input without taking it apart; half of all mutations, the other half are libFuzzer's own."""
     words: tuple[bytes, ...] = ()
     """What libFuzzer puts into inputs besides: names and marks that chance would not spell."""
+
+
+def one_in(count: int, data: bytes) -> bool:
+    """Whether `data` is one of the inputs that also go the slow way: the same ones each time."""
+    return zlib.crc32(data) % count == 0
 
 
 def must(holds: bool, what: str) -> None:

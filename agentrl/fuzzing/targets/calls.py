@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl import codec
 from agentrl.fuzzing import mutators
-from agentrl.fuzzing.target import Check, Target, must
+from agentrl.fuzzing.target import Check, Target, must, one_in
 from agentrl.records import (
     Episode,
     ExecResult,
@@ -45,6 +45,9 @@ TASK = Task(
     data={"answer": "4"},
     split=Split.TRAIN,
 )
+KEY = TASK.key
+WHOLE_EVERY = 8
+"""Of so many completions one is also rendered through the chat template, and written as a transcript."""
 
 
 class _Words:
@@ -76,22 +79,24 @@ def prepare(scratch: Path) -> Check:
     words = _Words()
     chat = ChatFormat(words.tokenizer)
     control = set(words.control.values())
-    forged = _count(chat.tool_delta([""]), control)
     loop = asyncio.new_event_loop()
 
     def check(data: bytes) -> None:
-        ids = words.ids(data)
+        ids, said = words.ids(data), data.decode("utf-8", "replace")
         parsed = chat.parse(ids)
-        said = data.decode("utf-8", "replace")
         outcomes = [loop.run_until_complete(_called(call, said)) for call in parsed.message.tool_calls[:MOST_CALLS]]
         shown = [outcome.output for outcome in outcomes] or [said, *parsed.errors]
-        for text in shown:
-            must(_count(chat.tool_delta([text]), control) == forged, "a tool's output forges a control token")
+        spelled = control.intersection(words.tokenizer.encode(chat.defang("\n".join(shown)), add_special_tokens=False))
+        must(not spelled, "a tool's output spells a control token")
         results = tuple(
             ToolResult(name=call.name, output=text, ok=True) for call, text in zip(parsed.message.tool_calls, shown, strict=False)
         )
         answer = next((outcome.answer for outcome in outcomes if outcome.answer is not None), None)
-        _kept(ids, parsed.message, results, answer, scratch)
+        scored = _stored(ids, parsed.message, results, answer)
+        if one_in(WHOLE_EVERY, data):
+            plain = chat.tool_delta([""] * len(shown))
+            must(_count(chat.tool_delta(shown), control) == _count(plain, control), "a tool's output forges a turn")
+            _written(scored, scratch / "episodes.jsonl")
 
     return check
 
@@ -112,8 +117,8 @@ async def _called(call: ToolCall, said: str) -> ToolOutcome:
     return outcome
 
 
-def _kept(ids: Sequence[int], message: Message, results: tuple[ToolResult, ...], answer: str | None, scratch: Path) -> None:
-    """What a record can hold, the store can store, and reads back equal; the transcript is a line of JSON."""
+def _stored(ids: Sequence[int], message: Message, results: tuple[ToolResult, ...], answer: str | None) -> ScoredEpisode:
+    """What a record can hold, the store can store, and reads back equal."""
     count = max(1, len(ids))
     turn = Turn(
         prompt_ids=(1,),
@@ -125,10 +130,14 @@ def _kept(ids: Sequence[int], message: Message, results: tuple[ToolResult, ...],
         tool_results=results,
     )
     trajectory = Trajectory(agent="main", turns=(turn,))
-    episode = Episode(id="fuzz", task_id=TASK.id, task_key=TASK.key, trajectories=(trajectory,), answer=answer)
+    episode = Episode(id="fuzz", task_id=TASK.id, task_key=KEY, trajectories=(trajectory,), answer=answer)
     scored = ScoredEpisode(episode=episode, score=Score(value=0.0, evidence=repr(answer)))
     must(codec.from_json(ScoredEpisode, codec.to_json(scored)) == scored, "an episode is read back as another one")
-    path = scratch / "episodes.jsonl"
+    return scored
+
+
+def _written(scored: ScoredEpisode, path: Path) -> None:
+    """A transcript is a line of JSON."""
     path.unlink(missing_ok=True)
     append(path, [transcript(TASK, scored, phase="train", step=0)])
     lines = path.read_bytes().split(b"\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from pydantic import BaseModel
 from agentrl.errors import UserError
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.mutators import join, split
-from agentrl.fuzzing.target import Check, Target, must
+from agentrl.fuzzing.target import Check, Target, must, one_in
 from agentrl.grading import Grading, grading_of, pack
 from agentrl.records import Split
 from agentrl.sandbox.build_context import instructions
@@ -124,7 +123,7 @@ def prepare(scratch: Path) -> Check:
         if text is None:
             return
         _alone(path.rpartition("/")[2], body.decode("utf-8", "replace"))
-        if zlib.crc32(body) % WHOLE_EVERY and not path.endswith("image.toml"):
+        if not one_in(WHOLE_EVERY, body) and not path.endswith("image.toml"):
             return
         (scratch / label).write_bytes(body)
         try:
