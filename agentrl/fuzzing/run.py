@@ -127,8 +127,9 @@ class _Running:
             )
             with self._started(job) as process:
                 _follow(process, status, report, deadline_s=self._seconds + GRACE_S if self._seconds else None)
-        status.ended = True
-        report(status)
+        if not self._stopped:
+            status.ended = True
+            report(status)
         return status
 
     @contextlib.contextmanager

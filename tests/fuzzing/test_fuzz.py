@@ -13,6 +13,8 @@ import pytest
 from agentrl.errors import UserError
 from agentrl.fuzzing import child
 from agentrl.fuzzing.run import Status, run
+from agentrl.project import init_project
+from tests.test_docs import write_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = "tests.fuzzing.planted"
@@ -71,6 +73,18 @@ def test_an_input_that_never_ends_is_found(tmp_path: Path, monkeypatch: pytest.M
 def test_leaving_the_process_is_a_finding_too(tmp_path: Path) -> None:
     code, result, _ = fuzzed("ending", tmp_path, "--inputs", 100)
     assert code == 1 and result["error"] == "SystemExit: 0"
+
+
+@pytest.mark.slow
+def test_the_target_of_the_docs_runs_in_a_project_of_its_own(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    init_project(project, "mine")
+    write_examples("fuzzing.md", project)
+    command = [sys.executable, "-m", "agentrl", "fuzz", "fuzz.close:target", "--inputs", "3000", "--json"]
+    done = subprocess.run(command, cwd=project, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)[0]["branches"] > 10  # those of the project's own verifier
+    assert len(list((project / ".fuzz" / "corpus" / "close").iterdir())) > 4
 
 
 @pytest.mark.parametrize(
