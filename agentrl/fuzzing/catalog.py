@@ -27,7 +27,10 @@ NAMES: Mapping[str, str] = {
 def find(name: str) -> Target:
     """A target by name, or by reference (see `agentrl.plugins.resolve`). Raises `UserError`."""
     if name in NAMES:
-        found = importlib.import_module(f"agentrl.fuzzing.targets.{name}").target
+        try:
+            found = importlib.import_module(f"agentrl.fuzzing.targets.{name}").target
+        except ModuleNotFoundError as error:
+            raise UserError(f"fuzz target {name} needs {error.name}, which is not installed", fix="run `make setup`") from None
     elif ":" in name:
         found = resolve(name)
     else:

@@ -47,6 +47,7 @@ ODD_JSON: Sequence[str] = (
         '{"a":' * 300 + "1" + "}" * 300,
         '{"a":' * 2000 + "1" + "}" * 2000,
     ),
+    *("[" * depth + "]" * depth for depth in range(900, 1000, 5)),  # what Python just reads, and may not be able to show
 )
 """Values in JSON that are at the edge of what something takes."""
 _ODD_TOML = (

@@ -16,6 +16,7 @@ from agentrl.records import Episode, ExecResult, Message, SamplingParams, Sandbo
 from agentrl.reward.cleanroom import CleanRoom
 from agentrl.sandbox.images import load_image
 from agentrl.serving.client import parse_completion
+from agentrl.serving.control import weight_version
 from agentrl.serving.weight_files import tensor_shapes
 from agentrl.task.description import Description, parse
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes
@@ -42,6 +43,7 @@ FINDINGS = {
     "task.toml nested too deeply": ("tasks", b"judged/one/task.toml\nmetadata = " + b"[" * 3000),
     "a header nested too deeply": ("weights", b"model.safetensors\n" + struct.pack("<Q", 3000) + b"[" * 3000),
     "a version with endless digits": ("completions", json.dumps({"choices": [{**ANSWER, "weight_versions": [ENDLESS]}]}).encode()),
+    "an answer nested too deeply": ("completions", b"[" * 3000),
     "a place of more than 63 bits": ("completions", json.dumps({"choices": [{**ANSWER, "weight_versions": [FAR]}]}).encode()),
 }
 
@@ -84,6 +86,13 @@ def test_a_number_that_no_record_holds_is_the_servers_fault(odd: dict[str, objec
     assert parse_completion({"choices": [ANSWER]}, params).versions[0].version == 12
     with pytest.raises(ServingError):
         parse_completion({"choices": [ANSWER | odd]}, params)
+
+
+@pytest.mark.parametrize("answer", [None, [], "3", {}, {"weight_version": 3}])
+def test_an_answer_that_names_no_version_is_the_servers_fault(answer: object) -> None:
+    with pytest.raises(ServingError, match="names no version"):
+        weight_version(answer)
+    assert weight_version({"weight_version": "default"}) == "default"
 
 
 async def test_a_grader_that_was_taken_over_cannot_make_an_episode_vanish() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.mutators import archive
 from agentrl.fuzzing.target import Check, Target, must
-from agentrl.fuzzing.targets.files import Desk
+from agentrl.fuzzing.targets.desk import Desk
 from agentrl.sandbox import frames
 
 LIMIT = 33 << 20

@@ -7,12 +7,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
+
 from agentrl import codec
 from agentrl.errors import ServingError
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.target import Check, Target, must
 from agentrl.records import Completion, Message, SamplingParams, Turn
 from agentrl.serving.client import parse_completion
+from agentrl.serving.control import decoded, weight_version
 
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -20,10 +23,9 @@ PARAMS = SamplingParams(max_tokens=8)
 def prepare(scratch: Path) -> Check:
     def check(data: bytes) -> None:
         try:
-            answer = json.loads(data)
-        except (ValueError, RecursionError):  # told apart by the HTTP client's caller: an answer that is not JSON
-            return
-        try:
+            answer = decoded(httpx.Response(200, content=data), "/generate")
+            if isinstance(answer, dict) and "weight_version" in answer:
+                must(isinstance(weight_version(answer), str), "a version without a name")
             completion = parse_completion(answer, PARAMS)
         except ServingError as error:
             must(bool(str(error)), "an error that says nothing")
@@ -49,7 +51,13 @@ def seeds() -> Sequence[bytes]:
     logprobs = {"content": [{"token_id": 3, "logprob": -0.5}, {"token_id": 4, "logprob": 0.0}]}
     spans = [{"version": "0", "start": 0, "end": 1}, {"version": "12", "start": 1, "end": 2}]
     choice = {"token_ids": [3, 4], "logprobs": logprobs, "weight_versions": spans, "finish_reason": "stop"}
-    answers = [{"choices": [choice]}, {"choices": [{**choice, "finish_reason": "abort"}]}, {"choices": []}, {"error": "no"}]
+    answers = [
+        {"choices": [choice]},
+        {"choices": [{**choice, "finish_reason": "abort"}]},
+        {"choices": []},
+        {"error": "no"},
+        {"weight_version": "3"},
+    ]
     return [json.dumps(answer).encode() for answer in answers]
 
 

@@ -16,11 +16,13 @@ from agentrl.fuzzing import mutators
 from agentrl.fuzzing.mutators import join, split
 from agentrl.fuzzing.target import Check, Target, must
 from agentrl.grading import KEY, Grading, Mode, pack
+from agentrl.outputs import WHOLE, collect, plain_path, select
 from agentrl.plugins import add_project_root
 from agentrl.project import content_root
 from agentrl.records import Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.reward.rewardfile import reward
+from agentrl.sandbox import arguments
 from agentrl.testing.sandboxes import ScriptedSandbox, ScriptedSandboxes
 
 SECRET = "secret"
@@ -86,6 +88,8 @@ def prepare(scratch: Path) -> Check:
             loop.run_until_complete(_graded(tasks[label], text))
         elif label in answered:
             loop.run_until_complete(_answer(answered[label], text))
+        elif label == "listing":
+            loop.run_until_complete(_collected(text))
         elif label == "reward.txt":
             _reward(*reward(text, None))
         elif label == "reward.json":
@@ -123,6 +127,24 @@ def _checked(score: Score) -> None:
     must(codec.from_json(Score, codec.to_json(score)) == score, "a score is read back as another one")
 
 
+async def _collected(said: str) -> None:
+    """What an agent's sandbox says its outputs are: names that it made up, and a file behind each of them."""
+    sandbox = _Obliging("fuzzed", lambda code: ExecResult(exit_code=0, stdout=said, stderr="", wall_s=0.0), {})
+    for patterns in ([WHOLE], ["src/**", "*.txt"]):
+        found = await collect(sandbox, patterns)
+        must(all(plain_path(path) for path in (*found.files, *found.removed)), "a path that leads out of a folder")
+        must(WHOLE in patterns or select(found.files, patterns) == found.files, "a file that was not asked for")
+        episode = Episode(id="fuzz", task_id="t", task_key="k", trajectories=(), outputs=found.files, removed=found.removed)
+        must(codec.from_json(Episode, codec.to_json(episode)) == episode, "an episode is read back as another one")
+
+
+class _Obliging(ScriptedSandbox):
+    """A sandbox that has every file."""
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        return arguments.plain_path(path).encode("utf-8", "surrogateescape")[:max_bytes]
+
+
 def _reward(value: float | None, wrong: str) -> None:
     must(value is None or 0 <= value <= 1, "a reward out of range")
     must(len(wrong) < 1000, "a problem without end")
@@ -149,6 +171,10 @@ def seeds() -> Sequence[bytes]:
         *(join("number", text) for text in numbers),
         *(join("reward.txt", text) for text in (b"1", b"0.5\n", b"-1", b"inf")),
         *(join("reward.json", text) for text in (b'{"reward": 1}', b'{"score": 0.5}', b"[]", b'{"reward": true}')),
+        *(
+            join("listing", text)
+            for text in (b'["src/a.py", "b.txt", "../c.txt"]', b'[["src/a.py", "d"], ["gone"]]', b'["src/a.txt", "src/a.txt/b"]')
+        ),
         join("reports", b'00ff {"test": "a", "error": ""}\n'),
     ]
 
@@ -158,6 +184,7 @@ _KINDS: Mapping[str, mutators.Mutator] = {
     **{str(mode): _REPORT for mode in _TESTS},
     **dict.fromkeys(("text", "number", "reward.txt", "reports"), mutators.lines),
     "reward.json": mutators.json_text,
+    "listing": mutators.json_text,
 }
 
 target = Target(

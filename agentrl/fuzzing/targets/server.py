@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.target import Check, Target, must
-from agentrl.fuzzing.targets.files import Desk
+from agentrl.fuzzing.targets.desk import Desk
 from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.inside.spawn import work
 
