@@ -41,6 +41,8 @@ FINDINGS = {
     "image.toml with an endless number": ("tasks", b"judged/image.toml\nsuite = " + b"9" * 5000),
     "image.toml nested too deeply": ("tasks", b"judged/image.toml\nsuite = " + b"[" * 3000),
     "task.toml nested too deeply": ("tasks", b"judged/one/task.toml\nmetadata = " + b"[" * 3000),
+    "a test nested too deeply": ("tasks", b"judged/one/tests/test_sum.py\ndef test_a(): " + b"-" * 9000 + b"1\n"),
+    "a test of one endless chain": ("tasks", b"judged/one/tests/test_sum.py\nx" + b".a" * 9000 + b"\n"),
     "a header nested too deeply": ("weights", b"model.safetensors\n" + struct.pack("<Q", 3000) + b"[" * 3000),
     "a version with endless digits": ("completions", json.dumps({"choices": [{**ANSWER, "weight_versions": [ENDLESS]}]}).encode()),
     "an answer nested too deeply": ("completions", b"[" * 3000),
