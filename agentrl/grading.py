@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import TaskError
+from agentrl.fields import json_value
 from agentrl.outputs import plain_path
 from agentrl.records import Task
 
@@ -69,6 +70,12 @@ class Run(BaseModel):
         for path in value:
             if not plain_path(path):
                 raise ValueError(f"{path!r} is not a plain path relative to the working directory")
+        return value
+
+    @field_validator("args", "kwargs")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        json_value(value)  # a function gets them as JSON, which has no dates
         return value
 
     @model_validator(mode="after")
@@ -158,7 +165,7 @@ def _tests(path: str, source: bytes, *, judge: bool) -> Iterator[str]:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests/{path}: {error}") from None
     except (RecursionError, MemoryError):  # the parser's own stack
-        raise ValueError(f"tests/{path}: is nested too deeply to be read") from None
+        raise ValueError(f"tests/{path}: is nested too deep to be read") from None
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if judge and (wrong := [name.arg for name in node.args.args if name.arg not in JUDGE_ARGUMENTS]):

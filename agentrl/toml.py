@@ -11,6 +11,6 @@ def loads(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("is not TOML that can be read: it is nested too deeply") from None
+        raise ValueError("is nested too deep to be read") from None
     except ValueError as error:
         raise ValueError(f"is not TOML: {error}") from None

@@ -131,7 +131,7 @@ def parse_completion(answer: Any, params: SamplingParams) -> Completion:
             versions=_spans(choice),
             finish_reason=choice.finish_reason,
         )
-    except ValueError as error:  # a number that no record holds
+    except ValueError as error:  # numbers that no record holds
         raise ServingError(f"malformed answer of the inference server: {error}") from error
 
 
