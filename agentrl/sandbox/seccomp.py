@@ -24,7 +24,7 @@ from agentrl.sandbox.system_calls import ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUP
 Block = tuple[bytes, ...]
 Ranges = Iterable[tuple[int, int]]
 
-_LD_W_ABS, _JA, _JEQ, _JSET, _JGE, _RET = 0x20, 0x05, 0x15, 0x45, 0x35, 0x06
+_LD_W_ABS, _AND, _JA, _JEQ, _JSET, _JGE, _RET = 0x20, 0x54, 0x05, 0x15, 0x45, 0x35, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _FARTHEST = 255  # instructions that a conditional jump can skip
 _NR, _ARCH = 0, 4
@@ -33,12 +33,14 @@ _HIGH = 4
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _SEGMENT_BYTES = 4096
 _QUERY_PERSONALITY = 0xFFFFFFFF
 _TCP, _UDP, _SOL_SOCKET, _SOL_IPV6 = 6, 17, 1, 41
 
-# All but 1024 and 1040 (leases hold up who opens a file), 1026 (notices) and what is yet to come.
-_FCNTL = ((0, 11), (15, 17), (36, 38), (1025, 1025), (1027, 1028), (1030, 1038))
+# All but 36 to 38 (locks of open files instead of processes: nobody's, so that they cannot be counted), 1024 and 1040 (leases, which
+# hold up who opens a file), 1026 (notices),
+_FCNTL = ((0, 11), (15, 17), (1025, 1025), (1027, 1028), (1030, 1038))
 # Terminals (0x54..) without TIOCSTI, TIOCLINUX, TIOCCONS (another's input and output) and TIOCSETD (loads line disciplines);
 # what sockets are asked for; FICLONE, FICLONERANGE, FS_IOC_GETFLAGS.
 _IOCTL = (
@@ -103,7 +105,11 @@ def _judgements() -> dict[str, Block]:
         *_permitted(_ARG1, ((0, _SEGMENT_BYTES),), _answer(errno.EINVAL)),
     )
     return {
-        "clone": (_op(_LD_W_ABS, _ARG0), _op(_JSET, _NEW_NAMESPACES, 0, 1), *_answer(errno.EPERM), *_allow()),
+        "clone": (
+            *(_op(_LD_W_ABS, _ARG0), _op(_JSET, _NEW_NAMESPACES, 2, 0)),
+            *(_op(_AND, _CLONE_FILES | _CLONE_THREAD), _op(_JEQ, _CLONE_FILES, 0, 1)),  # whose locks would be those of a dead process
+            *(*_answer(errno.EPERM), *_allow()),
+        ),
         "socket": _choice(_ARG0, {family: (family, block) for family, block in families.items()}, no_family),
         "socketpair": _permitted(_ARG0, ((socket.AF_UNIX, socket.AF_UNIX),), no_family),
         "setsockopt": _choice(_ARG1, {level: (level, block) for level, block in levels.items()}, no_option),

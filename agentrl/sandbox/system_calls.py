@@ -94,7 +94,7 @@ setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7
 FORBIDDEN = _table("""
 ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 kcmp:312:272 pidfd_getfd:438:438 syslog:103:116 mount:165:40
 umount2:166:39 pivot_root:155:41 chroot:161:51 unshare:272:97 setns:308:268 open_tree:428:428 move_mount:429:429 fsopen:430:430
-fsconfig:431:431 fsmount:432:432 fspick:433:433 mount_setattr:442:442 name_to_handle_at:303:- open_by_handle_at:304:-
+fsconfig:431:431 fsmount:432:432 fspick:433:433 mount_setattr:442:442 name_to_handle_at:303:264 open_by_handle_at:304:265
 fanotify_init:300:262 fanotify_mark:301:263 quotactl:179:60 quotactl_fd:443:443 vhangup:153:58 bpf:321:280 perf_event_open:298:241
 userfaultfd:323:282 lookup_dcookie:212:18 init_module:175:105 finit_module:313:273 delete_module:176:106 kexec_load:246:104
 kexec_file_load:320:294 acct:163:89 swapon:167:224 swapoff:168:225 reboot:169:142 sethostname:170:161 setdomainname:171:162
