@@ -22,7 +22,21 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
-        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}
+        {
+            "loop",
+            "cluster",
+            "served",
+            "evaluate",
+            "measure",
+            "transcript",
+            "preflight",
+            "prove",
+            "check",
+            "cheats",
+            "project",
+            "doctor",
+            "gpus",
+        }
     ),
     frozenset({"cli", "__main__"}),
 )
