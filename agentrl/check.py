@@ -198,14 +198,20 @@ def render(report: CheckReport) -> str:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if any(not case.ok for case in report.cases):
             console.print(_wrong_cases(report.cases), markup=False)
-        told = [(finding.severity, proof.name, finding) for proof in report.proofs for finding in proof.findings]
-        for severity, name, finding in sorted(told, key=lambda one: ("failure", "warning", "note").index(one[0])):
-            console.print(f"{severity.upper() if severity == 'failure' else severity}: {name}", markup=False, highlight=False)
-            console.print(f"    {printable(finding.what)}", markup=False, highlight=False, soft_wrap=True)
-        console.print("\nnot proven:" if told else "not proven:", markup=False, highlight=False)
+        told = [line for proof in report.proofs for line in _told(proof)]
+        for line in (*told, *([""] if told else []), "not proven:"):
+            console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
         for text in report.not_proven:
             console.print(f"  - {printable(text)}", markup=False, highlight=False, soft_wrap=True)
     return captured.get().rstrip()
+
+
+def _told(proof: Proof) -> list[str]:
+    """What a proof found, under its name; what is wrong comes first."""
+    order = ("failure", "warning", "note")
+    found = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
+    lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in found]
+    return [f"{proof.name}:", *lines] if lines else []
 
 
 def _verdicts(report: CheckReport) -> list[str]:

@@ -211,4 +211,4 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
 def test_the_family_example_is_proven_in_real_sandboxes(project: Path) -> None:
     write_examples("task-families.md", project)
     output = run(project, "-m", "agentrl", "check", "recipes/logs.py", "--count", "4", "--sandbox", "bubblewrap", timeout=1500)
-    assert "every gold solution scores 1" in output
+    assert "ok    every gold solution scores 1" in output and "FAIL" not in output

@@ -63,13 +63,21 @@ def _differences(first: Mapping[Place, Drawn], second: Mapping[Place, Drawn], ho
         return []
     place, names = next(iter(differing.items()))
     one, other = first[place], second[place]
-    was, now = ("a task", other) if isinstance(other, str) or isinstance(one, str) else (_text(one, names[0]), _text(other, names[0]))
+    was, now = ("a task", str(other)) if isinstance(one, str) or isinstance(other, str) else _apart(one, other, names[0])
     fields = list(dict.fromkeys(name for found in differing.values() for name in found))
     what = (
         f"{plural(len(differing), 'task')} of {len(first):,} differ {how}, in {examples(fields)};"
-        f" {place_name(place)}: {names[0]} was {clipped(str(was))} and is {clipped(str(now))}"
+        f" {place_name(place)}: {names[0]} was {clipped(was)} and is {clipped(now)}"
     )
     return [Finding(severity="failure", what=what, tasks=tuple(map(place_name, differing)))]
+
+
+def _apart(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+    """The texts of a field from shortly before the place where they part."""
+    one, other = _text(first, name), _text(second, name)
+    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin = max(0, same - 20)
+    return ("..." if begin else "") + one[begin:], ("..." if begin else "") + other[begin:]
 
 
 def _text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:

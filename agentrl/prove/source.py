@@ -65,4 +65,4 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
     """Field -> hash of its text, and the beginning of the text for a person."""
-    return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:200]) for name, text in fields(task).items()}
+    return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in fields(task).items()}

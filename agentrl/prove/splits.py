@@ -83,7 +83,7 @@ def _equal(drawn: Mapping[Split, list[Task]], seen: Mapping[Split, list[str]], s
     if not pairs:
         return []
     shown = examples([f"{task.id} is {other.id}" for task, other in pairs])
-    what = f"{plural(len(pairs), 'task')} of {len(drawn[split]):,} in {split} show the agent what a training task shows it: {shown}"
+    what = f"{len(pairs):,} of {len(drawn[split]):,} tasks in {split} show the agent just what a training task shows it: {shown}"
     return [Finding(severity="failure", what=what, tasks=tuple(task.id for task, _ in pairs))]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.prove import odd
@@ -38,8 +40,8 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
         async with slots:
             return await scorer(task, episode)
 
-    async with asyncio.TaskGroup() as asking:
-        again = [(task, asking.create_task(ask(task, golden[task.id].episode))) for task in tasks if task.id in golden]
+    async with _quiet(), asyncio.TaskGroup() as asking:
+        again = [(task, asking.create_task(ask(task, golden[task.id].episode))) for task in reversed(tasks) if task.id in golden]
         odd_ones = [
             (f"{what} for {task.id}", asking.create_task(ask(task, episode)))
             for task in (one for some in chosen.values() for one in some)
@@ -57,6 +59,18 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
         looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} odd answers, {plural(len(pairs), 'gold episode')} twice",
         findings=(*found, *_unlike(pairs)),
     )
+
+
+@contextlib.asynccontextmanager
+async def _quiet() -> AsyncIterator[None]:
+    """Without the traceback of every verifier that raises: the finding has its text, once."""
+    log = logging.getLogger("agentrl.reward.scorer")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _odd_episodes(task: Task, golden: Golden | None) -> list[tuple[str, Episode]]:
