@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from agentrl.errors import InfrastructureError, UserError
+from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.prove import odd
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
@@ -22,6 +22,7 @@ from agentrl.rollout.tools import Tool, ToolOutcome, load_tools
 NAME = "tools of the project's own answer any call"
 CALL_S = 15.0
 """Longest that one call may take here, whatever the task allows."""
+_BROKE = "makes its sandbox fail, so that the episode is left out"
 _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
 
 
@@ -68,11 +69,16 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend) -> list[
     found = [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong]
     properties = {} if wrong else tool.schema["function"].get("parameters", {}).get("properties", {})
     bad: dict[str, list[str]] = {}
-    sandbox = await sandboxes.open(task.sandbox, files=task.contents()) if tool.needs_sandbox else None
+    sandbox: Sandbox | None = None
     try:
         for what, arguments in odd.arguments(properties).items():
+            if sandbox is None and tool.needs_sandbox:
+                sandbox = await sandboxes.open(task.sandbox, files=task.contents())
             if problem := await _call(tool, arguments, sandbox, task):
                 bad.setdefault(problem, []).append(what)
+            if problem.startswith(_BROKE) and sandbox is not None:
+                await sandbox.close()
+                sandbox = None
     finally:
         if sandbox is not None:
             await sandbox.close()
@@ -131,8 +137,8 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | Non
                 outcome: Any = await tool(arguments, sandbox, task.limits)
     except _Blocked:
         return f"holds the whole run for more than {limit + 5.0:g} s (await what waits, or use asyncio.to_thread)"
-    except InfrastructureError:
-        raise
+    except SandboxError as error:
+        return f"{_BROKE}: {clipped(str(error), 200)}"
     except TimeoutError:
         return f"gives no outcome within {limit:g} s"
     except Exception as error:  # a tool is anybody's code

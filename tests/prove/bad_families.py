@@ -8,6 +8,7 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from agentrl.errors import SandboxError
 from agentrl.records import Episode, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.rollout.tools import ToolOutcome, function_schema
 
@@ -75,11 +76,6 @@ class Hashed(Good):
         return f"What is sum number {hash('numbers') % 1_000_000} of numbers.txt?"
 
 
-class Seedless(Good):
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(0)
-
-
 class Overlapping(Good):
     """Held-out tasks are the training tasks of the same index."""
 
@@ -97,7 +93,10 @@ class Leaking(Good):
 
 
 class Unmade(Good):
-    """The third task cannot be made, and the fourth holds a set."""
+    """The third task cannot be made, the fourth holds a set, and the seed does nothing."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(0)
 
     def task(self, split: Split, index: int) -> Task:
         made = super().task(split, index)
@@ -160,3 +159,21 @@ class Holder(_Own):
 
 calculator, talker, holder, misnamed = Calculator("calculator"), Talker("talker"), Holder("holder"), Calculator("misnamed")
 misnamed.schema = function_schema("other", "", "text", "what")
+
+
+class Breaker(_Own):
+    """Reads a file by the name that the model gives, and breaks its sandbox with one of them."""
+
+    needs_sandbox = True
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Any, limits: Limits) -> ToolOutcome:
+        if arguments.get("text") == "":
+            raise SandboxError("the exec server is gone")
+        try:
+            data = await sandbox.read(str(arguments.get("text")), max_bytes=1000)
+        except (FileNotFoundError, ValueError) as error:
+            return ToolOutcome(output=f"error: {error}", ok=False)
+        return ToolOutcome(output=data.decode("utf-8", "replace"), ok=True)
+
+
+breaker = Breaker("breaker")
