@@ -41,6 +41,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")]
 
 
+_REASONS_SHOWN = 5  # for leaving episodes out, at the end of a run
+
+
 @app.command(epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe file: a Python file with a module-level `recipe`.")],
@@ -64,6 +67,8 @@ def train(
     if summary.interrupted:
         print(f"interrupted; continue with: agentrl train {recipe} --run-dir {folder} --resume")
         raise typer.Exit(130)
+    if summary.problems:
+        raise typer.Exit(1)
 
 
 @app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")
@@ -305,9 +310,12 @@ def describe(summary: Summary, folder: Path) -> str:
         f"{broken}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
+    lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
+    if len(summary.left_out_reasons) > _REASONS_SHOWN:
+        lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
     lines.append(f"report {folder / 'report.html'}")
-    lines.append(f"model  {folder / 'model'}")
-    return "\n".join(lines)
+    lines.append(f"model  {folder / 'model'}" if (folder / "model").is_dir() else "model  none: the weights are still those of version 0")
+    return "\n".join([*lines, *(f"no result: {problem}" for problem in summary.problems)])
 
 
 def open_target(target: Path, backend: str | None) -> tuple[Path, TaskFamily, SandboxConfig]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.errors import InfrastructureError, RecipeError
+from agentrl.errors import RecipeError
+from agentrl.observe.left_out import reasons
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import ScoredEpisode, Split, Task
@@ -19,9 +20,11 @@ from agentrl.transcript import transcript
 class Evaluation:
     """Scores of one split, with a confidence interval; episodes that were left out count in no figure but `left_out`."""
 
-    rate: Rate
+    rate: Rate | None  # None: not one episode was scored, so that no rate would mean anything
     by_kind: dict[str, Rate]
+    episodes: int
     left_out: int
+    left_out_reasons: dict[str, int]
     transcripts: tuple[dict[str, Any], ...]
 
 
@@ -35,10 +38,7 @@ async def evaluate(
     step: int,
     on_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer).
-
-    Raises `InfrastructureError` when not one episode could be scored, since no rate would mean anything.
-    """
+    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none."""
     size = family.size(split)
     tasks = [family.task(split, index) for index in range(count if size is None else min(count, size))]
     if not tasks:
@@ -57,12 +57,12 @@ async def evaluate(
     pairs = [(task, job.result()) for task, job in zip(tasks, jobs, strict=True)]
     scores = [(str(task.data.get("kind", task.family)), scored.score.value) for task, scored in pairs]
     counted = [(kind, value) for kind, value in scores if value is not None]
-    if not counted:
-        raise InfrastructureError(f"evaluation {phase}/{split}: all {len(tasks)} episodes were left out; first: {pairs[0][1].score.reason}")
     kinds = sorted({kind for kind, _ in counted})
     return Evaluation(
-        rate=Rate.from_scores([value for _, value in counted]),
+        rate=Rate.from_scores([value for _, value in counted]) if counted else None,
         by_kind={kind: Rate.from_scores([value for k, value in counted if k == kind]) for kind in kinds},
+        episodes=len(scores),
         left_out=len(scores) - len(counted),
+        left_out_reasons=reasons(scored for _, scored in pairs),
         transcripts=tuple(transcript(task, scored, phase=phase, step=step) for task, scored in pairs),
     )

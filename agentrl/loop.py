@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl import measure
-from agentrl.errors import LearnerError, LearnerHalted, SwapError, TaskError
+from agentrl.errors import LearnerError, LearnerHalted, SwapError, TaskError, VerifierError
 from agentrl.evaluate import Evaluation, evaluate
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure import Quarantine
@@ -183,6 +183,8 @@ async def _pipeline(run: Run) -> None:
             await _evaluate(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         watcher.cancel()
+    if not measure.learned(run.folder):
+        return  # a model that is version 0 under another name would look like a result; the summary says why there is none
     versions = run.folder / "versions"
     export_model(versions / f"{run.served.version:06d}", run.folder / "model", base=versions / "000000")
 
@@ -281,6 +283,7 @@ async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport | 
     groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
     now = time.monotonic()
     metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    measure.keep_left_out(run.folder, version.number, groups)
     run.last_step_at = now
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
@@ -323,8 +326,14 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
             results[split] = await evaluate(runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating)
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
-    run.tracker.evaluated(phase, {str(split): result.rate for split, result in results.items()})
-    rates = {str(split): result.rate.value for split, result in results.items()}
+    scored = {str(split): result.rate for split, result in results.items() if result.rate is not None}
+    run.tracker.evaluated(phase, scored)
+    told = measure.unscored(phase, results)
+    for line in told:
+        run.tracker.alert(line)
+    if len(scored) < len(results) and phase in ("before", "eval"):  # later ones are no reason to throw away what was learned
+        raise VerifierError(f"no rate without a score: {'; '.join(told)}")
+    rates = {split: rate.value for split, rate in scored.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates
 

@@ -18,7 +18,7 @@ LONGEST_FILE = 600
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "errors", "destinations"}),
     frozenset({"protocols", "codec", "deltas", "usercode"}),
-    frozenset({"recipe", "plugins", "outputs", "grading"}),
+    frozenset({"section", "recipe", "plugins", "outputs", "grading"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
@@ -101,7 +101,7 @@ import agentrl, agentrl.cli, agentrl.doctor
 from pathlib import Path
 from agentrl.cli import load_recipe
 from agentrl.recipe import Recipe
-if "recipe = Recipe(" in Path({str(recipe)!r}).read_text():
+if "\\nrecipe = " in Path({str(recipe)!r}).read_text():
     assert isinstance(load_recipe(Path({str(recipe)!r}), [])[1], Recipe)
 print(*sorted({{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})))
 """
