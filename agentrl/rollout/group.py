@@ -23,6 +23,9 @@ from agentrl.rollout.faults import fault, infrastructure_fault, let_go
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.2
+"""Pause before the second attempt; each later one waits twice as long as the one before."""
+
 Scorer = Callable[[Task, Episode], Awaitable[Score]]
 """Judges a finished episode; gives a Score without a value when a verifier failed, and raises only for a task that is wrong."""
 
@@ -127,7 +130,7 @@ class GroupRunner:
                 break
             self.on_attempt(failure)
             if attempt < self.max_retries:
-                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # a restarting part gets a moment
+                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # a restarting part gets a moment
         return _unscored(episode, failure)
 
     async def _attempt(
