@@ -109,7 +109,8 @@ class _Steps(Generic[T]):
         self._code = code
 
     def __await__(self) -> Generator[Any, Any, T]:
-        steps = self._run().__await__()
+        running = self._run()
+        steps = running.__await__()
         error: BaseException | None = None
         while True:
             began = time.monotonic()

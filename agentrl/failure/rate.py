@@ -10,8 +10,7 @@ from agentrl import usercode
 from agentrl.errors import InfrastructureError
 from agentrl.records import Failure
 
-MIN_JUDGED = 32
-_MIN_WINDOW = 128
+MIN_WINDOW = 64
 _KINDS = 32  # told apart; the rest are counted together
 _SHOWN = 8
 OTHERS = "others"
@@ -21,8 +20,8 @@ class FaultRate:
     """Counts the newest attempts and what was wrong with them, retried or not. Use it from one event loop.
 
     When a server or a daemon dies, all attempts in flight fail at once and are made again, which is no reason to pause. So the
-    rate is that of the newest `4 * concurrency` attempts (at least 128), judged once `2 * concurrency` (at least 32) are known:
-    with a limit of 0.5, one such death among sound attempts never reaches it.
+    rate is that of the newest `4 * concurrency` attempts (at least 64), judged once half of them are known: with a limit of 0.5, one
+    such death among sound attempts never exceeds it.
 
     Args:
         limit: largest share of faults, from 0 to 1; 1 never pauses a run.
@@ -31,8 +30,9 @@ class FaultRate:
 
     def __init__(self, limit: float, *, concurrency: int) -> None:
         self.limit = limit
-        self._judged_from = max(MIN_JUDGED, 2 * concurrency)
-        self._newest: deque[str | None] = deque(maxlen=max(_MIN_WINDOW, 4 * concurrency))  # kind of fault, None for a sound attempt
+        window = max(MIN_WINDOW, 4 * concurrency)
+        self._judged_from = window // 2
+        self._newest: deque[str | None] = deque(maxlen=window)  # kind of fault, None for a sound attempt
         self._failed = 0  # of the newest
         self._messages: dict[str, str] = {}  # newest of each kind
         self._since = Counter[bool]()  # sound (False) and faulty (True) attempts since `figures` was last asked

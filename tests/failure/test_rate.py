@@ -85,7 +85,7 @@ def test_it_pauses_exactly_when_the_share_of_the_newest_exceeded_the_limit(fault
         rate, expected = FaultRate(limit, concurrency=concurrency), False
         for number, fault in enumerate(faults, start=1):
             rate.attempt(failed() if fault else None)
-            newest = faults[max(0, number - max(128, 4 * concurrency)) : number]
+            newest = faults[max(0, number - max(64, 4 * concurrency)) : number]
             expected |= len(newest) >= max(32, 2 * concurrency) and sum(newest) / len(newest) > limit
         return bool(await paused(rate)), expected
 
