@@ -25,7 +25,7 @@ from agentrl.records import (
     Trajectory,
     Turn,
 )
-from agentrl.rollout.calls import call_tool
+from agentrl.rollout.invoke import call_tool
 from agentrl.rollout.chat import ChatFormat, ParsedCompletion
 from agentrl.rollout.faults import fault, infrastructure_fault, let_go
 from agentrl.rollout.tools import Tool, ToolOutcome, clip, load_tools

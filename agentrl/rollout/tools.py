@@ -38,7 +38,7 @@ class Tool(Protocol):
         """Bad arguments are best an outcome with ok=False that tells the agent what is expected.
 
         An exception, a wrong outcome, or none in time, is answered to the agent as an error, and its episode is scored (see
-        `agentrl.rollout.calls`). `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        `agentrl.rollout.invoke`). `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
         """
         ...
 

@@ -21,7 +21,7 @@ from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import ChatFormat, EpisodeRunner, GroupRunner, ToolOutcome
-from agentrl.rollout.calls import ARGUMENT_FAULTS
+from agentrl.rollout.invoke import ARGUMENT_FAULTS
 from agentrl.rollout.tools import function_schema
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing

@@ -14,8 +14,8 @@ from agentrl import codec
 from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskError
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task
-from agentrl.rollout import Capture, ToolOutcome, calls, load_tools
-from agentrl.rollout.calls import call_tool
+from agentrl.rollout import Capture, ToolOutcome, invoke, load_tools
+from agentrl.rollout.invoke import call_tool
 from agentrl.rollout.episode import MAX_TOOL_FAILURES
 from agentrl.rollout.tools import Tool, function_schema
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -216,7 +216,7 @@ async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_which_i
     name: str, says: str, kind: str, tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sandbox answers nothing any more. Were the next call's error blamed on it, an agent could opt out by way of the tool."""
-    monkeypatch.setattr(calls, "SANDBOX_MARGIN_S", 0.05)
+    monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
     sandboxes = Boxed(printing(""))
     policy = ScriptedPolicy.saying(tokenizer, asking("x", {"in_the_box": "patient"}.get(name, "impatient")), SUBMIT)
     episode = await make_runner(policy, sandboxes).run(replace(with_tools(task, name), outputs=("*.csv",)), episode_id="e")
@@ -230,7 +230,7 @@ async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_which_i
 async def test_a_tool_that_hangs_beside_its_sandbox_leaves_it_whole(
     tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "SANDBOX_MARGIN_S", 0.05)
+    monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
     policy = ScriptedPolicy.saying(tokenizer, asking("x", "idle"), SUBMIT)
     episode = await make_runner(policy, Boxed(printing(""))).run(replace(with_tools(task, "idles"), outputs=("a.csv",)), episode_id="e")
     assert (episode.trajectories[0].stop_reason, episode.answer, episode.outputs) == ("submitted", "3", {"a.csv": b"x\n1\n"})
