@@ -66,6 +66,7 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         "episodes": len(episodes),
         "episodes_left_out": len(episodes) - len(counted),
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
+        "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
         "groups_quarantined": sum(1 for group in groups if group.fault is not None),
         "groups_without_signal": sum(1 for group in groups if len({e.score.value for e in group.scored}) < 2),
         "tokens_sampled": sampled,

@@ -72,6 +72,9 @@ class RolloutConfig(Section):
     """A group with fewer counted episodes is dropped."""
     max_quarantined: int = Field(8, ge=0)
     """Tasks wrong in themselves that are set aside, each with its group, before the run stops with their list."""
+    max_fault_rate: float = Field(0.5, ge=0, le=1)
+    """Largest share of the newest attempts (four times `concurrency`, at least 64) that may fail by no doing of the policy before the
+    run pauses and says why. 1: it never does."""
     checkpoint_turns: bool = False
     """Keep every running episode's state in the run folder after each turn, so that --resume goes on from there. Costs a snapshot of the
     working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""

@@ -232,6 +232,13 @@ def _machinery(run: RunData) -> Html | None:
         _small(run, "Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}),
         _small(
             run,
+            "Faults",
+            "attempts that failed, and tool calls that raised or ran late",
+            {"attempts_failed": "attempts", "tool_failures": "tool calls"},
+            whole=True,
+        ),
+        _small(
+            run,
             "Updates set aside",
             "not finite, or beyond a limit",
             {"updates_set_aside": "updates", "rollbacks": "rollbacks"},
