@@ -115,7 +115,7 @@ def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int
     path = folder / LEFT_OUT
     whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     by_step = {line["step"]: line["left_out"] for line in map(json.loads, whole)}
-    kept = [by_step[line["step"]] for line in steps if line["episodes_left_out"] and line["step"] in by_step]
+    kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return add(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
 
 
