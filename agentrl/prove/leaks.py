@@ -46,6 +46,7 @@ class Truth:
     text: str
     origin: str  # such as data.answer
     is_source: bool = False  # a whole test or solution, recognised as such
+    is_compared: bool = False  # a test compares something with it: perhaps with an input that is to stay as it was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ def _hidden(grading: Grading) -> Iterator[Truth]:
         if len(text) >= SOURCE and (name.endswith((".py", ".sh")) or _FILE_NAME.fullmatch(name.partition(".")[0])):
             yield Truth(text=text, origin=path, is_source=True)
         if path.startswith("tests/") and name.endswith(".py"):
-            yield from (Truth(text=one, origin=path) for one in _compared(text))
+            yield from (Truth(text=one, origin=path, is_compared=True) for one in _compared(text))
 
 
 def _solution(gold: str) -> dict[str, bytes]:
@@ -135,8 +136,8 @@ def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
         return Leak(place=path, how="holds a copy of", truth=truth, sure=True) if wanted in text else None
     if text.strip("\"'") == wanted:
         named = _FILE_NAME.fullmatch(path.rpartition("/")[2].partition(".")[0]) is not None
-        sure = named or len(wanted) >= LONG
-        return Leak(place=path, how="holds nothing but", truth=truth, sure=sure) if sure else None
+        sure = named or (len(wanted) >= LONG and not truth.is_compared)
+        return Leak(place=path, how="holds nothing but", truth=truth, sure=sure) if sure or len(wanted) >= LONG else None
     if any(_begins(rest, wanted) for rest in beside):
         return Leak(place=path, how="gives by its name", truth=truth, sure=True)
     if len(wanted) >= LONG and (wanted in text or wanted in path):

@@ -37,8 +37,8 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path) -> None:
         "train", "recipes/quickstart.py", "steps=2", family, *SMALL, *none, "--run-dir", str(run), "--sandbox", "bubblewrap"
     )
     assert code == 1, output[-4000:]
-    why = f"{tmp_path / 'family.py'}:in_words: verifier gave str, not a Score"
-    assert f"alert: episodes are left out: {why}" in output.replace("\n", " ") or "verifier gave str, not a Score" in output
+    assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier gave str, not a Score" in output
+    assert "alert: step 1: nothing was scored: all 16 episodes of 1 step were left out (" in output and "alert: step 2" not in output
     assert "step 1/2  reward -  " in output and "reward 0.000" not in output
     assert "no result: nothing was scored: all 32 episodes of 2 steps were left out (32 x " in output
     assert "Traceback" not in output

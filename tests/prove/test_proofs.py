@@ -188,12 +188,16 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
         ".old/solve.py": b"# mine\n" + solve,
         "t.py": tests["test_it.py"],
         "names": b"zoe xaver vera and more",
+        "same.txt": b"zoe xaver vera\n",
+        "expected.txt": b"zoe xaver vera\n",
     }
     found = {(leak.place, leak.truth.origin, leak.sure) for leak in leaks(given, wanted)}
     assert found == {
         (".old/solve.py", "solution/solve.py", True),
         ("t.py", "tests/test_it.py", True),
         ("names", "tests/test_it.py", False),
+        ("same.txt", "tests/test_it.py", False),  # the test may say that an input is as it was
+        ("expected.txt", "tests/test_it.py", True),
     } | ({("t.py", "tests/test_it.py", False)})
 
 
