@@ -98,6 +98,13 @@ def content(data: object, name: str) -> bytes:
     return bytes(data)
 
 
+def contents(files: object) -> dict[str, bytes]:
+    """Contents of files by path, as they are sent."""
+    if not isinstance(files, Mapping):
+        raise TypeError(f"files are a mapping of paths to bytes, not {type(files).__name__}")
+    return {plain_path(path): content(data, "the content of a file") for path, data in files.items()}
+
+
 def _word(text: object, where: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"{where} holds texts, not {type(text).__name__}")

@@ -94,7 +94,7 @@ class ChannelSandbox:
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
         """Writes several files in one round trip; with none, shows that the sandbox answers."""
-        contents = {arguments.plain_path(path): arguments.content(data, "the content of a file") for path, data in files.items()}
+        contents = arguments.contents(files)
         listing = [[path, len(data)] for path, data in contents.items()]
         async with self._turn:
             await self._channel.call("write", {"files": listing}, body=b"".join(contents.values()), timeout_s=FILE_S)

@@ -318,6 +318,6 @@ def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
     out = io.BytesIO()
     for info in members:
         info.size, real = claim or info.size, info.size
-        out.write(info.tobuf(tarfile.GNU_FORMAT))
+        out.write(info.tobuf(tarfile.PAX_FORMAT))
         out.write((b"evil" * 128)[:512] if real else b"")
     return out.getvalue() + bytes(1024)
