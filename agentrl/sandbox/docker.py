@@ -196,6 +196,7 @@ class DockerBackend(ChannelBackend):
         mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
         if spec.runtime:  # one with a kernel of its own shows that kernel's cores
             del mounts[allowance.CORES_FILE]
+        binds = [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()]
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
@@ -213,7 +214,7 @@ class DockerBackend(ChannelBackend):
             "PidsLimit": spec.processes + 1,  # the exec server
             "NanoCpus": int(spec.cpus * 1e9),
             "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()],
+            "Mounts": [*binds, *([] if spec.runtime else [TERMINALS])],
             "Sysctls": allowance.NETWORK_SETTINGS,
             "AutoRemove": True,
             "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
@@ -222,8 +223,6 @@ class DockerBackend(ChannelBackend):
         }
         if spec.runtime:  # its kernel, where it has one of its own, has these for itself
             host |= {"Runtime": spec.runtime, "Sysctls": {}}
-        else:
-            host["Mounts"].append(TERMINALS)
         return {
             "Image": image.tree,
             "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", json.dumps(options)],

@@ -4,7 +4,6 @@ import errno
 import platform
 import re
 import socket
-import struct
 from pathlib import Path
 
 import pytest
@@ -13,35 +12,19 @@ from hypothesis import strategies as st
 
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.system_calls import ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUPPORTED
+from agentrl.testing import filters
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}.get(platform.machine(), 0)
 COLUMN = 0 if platform.machine() == "x86_64" else 1
 TABLES = (ALLOWED, DONE, UNSUPPORTED, FORBIDDEN, JUDGED)
 HEADERS = {"x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), "generic": Path("/usr/include/asm-generic/unistd.h")}
-CODE = [struct.unpack("=HBBI", seccomp.program()[at : at + 8]) for at in range(0, len(seccomp.program()), 8)]
+CODE = filters.instructions(seccomp.program())
 DONE_NOTHING = 0x00050000
 
 
 def ran(number, *arguments, arch=ARCH):
-    """What the kernel would do, and in how many steps: a classic BPF interpreter for the instructions the filter uses."""
-    data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments), *[0] * (6 - len(arguments)))
-    at = accumulator = 0
-    for step in range(len(CODE)):
-        operation, if_true, if_false, value = CODE[at]
-        at += 1
-        if operation == 0x20:
-            accumulator = struct.unpack_from("=I", data, value)[0]
-        elif operation == 0x06:
-            return value, step + 1
-        elif operation == 0x05:
-            at += value
-        elif operation == 0x54:
-            accumulator &= value
-        else:
-            holds = {0x15: accumulator == value, 0x45: accumulator & value != 0, 0x35: accumulator >= value}[operation]
-            at += if_true if holds else if_false
-    raise AssertionError("it goes in circles")
+    return filters.ran(CODE, number, *arguments, arch=arch)
 
 
 def verdict(number, *arguments, **options):

@@ -24,7 +24,7 @@ LOOK_S = 0.1
 """How often is looked while a program runs."""
 LOOK_BETWEEN_S = 0.5
 """And how often while none does but something has been left behind."""
-CHUNK = 65536
+PAGE = 65536
 
 
 def set_bounds(options: Request) -> None:
@@ -48,37 +48,37 @@ class Watch:
     """Counts what is charged to nobody; a machine that does not show a count has none."""
 
     def __init__(self) -> None:
-        self.locks, self.sockets, self.sockets6 = (opened(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
-        self.children = opened("/proc/self/task/1/children")
+        self.locks, self.sockets, self.sockets6 = (count_at(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
+        self.children = count_at("/proc/self/task/1/children")
 
     def overdrawn(self) -> bool:
         """Whether programs of this sandbox hold more than it may have."""
-        return sockets(read(self.sockets)) + sockets(read(self.sockets6)) > MOST_SOCKETS or self.too_many_locks()
+        return sockets_in(shown(self.sockets)) + sockets_in(shown(self.sockets6)) > MOST_SOCKETS or self.too_many_locks()
 
     def too_many_locks(self) -> bool:
         """The kernel gives a page at a time: locks of this process namespace, and, of all others, those of open files."""
         count = at = 0
-        while count <= MOST_LOCKS and (data := read(self.locks, at)):
+        while count <= MOST_LOCKS and (data := shown(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
         return count > MOST_LOCKS
 
     def somebody_is_left(self, waiting: int) -> bool:
         """Whether a process lives here besides this one and its child `waiting`. What has lost its parent is a child of this one."""
-        return any(int(pid) != waiting for pid in read(self.children).split()) if self.children >= 0 else True
+        return any(int(pid) != waiting for pid in shown(self.children).split()) if self.children >= 0 else True
 
 
-def sockets(text: bytes) -> int:
+def sockets_in(text: bytes) -> int:
     """TCP and UDP sockets in the words of /proc/net/sockstat and sockstat6, which have a line `TCP: inuse 3 ...`."""
     words = (line.split() for line in text.splitlines())
     return sum(int(line[2]) for line in words if line[:1] and line[0].startswith((b"TCP", b"UDP")))
 
 
-def opened(path: str) -> int:
+def count_at(path: str) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
 
 
-def read(fd: int, at: int = 0) -> bytes:
-    return os.pread(fd, CHUNK, at) if fd >= 0 else b""
+def shown(fd: int, at: int = 0) -> bytes:
+    return os.pread(fd, PAGE, at) if fd >= 0 else b""
