@@ -495,16 +495,16 @@ def build(data: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        raise RecipeError(describe(error), fix="see docs/recipes.md for every key and its allowed values") from None
+        raise RecipeError(describe(error), fix="write KEY=VALUE with a key and a value that the lines above allow") from None
 
 
 def describe(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or "recipe"
+        key = ".".join(str(part) for part in item["loc"]) or ("recipe" if error.title == Recipe.__name__ else error.title)
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
-            message = f"unknown key; known here: {', '.join(_keys(item['loc'][:-1]))}"
+            message = f"unknown key; known here: {', '.join(_keys(item['loc'][:-1], error.title))}"
         elif item["loc"] and not isinstance(item["input"], dict):  # of a whole section the message names the keys
             message = f"{message} (got {item['input']!r})"
         lines.append(f"{key}: {message}")
@@ -549,8 +549,9 @@ def section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def _keys(location: tuple[Any, ...]) -> list[str]:
-    model: type[Section] = Recipe
+def _keys(location: tuple[Any, ...], title: str) -> list[str]:
+    """The keys of the section at a place below the one that was validated, which is named `title`."""
+    model: type[Section] = next((one for one in Section.__subclasses__() if one.__name__ == title), Recipe)
     for part in location:
         model = section_of(model.model_fields[part].annotation) or model
     return sorted(model.model_fields)

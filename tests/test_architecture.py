@@ -17,12 +17,27 @@ LONGEST_FILE = 600
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "errors", "destinations"}),
-    frozenset({"protocols", "codec", "deltas"}),
-    frozenset({"recipe", "plugins", "outputs", "grading"}),
+    frozenset({"protocols", "codec", "deltas", "causes", "runlock"}),
+    frozenset({"recipe", "plugins", "outputs", "grading", "model_folder"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
-        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}
+        {
+            "loop",
+            "cluster",
+            "served",
+            "evaluate",
+            "measure",
+            "transcript",
+            "preflight",
+            "check",
+            "cheats",
+            "project",
+            "doctor",
+            "gpus",
+            "runfolder",
+            "ending",
+        }
     ),
     frozenset({"cli", "__main__"}),
 )
