@@ -29,6 +29,7 @@ from agentrl.supervised.commands import tune_app
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
+    from agentrl.preflight import Checked
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,11 +57,11 @@ def train(
     """Fine-tune an agent with RL. Ctrl-C once: finish the step, save, report. Twice: stop now."""
     root, written = load_recipe(recipe, [])
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
-    with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, model):
+    with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
         with loading():
             from agentrl.loop import train as run_training
 
-        summary = asyncio.run(run_training(loaded, start, model, root=root, console=not as_json))
+        summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
         print(summary.model_dump_json() if as_json else describe(summary, start.folder))
         if summary.interrupted:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
@@ -82,11 +83,11 @@ def evaluate(
     if model is not None:
         chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
         given = (*given, f"policy.model={json.dumps(chosen)}")
-    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, found):
+    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
         with loading():
             from agentrl.loop import evaluate_only
 
-        results = asyncio.run(evaluate_only(loaded, start, found, root=root, console=not as_json))
+        results = asyncio.run(evaluate_only(loaded, start, checked, root=root, console=not as_json))
     if as_json:
         print(json.dumps(results))
         return
@@ -289,8 +290,8 @@ def run_folder(
     *,
     resume: bool = False,
     evaluating: bool = False,
-) -> Iterator[tuple[Start, Recipe, Path]]:
-    """Around a run: its folder, held by this process alone, its recipe, and its model's folder, with all checked that is cheap to check.
+) -> Iterator[tuple[Start, Recipe, Checked]]:
+    """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
 
     `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
     told to the person, and ends the command.
@@ -305,9 +306,9 @@ def run_folder(
         with loading():
             from agentrl import preflight
 
-            model = preflight.check(loaded, folder, root=root)
+            checked = preflight.check(loaded, folder, root=root)
         try:
-            yield start, loaded, model
+            yield start, loaded, checked
         except typer.Exit:
             raise
         except BaseException as error:

@@ -22,10 +22,9 @@ from agentrl.errors import LearnerError, LearnerHalted, SwapError, TaskError
 from agentrl.evaluate import Evaluation, evaluate
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure import Quarantine
-from agentrl.gpus import place
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
-from agentrl.preflight import export_model, open_chat, open_tasks, place_base_version
+from agentrl.preflight import Checked, export_model, open_chat, place_base_version
 from agentrl.protocols import Policy, SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import Group, PolicyVersion, Split, SwapReport, Task, VersionState
@@ -73,14 +72,14 @@ class Run:
         self.stop_at = min(self.stop_at, self.served.version + 1 if self.learning else max(self.served.version, 0))
 
 
-async def train(recipe: Recipe, start: Start, model: Path, *, root: Path, console: bool = True) -> Summary:
+async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> Summary:
     """Runs a recipe from evaluation to evaluation and returns its summary; goes on where the run in `start.folder` ended, if one did.
 
     The caller holds the run folder (`agentrl.runfolder.claimed`) and has looked at everything that is cheap to look at
-    (`agentrl.preflight.check`, which finds `model`). Raises `UserError` before anything is started when the recipe cannot run here,
+    (`agentrl.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
     and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
     """
-    async with _opened(recipe, start, model, root=root, console=console) as run:
+    async with _opened(recipe, start, checked, root=root, console=console) as run:
         with measure.interrupts(run.stop_after_step):
             try:
                 await _pipeline(run)
@@ -100,17 +99,15 @@ def _report(run: Run) -> Summary:
 
 
 @asynccontextmanager
-async def _opened(recipe: Recipe, start: Start, model: Path, *, root: Path, console: bool) -> AsyncIterator[Run]:
-    """Checks what is left to check, then opens the parts; closes them in reverse order, whatever happens."""
+async def _opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool) -> AsyncIterator[Run]:
+    """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens."""
     run_dir = start.folder
-    gpus = place(recipe)
-    family, scorer = open_tasks(recipe, root=root)
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
-        chat = open_chat(model)
+        chat = open_chat(checked.model)
         write_start(run_dir, recipe, start)
-        place_base_version(model, run_dir / "versions" / "000000")
+        place_base_version(checked.model, run_dir / "versions" / "000000")
         tracker = RunTracker(run_dir, console=console, steps=recipe.steps)
         stack.callback(tracker.close)
         store = SqliteStore(run_dir / "experience.sqlite")
@@ -124,9 +121,9 @@ async def _opened(recipe: Recipe, start: Start, model: Path, *, root: Path, cons
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = ServedPolicy(recipe, run_dir, registry, gpus=gpus.server)
+        served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
         stack.push_async_callback(served.close)
-        learner = LearnerProcess(run_dir, recipe, gpus=gpus.learner)
+        learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner)
         stack.push_async_callback(learner.kill)
         yield Run(
             recipe=recipe,
@@ -136,11 +133,11 @@ async def _opened(recipe: Recipe, start: Start, model: Path, *, root: Path, cons
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             registry=registry,
-            family=family,
+            family=checked.family,
             sandboxes=sandboxes,
             served=served,
-            groups=_group_runner(recipe, served, sandboxes, chat, replace(scorer, sandboxes=sandboxes), running),
-            schedule=GroupSchedule(family, recipe.seed),
+            groups=_group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running),
+            schedule=GroupSchedule(checked.family, recipe.seed),
             learner=learner,
             stop_at=recipe.steps,
         )
@@ -337,9 +334,9 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
     return rates
 
 
-async def evaluate_only(recipe: Recipe, start: Start, model: Path, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
-    """Serves `model` and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n. The caller does as for `train`."""
-    async with _opened(recipe, start, model, root=root, console=console) as run:
+async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
+    """Serves the recipe's model and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n. For callers: see `train`."""
+    async with _opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"

@@ -5,40 +5,59 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl import deltas
-from agentrl.causes import place, short
+from agentrl import causes, deltas
+from agentrl.causes import short
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.gpus import Placement, place
 from agentrl.model_folder import check_model, check_model_files, read_json
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split
+from agentrl.reward import TaskScorer
 from agentrl.runfolder import check_disk
+from agentrl.task import open_family
 
 if TYPE_CHECKING:
-    from agentrl.reward import TaskScorer
     from agentrl.rollout.chat import ChatFormat
 
 _OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
 
 
-def check(recipe: Recipe, folder: Path, *, root: Path) -> Path:
-    """Raises `UserError` for whatever packages and files tell within about a second. Returns the folder of the recipe's model."""
-    from agentrl.serving.server import free_port, serving_device
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What the checks before a start have found and opened; nothing in it runs."""
 
+    model: Path  # folder of the policy that the run begins with
+    family: TaskFamily
+    scorer: TaskScorer  # with the verifiers of the first task
+    gpus: Placement
+
+
+def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
+    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first."""
     check_disk(folder)
+    model = find_model(recipe.policy.model, root)
+    check_model(model, recipe)
+    _check_known(str(read_json(model / "config.json")["model_type"]))
+    family, scorer = open_tasks(recipe, root=root)
+    gpus = place(recipe)
+    _check_installed(recipe)
+    return Checked(model=model, family=family, scorer=scorer, gpus=gpus)
+
+
+def _check_installed(recipe: Recipe) -> None:
+    from agentrl.serving.server import free_port, serving_device  # brings an HTTP client along
+
     serving_device(recipe)
     for package in ("torch", "transformers", "deepspeed"):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
     free_port(recipe.serving.host, recipe.serving.port)
-    model = find_model(recipe.policy.model, root)
-    check_model(model, recipe)
-    _check_known(str(read_json(model / "config.json")["model_type"]))
-    return model
 
 
 def _check_known(kind: str) -> None:
@@ -58,9 +77,6 @@ def _check_known(kind: str) -> None:
 
 def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
     """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
-    from agentrl.reward import TaskScorer
-    from agentrl.task import open_family
-
     scorer = TaskScorer()
     try:
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
@@ -68,7 +84,7 @@ def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
         raise
     except Exception as error:  # the user's code may raise anything
         raise PluginError(
-            f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({place(error)})", fix="correct it there"
+            f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.place(error)})", fix="correct it there"
         ) from error
     try:
         first = family.task(Split.TRAIN, 0)
@@ -76,7 +92,7 @@ def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
         raise
     except Exception as error:
         raise TaskError(
-            f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({place(error)})", fix="correct it there"
+            f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.place(error)})", fix="correct it there"
         ) from error
     scorer.load(first.verifiers)
     return family, scorer
