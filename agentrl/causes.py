@@ -14,8 +14,8 @@ from pathlib import Path
 from agentrl.errors import AgentRLError, DiskFull, UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# torch reports a failed write without saying why; where it writes here, the disk is why.
-_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed", "database or disk is full")
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
+_TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # short of a reason
 _LONGEST = 600  # characters of one cause
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
@@ -52,7 +52,8 @@ def _says_full(error: BaseException) -> bool:
         return True
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
         return True
-    return isinstance(error, DiskFull) or any(text in str(error) for text in _FULL_TEXTS)
+    text = str(error)
+    return isinstance(error, DiskFull) or any(words in text for words in _FULL_TEXTS) or _TORCH_WRITES.search(text) is not None
 
 
 def first(error: BaseException) -> BaseException:
