@@ -122,8 +122,11 @@ class LearnerProcess:
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        worker = ["-m", "agentrl.learner.worker", "--run-dir", str(self.run_dir), "--mailbox", self._mailbox.address]
-        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, "--local-addr=127.0.0.1", *worker]
+        launch = [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, "--local-addr=127.0.0.1", "-m"]
+        return [*launch, *self._worker()]
+
+    def _worker(self) -> list[str]:
+        return ["agentrl.learner.worker", "--run-dir", str(self.run_dir), "--mailbox", self._mailbox.address]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner

@@ -7,7 +7,6 @@ import shlex
 import signal
 import sqlite3
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def resume_command(output: str) -> list[str]:
 @pytest.mark.usefixtures("nothing_left")
 def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Path) -> None:
     run = small_disk / "run"
-    arguments = ("train", RECIPE, "steps=3", *SMALL, "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
+    arguments = ("train", RECIPE, "steps=3", *SMALL, "evaluation.heldout=4", "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
     process = start(*arguments)
     wait_for(lambda: (run / "recipe.json").exists(), process, timeout=600)
     for again in ((*arguments, "--resume"), arguments):
@@ -68,14 +67,9 @@ def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Pa
     filler.unlink()
     command = resume_command(output)
     assert "steps=3" in command and "--resume" in command
-    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 600
-        while not descendants(killed, "agentrl.learner.worker") and time.monotonic() < deadline:  # type: ignore[arg-type]
-            assert killed.poll() is None
-            time.sleep(0.1)
-    finally:
-        killed.send_signal(signal.SIGKILL)
+    killed = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(lambda: descendants(killed, "agentrl.learner.worker") != [], killed, timeout=600)
+    killed.send_signal(signal.SIGKILL)
     killed.wait()
     last = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert last.returncode == 0, last.stdout + last.stderr
