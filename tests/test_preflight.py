@@ -3,16 +3,22 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
+import tempfile
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl.errors import UserError
-from agentrl.model_folder import check_model
+from agentrl.model_folder import check_model, check_safetensors
 from agentrl.preflight import check, export_model, find_model, place_base_version
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 
+ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
@@ -82,9 +88,136 @@ def test_a_model_that_does_not_fit_the_recipe_is_refused(
 
 
 def test_the_base_policy_fits() -> None:
-    root = Path(__file__).resolve().parent.parent
     quickstart = RECIPE.model_copy(update={"policy": PolicyConfig(model="recipes/models/tables-base", max_model_len=512)})
-    check_model(find_model("recipes/models/tables-base", root), quickstart)
+    check_model(find_model("recipes/models/tables-base", ROOT), quickstart)
+
+
+def test_weights_that_are_cut_off_or_no_weights_are_named(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    cases = {
+        SAFETENSORS[:-1]: r"is cut off: \d+ bytes of \d+",
+        SAFETENSORS + b"x": "is damaged",
+        SAFETENSORS[:20]: "no safetensors file, or cut off",
+        b"": "no safetensors file, or cut off",
+        SAFETENSORS[:8] + b"{" * len(HEADER) + bytes(8): "damaged header",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "Git LFS pointer",
+    }
+    for data, wrong in cases.items():
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=wrong):
+            find_model("m", tmp_path)
+    file.unlink()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(SAFETENSORS)
+    weights = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(UserError, match=r"lacks model-00002-of-00002\.safetensors"):
+        find_model("m", tmp_path)
+
+
+@given(st.integers(0, len(SAFETENSORS) - 1))
+def test_no_shortened_file_of_weights_passes(length: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        path.write_bytes(SAFETENSORS[:length])
+        with pytest.raises(UserError):
+            check_safetensors(path)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
+    (model_folder(tmp_path / "m") / missing).unlink()
+    with pytest.raises(UserError, match=f"lacks {missing}"):
+        find_model("m", tmp_path)
+
+
+def test_a_template_may_lie_beside_the_tokenizer_and_has_to_be_somewhere(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match="no chat template"):
+        find_model("m", tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert find_model("m", tmp_path) == folder
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        ({"model_type": "mamba", "state_size": 16}, r"'mamba' does more than attention .* \(it has no attention heads\)"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None),
+        ({"mamba_d_conv": 4}, "mamba_d_conv is set"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
+        ({"final_logit_softcapping": None, "logit_scale": 1.0}, None),
+        ({"logit_scale": 0.0625}, "logit_scale=0.0625"),
+        ({"is_encoder_decoder": True}, "an encoder and a decoder"),
+        ({"auto_map": {"AutoModel": "mine.Mine"}}, "code of its own"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "writes no text"),
+        ({"model_type": None}, "names no model_type"),
+        ({"text_config": {"num_attention_heads": 2, "layer_types": ["conv"]}}, "layers of type conv"),
+    ],
+)
+def test_a_kind_of_model_that_the_learner_refuses_is_refused_before_the_start(
+    config: dict[str, object], wrong: str | None, tmp_path: Path
+) -> None:
+    folder = _described(tmp_path / "m", {**KIND, **config}, {})
+    if config.get("model_type") == "mamba":
+        (folder / "config.json").write_text(json.dumps(config))
+    if wrong is None:
+        check_model(folder, RECIPE)
+    else:
+        with pytest.raises(UserError, match=wrong):
+            check_model(folder, RECIPE)
+
+
+def test_a_model_type_that_transformers_lacks_is_told_without_importing_it(tmp_path: Path) -> None:
+    folder = _described(tmp_path / "m", {**KIND, "model_type": "no_such"}, {})
+    recipe = RECIPE.model_copy(update={"policy": PolicyConfig(model=str(folder))})
+    with pytest.raises(UserError, match="does not know the model type 'no_such'"):
+        check(recipe, tmp_path, root=tmp_path)
+
+
+def test_refusals_wake_nothing_heavy(tmp_path: Path) -> None:
+    """One process in which a command is refused at every stage, up to the last check before torch is needed."""
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "recipe.json").write_text("{}")
+    (tmp_path / "syntax.py").write_text("recipe = (\n")
+    (tmp_path / "family.py").write_text("class F:\n    def __init__(self, seed):\n        raise KeyError('gone')\n")
+    model_folder(tmp_path / "m")
+    q = "recipes/quickstart.py"
+    commands = [
+        [str(tmp_path / "syntax.py")],
+        [q, "learner.lrr=1"],
+        [q, "--run-dir", str(tmp_path / "held")],
+        [q, "--run-dir", str(tmp_path / "none"), "--resume"],
+        [q, "--run-dir", str(tmp_path / "run"), f"policy.model={tmp_path}/none"],
+        [q, "--run-dir", str(tmp_path / "run"), f"tasks.family={tmp_path}/family.py:F"],
+        [q, "--run-dir", str(tmp_path / "run"), "serving.host=192.0.2.1"],
+    ]
+    code = f"""
+import contextlib, io, json, sys
+from agentrl.cli import main
+said = []
+for command in {commands!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            main(["train", *command])
+        except SystemExit as error:
+            said.append([error.code, told.getvalue()])
+print(json.dumps([said, sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "vllm", "transformers", "deepspeed", "trl"}})]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said, heavy = json.loads(done.stdout)
+    assert heavy == []
+    for (exit_code, text), told in zip(
+        said,
+        ["syntax.py:1: SyntaxError", "learner.lrr: unknown key", "already holds a run", "no run to resume", "no folder", "KeyError: 'gone'",
+         "cannot listen on 192.0.2.1"],
+        strict=True,
+    ):  # fmt: skip
+        assert exit_code == 2 and told in text and "Traceback" not in text and len(text.splitlines()) <= 2, text
+    assert "family.py:3" in said[5][1] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])

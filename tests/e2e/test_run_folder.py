@@ -49,7 +49,8 @@ def resume_command(output: str) -> list[str]:
 @pytest.mark.usefixtures("nothing_left")
 def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Path) -> None:
     run = small_disk / "run"
-    arguments = ("train", RECIPE, "steps=3", *SMALL, "evaluation.heldout=4", "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
+    small = ("steps=3", *SMALL, "evaluation.heldout=4", "evaluation.heldout_real=0")
+    arguments = ("train", RECIPE, *small, "--run-dir", str(run), "--sandbox", "bubblewrap")
     process = start(*arguments)
     wait_for(lambda: (run / "recipe.json").exists(), process, timeout=600)
     for again in ((*arguments, "--resume"), arguments):
