@@ -250,7 +250,7 @@ class Trajectory(Record):
     agent: str
     turns: tuple[Turn, ...]
     parent: int | None = None  # index in Episode.trajectories of the agent that started this one
-    stop_reason: str = "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | malformed | failed
+    stop_reason: str = "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
 
     def __post_init__(self) -> None:
@@ -337,7 +337,8 @@ class EpisodeState(Record):
     output_chars: int = 0  # shown by tools so far
     wall_s: float = 0.0  # spent so far; the next three too
     sandbox_s: float = 0.0
-    program_s: float = 0.0  # the agent's own programs
+    program_s: float = 0.0  # what the agent called
+    failures: tuple[Failure, ...] = ()  # of tools, at what the agent asked of them
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

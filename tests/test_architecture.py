@@ -17,8 +17,8 @@ LONGEST_FILE = 600
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "fields", "errors", "destinations"}),
-    frozenset({"protocols", "codec", "deltas", "toml"}),
-    frozenset({"recipe", "plugins", "outputs", "grading"}),
+    frozenset({"protocols", "codec", "deltas", "toml", "usercode", "causes", "runlock"}),
+    frozenset({"section", "recipe", "plugins", "outputs", "grading", "model_folder"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
@@ -31,11 +31,14 @@ LEVELS: tuple[frozenset[str], ...] = (
             "measure",
             "transcript",
             "preflight",
+            "prove",
             "check",
             "cheats",
             "project",
             "doctor",
             "gpus",
+            "runfolder",
+            "ending",
         }
     ),
     frozenset({"cli", "__main__"}),
@@ -115,7 +118,7 @@ import agentrl, agentrl.cli, agentrl.doctor
 from pathlib import Path
 from agentrl.cli import load_recipe
 from agentrl.recipe import Recipe
-if "recipe = Recipe(" in Path({str(recipe)!r}).read_text():
+if "\\nrecipe = " in Path({str(recipe)!r}).read_text():
     assert isinstance(load_recipe(Path({str(recipe)!r}), [])[1], Recipe)
 print(*sorted({{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})))
 """

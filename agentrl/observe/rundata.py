@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ class RunData:
     metrics: tuple[Line, ...]  # one a step, in order
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
     setbacks: tuple[Line, ...]  # what was not trained on, and why
+    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
     def series(self, key: str) -> tuple[tuple[float, float], ...]:
@@ -51,8 +52,20 @@ def read_run(run_dir: Path) -> RunData:
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
         setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
+        left_out=tuple(_read_left_out(run_dir / "evaluations.json", notes)),
         notes=tuple(notes),
     )
+
+
+def _read_left_out(path: Path, notes: list[str]) -> Iterator[tuple[str, str, dict[str, int]]]:
+    phases = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
+    if phases is None:
+        notes.append("evaluations.json cannot be read")
+    for phase, splits in (phases or {}).items():
+        for split, result in splits.items() if isinstance(splits, dict) else ():
+            reasons = result.get("left_out_reasons") if isinstance(result, dict) else None
+            if isinstance(reasons, dict):
+                yield phase, split, {str(reason): count for reason, count in reasons.items() if isinstance(count, int)}
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:

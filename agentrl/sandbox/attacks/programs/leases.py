@@ -37,4 +37,4 @@ if os.fork() == 0:
     time.sleep(600)
 while not os.path.exists("said"):
     time.sleep(0.01)
-print("held:", open("said").read())
+print(f"held: {open('said').read()}")
