@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from agentrl import __version__
 from agentrl.errors import AgentRLError, RecipeError, UserError
 from agentrl.plugins import add_project_root, resolve
-from agentrl.protocols import TaskFamily
-from agentrl.recipe import Recipe, SandboxConfig, apply_overrides
+from agentrl.recipe import Recipe, SandboxConfig, TasksConfig, apply_overrides
 from agentrl.supervised.commands import tune_app
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
+    from agentrl.prove.source import FamilySource
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +39,9 @@ app.add_typer(tune_app, name="tune")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")]
+
+
+_REASONS_SHOWN = 5  # for leaving episodes out, at the end of a run
 
 
 @app.command(epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")
@@ -64,6 +67,8 @@ def train(
     if summary.interrupted:
         print(f"interrupted; continue with: agentrl train {recipe} --run-dir {folder} --resume")
         raise typer.Exit(130)
+    if summary.problems:
+        raise typer.Exit(1)
 
 
 @app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")
@@ -105,15 +110,14 @@ def check(
     parallel: Annotated[int, typer.Option(min=1, help="Cases at once.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove a task family in real sandboxes: gold solutions must score 1, doing nothing and every known cheat 0."""
-    from agentrl import codec
+    """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
     from agentrl.check import check_family, render
 
-    root, family, config = open_target(target, sandbox)
+    source, config = open_target(target, sandbox)
     wanted = count if count is not None or target.is_dir() else 24
-    results = asyncio.run(check_family(family, config, root=root, count=wanted, parallel=parallel, quiet=as_json))
-    print(json.dumps([codec.to_data(result) for result in results]) if as_json else render(results))
-    raise typer.Exit(0 if all(result.ok for result in results) else 1)
+    report = asyncio.run(check_family(source, config, count=wanted, parallel=parallel, quiet=as_json))
+    print(json.dumps(report.to_data()) if as_json else render(report))
+    raise typer.Exit(0 if report.ok else 1)
 
 
 @app.command(epilog="Example: agentrl doctor --json")
@@ -305,20 +309,25 @@ def describe(summary: Summary, folder: Path) -> str:
         f"{broken}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
+    lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
+    if len(summary.left_out_reasons) > _REASONS_SHOWN:
+        lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
     lines.append(f"report {folder / 'report.html'}")
-    lines.append(f"model  {folder / 'model'}")
-    return "\n".join(lines)
+    lines.append(f"model  {folder / 'model'}" if (folder / "model").is_dir() else "model  none: the weights are still those of version 0")
+    return "\n".join([*lines, *(f"no result: {problem}" for problem in summary.problems)])
 
 
-def open_target(target: Path, backend: str | None) -> tuple[Path, TaskFamily, SandboxConfig]:
-    """Project root, task family and sandbox settings that a folder of task folders, or a recipe file, means."""
-    from agentrl.task import TaskFolders, open_family
+def open_target(target: Path, backend: str | None) -> tuple[FamilySource, SandboxConfig]:
+    """The task family and the sandbox settings that a folder of task folders, or a recipe file, means."""
+    from agentrl.prove.source import FamilySource
 
     if target.is_dir():
         root = project_root(target.resolve() / "task")
-        return root, TaskFolders(target, root=root), _sandbox_config(backend or "auto")
+        source = FamilySource(tasks=TasksConfig(family=str(target.resolve())), root=root)
+        source.open()  # before the backend's name is looked at: a mistake in a folder is told first
+        return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [f"sandbox.backend={backend}"] if backend else [])
-    return root, open_family(loaded.tasks, seed=loaded.seed, root=root), loaded.sandbox
+    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed), loaded.sandbox
 
 
 def _sandbox_config(backend: str) -> SandboxConfig:

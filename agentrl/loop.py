@@ -16,11 +16,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl import measure
-from agentrl.errors import LearnerError, LearnerHalted, SwapError, TaskError
+from agentrl import measure, usercode
+from agentrl.errors import LearnerError, LearnerHalted, StoreError, SwapError, UserError, VerifierError
 from agentrl.evaluate import Evaluation, evaluate
 from agentrl.experience import RunningEpisodes, SqliteStore
-from agentrl.failure import Quarantine
+from agentrl.failure import FaultRate, Quarantine
 from agentrl.gpus import place
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
@@ -29,7 +29,7 @@ from agentrl.protocols import Policy, SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import Group, PolicyVersion, Split, SwapReport, Task, VersionState
 from agentrl.reward import TaskScorer
-from agentrl.rollout import EpisodeRunner, GroupRunner, left_out_group, task_fault
+from agentrl.rollout import EpisodeRunner, GroupRunner, fault, left_out_group, load_tools, task_fault
 from agentrl.rollout.chat import ChatFormat, load_chat
 from agentrl.sandbox import open_sandboxes
 from agentrl.served import ServedPolicy, to_serve
@@ -53,6 +53,7 @@ class Run:
     store: SqliteStore
     running: RunningEpisodes
     quarantine: Quarantine
+    faults: FaultRate
     registry: FolderRegistry
     family: TaskFamily
     sandboxes: SandboxBackend
@@ -98,9 +99,12 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
     check_model(model, recipe)
     chat = load_chat(str(model))
     scorer = TaskScorer()
-    scorer.load(family.task(Split.TRAIN, 0).verifiers)
+    first = family.task(Split.TRAIN, 0)
+    scorer.load(first.verifiers)
+    load_tools(first.tools)
     open_run_folder(recipe, run_dir, resume=resume)
     place_base_version(model, run_dir / "versions" / "000000")
+    faults = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     async with AsyncExitStack() as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
@@ -128,11 +132,12 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
             store=store,
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            faults=faults,
             registry=registry,
             family=family,
             sandboxes=sandboxes,
             served=served,
-            groups=_group_runner(recipe, served, sandboxes, chat, replace(scorer, sandboxes=sandboxes), running),
+            groups=_group_runner(recipe, served, sandboxes, chat, replace(scorer, sandboxes=sandboxes), running, faults),
             schedule=GroupSchedule(family, recipe.seed),
             learner=learner,
             stop_at=recipe.steps,
@@ -140,7 +145,13 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
 
 
 def _group_runner(
-    recipe: Recipe, policy: Policy, sandboxes: SandboxBackend, chat: ChatFormat, scorer: TaskScorer, running: RunningEpisodes
+    recipe: Recipe,
+    policy: Policy,
+    sandboxes: SandboxBackend,
+    chat: ChatFormat,
+    scorer: TaskScorer,
+    running: RunningEpisodes,
+    faults: FaultRate,
 ) -> GroupRunner:
     runner = EpisodeRunner(
         policy=policy,
@@ -159,6 +170,7 @@ def _group_runner(
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
         keeper=running if recipe.rollout.checkpoint_turns else None,
+        on_attempt=faults.attempt,
     )
 
 
@@ -175,14 +187,17 @@ async def _pipeline(run: Run) -> None:
     if newest.state is VersionState.CANDIDATE:
         run.registry.set_state(newest.number, VersionState.SERVING)
     async with asyncio.TaskGroup() as parts:
-        watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
+        watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
         if newest.number == 0:
             await _evaluate(run, "before", step=0)
         await _learn(run)
         if run.served.version >= run.recipe.steps:
             await _evaluate(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
-        watcher.cancel()
+        for watcher in watchers:
+            watcher.cancel()
+    if not measure.learned(run.folder):
+        return  # a model that is version 0 under another name would look like a result; the summary says why there is none
     versions = run.folder / "versions"
     export_model(versions / f"{run.served.version:06d}", run.folder / "model", base=versions / "000000")
 
@@ -219,7 +234,7 @@ async def _roll_out(run: Run) -> None:
 async def _one_group(run: Run, index: int) -> None:
     step = index // run.recipe.rollout.groups_per_step
     group, task = await _sampled(run, index, step)
-    run.store.put(group)
+    group = _stored(run, group)
     run.running.forget(index)
     run.tracker.progress(index, group)
     run.quarantine.add(group)
@@ -227,12 +242,28 @@ async def _one_group(run: Run, index: int) -> None:
         append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
 
 
+def _stored(run: Run, group: Group) -> Group:
+    """Stores the group, or what can be said of one that cannot be written down. `StoreError`, as of a full disk, ends the run."""
+    try:
+        run.store.put(group)
+        return group
+    except StoreError:
+        raise
+    except Exception as error:
+        size = run.recipe.rollout.group_size
+        left_out = left_out_group(group.index, f"group {group.index}", group.task_key, fault(error, stage="store"), size=size)
+        run.store.put(left_out)
+        return left_out
+
+
 async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]:
     """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
     size = run.recipe.rollout.group_size
     try:
         task = run.schedule.task(index)
-    except TaskError as error:
+    except Exception as error:  # a family may raise anything; the task is a pure function of the index, so it always will
+        if not isinstance(error, UserError):
+            usercode.report(f"task of group {index}", error)
         return left_out_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
     if (fault := run.quarantine.known(task.key)) is not None:
         return left_out_group(index, task.id, task.key, fault, size=size), task
@@ -281,6 +312,8 @@ async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport | 
     groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
     now = time.monotonic()
     metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    metrics |= run.faults.figures()
+    measure.keep_left_out(run.folder, version.number, groups)
     run.last_step_at = now
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
@@ -323,8 +356,14 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
             results[split] = await evaluate(runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating)
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
-    run.tracker.evaluated(phase, {str(split): result.rate for split, result in results.items()})
-    rates = {str(split): result.rate.value for split, result in results.items()}
+    scored = {str(split): result.rate for split, result in results.items() if result.rate is not None}
+    run.tracker.evaluated(phase, scored)
+    told = measure.unscored(phase, results)
+    for line in told:
+        run.tracker.alert(line)
+    if len(scored) < len(results) and phase in ("before", "eval"):  # later ones are no reason to throw away what was learned
+        raise VerifierError(f"no rate without a score: {'; '.join(told)}")
+    rates = {split: rate.value for split, rate in scored.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates
 

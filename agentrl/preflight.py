@@ -129,7 +129,7 @@ def _check_same(old: Recipe, new: Recipe) -> None:
     """What was sampled under one recipe may not be trained under another; only length and placement may change."""
     placement = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
     bounds = {"limits", "max_bad_updates", "max_bad_groups"}
-    safety = {"checkpoint_turns", "max_quarantined"}
+    safety = {"checkpoint_turns", "max_quarantined", "max_fault_rate"}
     free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement | bounds, "rollout": safety}
     before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
     changed = sorted(key for key in before if before[key] != after[key])

@@ -1,26 +1,21 @@
 """The configuration of a run: pydantic models with documented defaults. Unknown keys and wrong types stop before anything starts.
 
 Importing this module, and any recipe file, pulls no torch, vllm or deepspeed. A recipe file is a short Python file with one
-module-level `recipe = Recipe(...)`; `apply_overrides` lays dotted command-line overrides over it.
+module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe = base.but("learner.lr=1e-4", name="mine")`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from agentrl.errors import RecipeError
-
-
-class Section(BaseModel):
-    """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
+from agentrl import section
+from agentrl.section import Section
 
 
 class PolicyConfig(Section):
@@ -36,7 +31,7 @@ class TasksConfig(Section):
     family: str
     """A folder of task folders, e.g. `sandboxes/chores`, or the plugin reference of a callable that takes `seed=` and returns a TaskFamily,
     e.g. `sandboxes.tables:Tables`."""
-    options: dict[str, str | int | float | bool] = {}
+    options: dict[str, str | int | float | bool] = Field({})
     """Further keyword arguments of the family. Of a folder: `heldout`, the share of tasks without a split of their own that is held out."""
 
 
@@ -77,6 +72,9 @@ class RolloutConfig(Section):
     """A group with fewer counted episodes is dropped."""
     max_quarantined: int = Field(8, ge=0)
     """Tasks wrong in themselves that are set aside, each with its group, before the run stops with their list."""
+    max_fault_rate: float = Field(0.5, ge=0, le=1)
+    """Largest share of the newest attempts (four times `concurrency`, at least 64) that may fail by no doing of the policy before the
+    run pauses and says why. 1: it never does."""
     checkpoint_turns: bool = False
     """Keep every running episode's state in the run folder after each turn, so that --resume goes on from there. Costs a snapshot of the
     working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""
@@ -477,80 +475,15 @@ class Recipe(Section):
 
 
 def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Lays `a.b=value` overrides over a recipe; values are JSON where they parse as JSON, else text.
-
-    Raises `RecipeError` naming the key and what is allowed.
-    """
-    data = recipe.model_dump(mode="json")
-    for item in overrides:
-        key, sep, text = item.partition("=")
-        if not sep or not key:
-            raise RecipeError(f"override {item!r} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
-        _assign(data, key, _parse(text))
-    return build(data)
+    """Lays the command line's `a.b=value` over a recipe: `recipe.but(*overrides)`."""
+    return recipe.but(*overrides)
 
 
-def build(data: dict[str, Any]) -> Recipe:
+def build(data: Mapping[str, Any]) -> Recipe:
     """Validates plain data into a Recipe, or raises `RecipeError` with one line per wrong key."""
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        raise RecipeError(describe(error), fix="see docs/recipes.md for every key and its allowed values") from None
-
-
-def describe(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or "recipe"
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            message = f"unknown key; known here: {', '.join(_keys(item['loc'][:-1]))}"
-        elif item["loc"] and not isinstance(item["input"], dict):  # of a whole section the message names the keys
-            message = f"{message} (got {item['input']!r})"
-        lines.append(f"{key}: {message}")
-    return "\n".join(lines)
+    return section.build(Recipe, data)
 
 
 def load(path: Path) -> Recipe:
     """The recipe saved in a run folder (`recipe.json`)."""
     return build(json.loads(path.read_text()))
-
-
-def _parse(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def _assign(data: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, leaf = dotted.split(".")
-    node, model = data, section_of(Recipe)
-    assert model is not None
-    for depth, part in enumerate(parents):
-        field = model.model_fields.get(part)
-        inner = None if field is None else section_of(field.annotation)
-        if inner is None:
-            known = ", ".join(sorted(model.model_fields))
-            raise RecipeError(f"{'.'.join(parents[: depth + 1])}: unknown section; known here: {known}")
-        if node.get(part) is None:
-            node[part] = {}  # an override turns an optional section on
-        node, model = node[part], inner
-    if leaf not in model.model_fields:
-        raise RecipeError(f"{dotted}: unknown key; known here: {', '.join(sorted(model.model_fields))}")
-    node[leaf] = value
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that a field of this type holds, if it holds one, always or optionally."""
-    for one in (annotation, *typing.get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, Section):
-            return one
-    return None
-
-
-def _keys(location: tuple[Any, ...]) -> list[str]:
-    model: type[Section] = Recipe
-    for part in location:
-        model = section_of(model.model_fields[part].annotation) or model
-    return sorted(model.model_fields)

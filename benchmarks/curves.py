@@ -51,7 +51,9 @@ def read(argument: str, block: int) -> Contender:
 def curve(run: Path, block: int) -> dict[str, float]:
     """What one run is compared by: mean reward of each block of steps, then held-out success."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    if nothing := [line["step"] for line in lines if "reward_mean" not in line]:
+        sys.exit(f"error: steps {nothing} of {run} scored no episode\nfix: read left_out_reasons in its summary.json")
+    rewards = [line["reward_mean"] for line in lines]
     starts = range(0, len(rewards), block)
     blocks = {f"reward, steps {at + 1} to {min(at + block, len(rewards))}": rewards[at : at + block] for at in starts}
     summary = json.loads((run / "summary.json").read_text())

@@ -61,7 +61,9 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> Outcome:
     measured = json.loads(outcome.read_text())
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = tuple(line["reward_mean"] for line in lines if "reward_mean" in line)
+    if nothing := [line["step"] for line in lines if "reward_mean" not in line]:
+        sys.exit(f"error: steps {nothing} of {folder} scored no episode\nfix: read left_out_reasons in its summary.json")
+    rewards = tuple(line["reward_mean"] for line in lines)
     return Outcome(seed=seed, wall_s=measured["wall_s"], peak_gib=measured["peak_gib"], summary=summary, rewards=rewards)
 
 

@@ -17,7 +17,8 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from agentrl.recipe import Recipe, Section, section_of
+from agentrl.recipe import Recipe
+from agentrl.section import Section, section_of
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from agentrl import loop
 from agentrl.experience import RunningEpisodes, SqliteStore
-from agentrl.failure import Quarantine
+from agentrl.failure import FaultRate, Quarantine
 from agentrl.observe import RunTracker
 from agentrl.protocols import Policy, SandboxBackend
 from agentrl.recipe import Recipe, build
@@ -127,7 +127,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
     """A `Run` whose rollouts are real; it has neither server nor learner."""
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir, console=False)
     running = RunningEpisodes(run_dir / "running")
-    chat = ChatFormat(byte_tokenizer())
+    chat, faults = ChatFormat(byte_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     try:
         yield loop.Run(
             recipe=recipe,
@@ -136,11 +136,12 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             store=store,
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            faults=faults,
             registry=cast(Any, None),
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=loop._group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running),
+            groups=loop._group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults),
             schedule=GroupSchedule(family, recipe.seed),
             learner=cast(Any, None),
             stop_at=recipe.steps,

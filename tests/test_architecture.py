@@ -16,13 +16,27 @@ LONGEST_FILE = 600
 
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"records", "errors", "destinations"}),
-    frozenset({"protocols", "codec", "deltas"}),
-    frozenset({"recipe", "plugins", "outputs", "grading"}),
+    frozenset({"records", "fields", "errors", "destinations"}),
+    frozenset({"protocols", "codec", "deltas", "usercode"}),
+    frozenset({"section", "recipe", "plugins", "outputs", "grading"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
-        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}
+        {
+            "loop",
+            "cluster",
+            "served",
+            "evaluate",
+            "measure",
+            "transcript",
+            "preflight",
+            "prove",
+            "check",
+            "cheats",
+            "project",
+            "doctor",
+            "gpus",
+        }
     ),
     frozenset({"cli", "__main__"}),
 )
@@ -83,7 +97,7 @@ def test_agentrl_never_imports_content() -> None:
 
 
 def test_records_and_errors_need_only_the_standard_library() -> None:
-    for name in ("records", "errors", "destinations"):
+    for name in ("records", "fields", "errors", "destinations"):
         packages = {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} - {"agentrl"}
         assert packages <= sys.stdlib_module_names
 
@@ -101,7 +115,7 @@ import agentrl, agentrl.cli, agentrl.doctor
 from pathlib import Path
 from agentrl.cli import load_recipe
 from agentrl.recipe import Recipe
-if "recipe = Recipe(" in Path({str(recipe)!r}).read_text():
+if "\\nrecipe = " in Path({str(recipe)!r}).read_text():
     assert isinstance(load_recipe(Path({str(recipe)!r}), [])[1], Recipe)
 print(*sorted({{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})))
 """

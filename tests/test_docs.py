@@ -16,7 +16,8 @@ import typer.main
 from agentrl.cli import app
 from agentrl.errors import RecipeError
 from agentrl.project import init_project
-from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides, section_of
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.section import section_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -187,6 +188,8 @@ def test_the_impossible_combinations_are_all_there_and_refused() -> None:
 def test_the_recipe_example_loads(project: Path) -> None:
     write_examples("recipes.md", project)
     assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
+    shown = "from recipes.longer import base, recipe; print(recipe.learner.lora.rank, recipe.steps, recipe.but(name='mine') == base)"
+    assert run(project, "-c", shown).split() == ["4", "60", "False"]
 
 
 def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
@@ -208,4 +211,4 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
 def test_the_family_example_is_proven_in_real_sandboxes(project: Path) -> None:
     write_examples("task-families.md", project)
     output = run(project, "-m", "agentrl", "check", "recipes/logs.py", "--count", "4", "--sandbox", "bubblewrap", timeout=1500)
-    assert "every gold solution scores 1" in output
+    assert "ok    every gold solution scores 1" in output and "FAIL" not in output

@@ -1,5 +1,6 @@
-"""What to do about failures that are nobody's policy: tasks that are wrong in themselves go into quarantine."""
+"""What to do about failures that are nobody's policy: broken tasks go into quarantine, and too many faults pause the run."""
 
 from agentrl.failure.quarantine import Quarantine
+from agentrl.failure.rate import FaultRate
 
-__all__ = ["Quarantine"]
+__all__ = ["FaultRate", "Quarantine"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.observe.charts import Format, Series, legend, line_chart
+from agentrl.observe.left_out import printable
 from agentrl.observe.markup import Html, element, join
 from agentrl.observe.page import page
 from agentrl.observe.rundata import RunData, read_run
@@ -32,6 +33,7 @@ def write_report(run_dir: Path) -> Path:
         _learning(run),
         _kinds(run),
         _machinery(run),
+        _left_out(run),
         _setbacks(run),
         _stages(run),
         _episodes(run),
@@ -53,7 +55,8 @@ def _header(run: RunData) -> Html:
         f"{summary.sandbox_backend} sandboxes" if summary else None,
         f"seed {summary.seed}" if summary else None,
     ]
-    notes = element("div", *(element("p", note) for note in run.notes), class_="notes") if run.notes else None
+    told = [*(summary.problems if summary else ()), *run.notes]
+    notes = element("div", *(element("p", note) for note in told), class_="notes") if told else None
     line = element("p", " · ".join(fact for fact in facts if fact), class_="sub")
     return element("header", element("div", element("h1", run.name), _status(summary), class_="top"), line, notes)
 
@@ -61,6 +64,8 @@ def _header(run: RunData) -> Html:
 def _status(summary: Summary | None) -> Html:
     if summary is None:
         return element("span", "no summary yet", class_="chip")
+    if summary.problems:
+        return element("span", "finished without a result" if summary.finished else "no result", class_="chip part")
     if summary.finished:
         return element("span", "finished", class_="chip good")
     return element("span", "interrupted" if summary.interrupted else "not finished", class_="chip part")
@@ -77,7 +82,7 @@ def _headline(run: RunData) -> Html | None:
     tiles = [
         (f"{summary.steps:,}", "learner steps"),
         (f"{summary.episodes:,}", "training episodes"),
-        (f"{summary.episodes_left_out:,}", "left out for faults"),
+        (f"{summary.episodes_left_out:,}", "left out"),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         (f"{summary.updates_set_aside:,}", "updates set aside"),
         (_short(summary.tokens_trained), "tokens trained"),
@@ -227,6 +232,13 @@ def _machinery(run: RunData) -> Html | None:
         _small(run, "Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}),
         _small(
             run,
+            "Faults",
+            "attempts that failed, and tool calls that raised or ran late",
+            {"attempts_failed": "attempts", "tool_failures": "tool calls"},
+            whole=True,
+        ),
+        _small(
+            run,
             "Updates set aside",
             "not finite, or beyond a limit",
             {"updates_set_aside": "updates", "rollbacks": "rollbacks"},
@@ -238,6 +250,23 @@ def _machinery(run: RunData) -> Html | None:
     ]
     shown = [chart for chart in charts if chart]
     return _section("Inside the loop", "One value for each learner step.", element("div", *shown, class_="multiples")) if shown else None
+
+
+def _left_out(run: RunData) -> Html | None:
+    """Why episodes count in no figure, and how many: of training, then of each evaluation."""
+    places = [("training", run.summary.left_out_reasons if run.summary else {})]
+    places += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
+    rows = [
+        element("tr", element("td", place), element("td", f"{count:,}", class_="num"), element("td", printable(reason)))
+        for place, reasons in places
+        for reason, count in reasons.items()
+    ]
+    if not rows:
+        return None
+    heads = [element("th", "where"), element("th", "episodes", class_="num"), element("th", "why")]
+    table = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
+    note = "These episodes were not scored, so they count in no mean and were not trained on."
+    return _section("Left out", f"{note} failures/left_out.jsonl has the ids of those in training.", element("div", table, class_="card"))
 
 
 def _setbacks(run: RunData) -> Html | None:

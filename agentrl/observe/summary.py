@@ -21,7 +21,9 @@ class Summary(BaseModel):
     name: str
     """The recipe's name."""
     finished: bool
-    """All steps were done and the evaluation after them too."""
+    """All steps were done and the evaluation after them was made; `problems` says whether they were worth anything."""
+    problems: tuple[str, ...] = ()
+    """Why the outcome is worth nothing: no episode was scored, nothing was learned, or an evaluation has no score. Exit code 1 if any."""
     interrupted: bool = False
     """A person or a fault ended the run early; `--resume` goes on."""
     heldout_before: Rate | None = None
@@ -37,7 +39,9 @@ class Summary(BaseModel):
     episodes: int = Field(ge=0)
     """Training episodes in those steps."""
     episodes_left_out: int = Field(ge=0)
-    """Of them, left out of the loss because of a task or infrastructure failure."""
+    """Of them, left out of the loss: a task or infrastructure failure, or a verifier that gave no score."""
+    left_out_reasons: dict[str, int] = {}
+    """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
     tasks_quarantined: int = Field(0, ge=0)
     """Tasks that are wrong in themselves and were set aside; `quarantine.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)

@@ -17,8 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl import records
+from agentrl.observe.left_out import printable, reason_of
+from agentrl.observe.outcome import nothing_learned
 from agentrl.observe.stats import Rate
 
+_REASONS_TOLD = 5  # reasons for leaving episodes out that are told the moment they first occur; the summary counts all
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
@@ -37,7 +40,8 @@ class Progress:
     step: int = 0
     counted: tuple[int, int] | None = None  # done, total of the running evaluation
     episodes: int = 0
-    left_out: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)  # reason -> episodes
+    idle_told: bool = False
     swaps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     heldout: dict[str, float] = field(default_factory=dict)
@@ -52,17 +56,28 @@ class Progress:
         if self.step == 0:  # until a first step is done, the clock of the steps starts with the newest stage
             self.step_times[-1] = time.monotonic()
 
-    def finished_group(self, group: records.Group) -> None:
+    def finished_group(self, group: records.Group) -> list[str]:
+        """Counts a group; returns what a person should hear of it: reasons for leaving episodes out that are new."""
         self.episodes += len(group.episodes)
-        self.left_out += len(group.episodes) - len(group.scored)
+        found = [reason for scored in group.episodes if (reason := reason_of(scored))]
+        known = min(len(self.left_out), _REASONS_TOLD)
+        counts = dict(self.left_out)
+        for reason in found:
+            counts[reason] = counts.get(reason, 0) + 1
+        self.left_out = counts
+        return list(counts)[known:_REASONS_TOLD]
 
-    def finished_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Takes the figures of a step in; returns what a person should hear of it: that it changed nothing, the first time one does."""
         self.step, self.metrics = step, dict(metrics)
         self.step_times.append(time.monotonic())
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])
         self.evaluated({key: metrics[key] for key in _SPLITS if key in metrics})
+        idle = nothing_learned([metrics], self.left_out) if metrics.get("tokens_trained") == 0 and not self.idle_told else ""
+        self.idle_told = self.idle_told or bool(idle)
+        return idle
 
     def evaluated(self, rates: Mapping[str, float]) -> None:
         self.heldout = {**self.heldout, **rates}
@@ -108,7 +123,7 @@ class Terminal:
         self._say(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
 
     def alert_line(self, text: str) -> None:
-        self._say(Text("alert: ", style="bold red").append(text, style="default"))
+        self._say(Text("alert: ", style="bold red").append(printable(text), style="default"))
 
     def close(self) -> None:
         if self._live:
@@ -133,7 +148,7 @@ class Terminal:
             rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(_sparkline(progress.rewards), style="green"))
         if progress.heldout:
             rows.add_row("success", "  ".join(f"{_SPLITS.get(key, key)} {value:.3f}" for key, value in progress.heldout.items()))
-        rows.add_row("episodes", f"{progress.episodes:,}  left out {progress.left_out:,}  swaps {progress.swaps}")
+        rows.add_row("episodes", f"{progress.episodes:,}  left out {sum(progress.left_out.values()):,}  swaps {progress.swaps}")
         figures = "  ".join(_figures({key: value for key, value in progress.metrics.items() if key != "reward_mean"}))
         body = Group(rows, Text(figures, style="dim")) if figures else rows
         return Panel(
@@ -146,6 +161,10 @@ def _figures(metrics: Mapping[str, float]) -> list[str]:
     shown: list[str] = []
     if "reward_mean" in metrics:
         shown.append(f"reward {metrics['reward_mean']:.3f}")
+    elif "episodes" in metrics:
+        shown.append("reward -")  # nothing was scored, which is not 0
+    if metrics.get("weights_changed") == 0:
+        shown.append("weights unchanged")
     if "tokens_per_s" in metrics:
         shown.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
     if "staleness_mean" in metrics:

@@ -46,9 +46,11 @@ class RunTracker:
         for key, value in metrics.items():
             self._tensorboard.add_scalar(f"{'eval' if key.startswith('heldout') else 'train'}/{key}", float(value), step)
         self._tensorboard.flush()
-        self._progress.finished_step(step, metrics)
+        idle = self._progress.finished_step(step, metrics)
         if self._terminal:
             self._terminal.step_line()
+        if idle:
+            self.alert(f"step {step}: {idle}")
 
     def alert(self, text: str) -> None:
         """Tells a person, where there is one, what must not be missed."""
@@ -64,8 +66,9 @@ class RunTracker:
             self._terminal.stage_line()
 
     def progress(self, index: int, group: Group) -> None:
-        """A group of the current stage was scored."""
-        self._progress.finished_group(group)
+        """A group of the current stage was scored, or left out; the first time for a reason, that is told."""
+        for reason in self._progress.finished_group(group):
+            self.alert(f"episodes are left out: {reason}")
 
     def evaluating(self, done: int, total: int) -> None:
         """So many of the tasks of one evaluation are done."""

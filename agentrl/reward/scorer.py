@@ -1,19 +1,30 @@
-"""Runs verifiers with a deadline. What a verifier breaks is never the policy's fault: no value, and the reason."""
+"""Runs verifiers with a deadline. What a verifier breaks is never the policy's fault: no value, and the reason.
+
+A verifier is code of the user's own that gets to see an agent's words, so whatever it does, its episode has a score or none, with
+the reason, and the run goes on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl import usercode
 from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
 
 log = logging.getLogger(__name__)
+
+MAX_EVIDENCE = 20_000
+"""Characters of evidence that are kept of a verifier; the rest is cut."""
+MAX_PARTS = 1000
+_CLOSING_S = 30.0  # for a verifier in sandboxes to end them when its time is up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,47 +61,96 @@ class TaskScorer:
             parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
         total = sum(score.value for score in scores.values() if score.value is not None)
         evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
-        return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
+        turn_rewards = _mean_turns(list(scores.values()))
+        try:
+            return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=turn_rewards)
+        except ValueError as error:  # plus and minus infinity
+            return Score(value=None, reason=f"the verifiers' scores have no mean: {error}")
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         for attempt in range(self.max_retries + 1):
             try:
                 return await self._judge_once(reference, task, episode)
             except InfrastructureError as error:
-                log.warning("verifier %s on %s: %s", reference, episode.id, error)
-                reason = f"verifier: {type(error).__name__}: {error}"[:2000]
+                log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
+                reason = f"verifier: {usercode.describe(error, 2000)}"
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # a restarting part gets a moment
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
-        verifier = self._verifiers[reference]
-        limit = self.sandbox_timeout_s if _needs_sandboxes(verifier) else self.timeout_s
+        verifier, what = self._verifiers[reference], f"verifier {reference}"
+        in_sandboxes = _needs_sandboxes(verifier)
+        limit, grace_s = (self.sandbox_timeout_s, _CLOSING_S) if in_sandboxes else (self.timeout_s, usercode.GRACE_S)
+        since = usercode.cancellations()
         try:
-            async with asyncio.timeout(limit):
-                score = await self._ask(verifier, task, episode)
-        except InfrastructureError:
-            raise
-        except TimeoutError:
+            given = await usercode.call(lambda: self._ask(verifier, task, episode), what=what, timeout_s=limit, grace_s=grace_s)
+            return _checked(given, [len(trajectory.turns) for trajectory in episode.trajectories])
+        except usercode.Overdue as error:
+            usercode.report(what, error, trace=False)
             return Score(value=None, reason=f"verifier gave no score within {limit:g} s")
-        except TaskError as error:
-            log.warning("verifier %s: %s", reference, error)
-            return Score(value=None, reason=str(error)[:2000], blame=Blame.TASK)
-        except Exception as error:  # user code may raise anything; it becomes "unscored", never a value
-            log.warning("verifier %s raised on %s", reference, episode.id, exc_info=True)
-            return Score(value=None, reason=f"verifier raised {type(error).__name__}: {error}"[:2000])
-        if not isinstance(score, Score):
-            return Score(value=None, reason=f"verifier gave {type(score).__name__}, not a Score")
-        turns = [len(trajectory.turns) for trajectory in episode.trajectories]
-        if score.turn_rewards and [len(rewards) for rewards in score.turn_rewards] != turns:
-            return Score(value=None, reason=f"verifier's turn rewards do not fit the episode's turns {turns}")
-        return score
+        except _Wrong as error:
+            usercode.report(what, error, trace=False)
+            return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}")
+        except BaseException as error:  # user code may raise anything; it becomes "unscored", never a value
+            if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
+                raise
+            if (fault := usercode.cause(error, InfrastructureError)) is not None:
+                raise fault from None
+            if (broken := usercode.cause(error, TaskError)) is not None:
+                log.warning("%s: %s", what, broken)
+                return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
+            usercode.report(what, error)
+            return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}")
 
     async def _ask(self, verifier: Any, task: Task, episode: Episode) -> Any:
         if not _needs_sandboxes(verifier):
             return await verifier(task, episode)
         assert self.sandboxes is not None, "__call__ has looked"
         return await verifier(task, episode, self.sandboxes)
+
+
+class _Wrong(Exception):
+    """A verifier gave something that is no score."""
+
+
+def _checked(given: object, turns: Sequence[int]) -> Score:
+    """The score as plain numbers and bounded text. Raises `_Wrong`.
+
+    Args:
+        turns: how many turns each trajectory has, for which there may be rewards.
+    """
+    if not isinstance(given, Score):
+        raise _Wrong(f"{type(given).__name__}, not a Score")
+    try:
+        value = None if given.value is None else _number(given.value)
+        parts = {_text(name, 200): _number(part) for name, part in dict(given.parts).items()}
+        rewards = tuple(tuple(_number(turn) for turn in line) for line in given.turn_rewards)
+        evidence, reason = _text(given.evidence, MAX_EVIDENCE), _text(given.reason, 2000)
+        blame = None if given.blame is None else Blame(given.blame)
+    except Exception as error:
+        raise _Wrong(f"a Score that cannot be kept: {usercode.describe(error)}") from None
+    if len(parts) > MAX_PARTS:
+        raise _Wrong(f"{len(parts)} parts, at most {MAX_PARTS} are kept")
+    if rewards and [len(line) for line in rewards] != list(turns):
+        raise _Wrong(f"turn rewards that do not fit the episode's turns {list(turns)}")
+    return Score(value=value, parts=parts, evidence=evidence, reason=reason, turn_rewards=rewards, blame=blame)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{type(value).__name__} in the place of a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no score")
+    return number
+
+
+def _text(text: object, limit: int) -> str:
+    """Text that a record can hold: at most `limit` characters, and no half one."""
+    if not isinstance(text, str):
+        raise TypeError(f"{type(text).__name__} in the place of text")
+    return text[:limit].encode("utf-8", "replace").decode()
 
 
 def _needs_sandboxes(verifier: object) -> bool:

@@ -4,8 +4,9 @@
 """
 
 from agentrl.rollout.chat import ChatFormat, ParsedCompletion
-from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn, task_fault
-from agentrl.rollout.group import GroupRunner, left_out_group
+from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn
+from agentrl.rollout.faults import fault, task_fault
+from agentrl.rollout.group import GroupRunner, OnAttempt, left_out_group
 from agentrl.rollout.tools import Tool, ToolOutcome, load_tools
 
 __all__ = [
@@ -13,10 +14,12 @@ __all__ = [
     "ChatFormat",
     "EpisodeRunner",
     "GroupRunner",
+    "OnAttempt",
     "OnTurn",
     "ParsedCompletion",
     "Tool",
     "ToolOutcome",
+    "fault",
     "left_out_group",
     "load_tools",
     "task_fault",

@@ -8,16 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from agentrl.errors import (
-    InfrastructureError,
-    PluginError,
-    SandboxError,
-    SandboxTimeout,
-    SandboxUnavailable,
-    ServingError,
-    TaskError,
-    UserError,
-)
+from agentrl import usercode
+from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
+from agentrl.fields import json_object
 from agentrl.outputs import Collected, collect, select
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
@@ -34,6 +27,8 @@ from agentrl.records import (
     Turn,
 )
 from agentrl.rollout.chat import ChatFormat, ParsedCompletion
+from agentrl.rollout.faults import fault, infrastructure_fault, let_go
+from agentrl.rollout.invoke import call_tool
 from agentrl.rollout.tools import Tool, ToolOutcome, clip, load_tools
 
 log = logging.getLogger(__name__)
@@ -43,6 +38,9 @@ Capture = Callable[[], Awaitable[EpisodeState | None]]
 
 OnTurn = Callable[[int, Capture], Awaitable[None]]
 """Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
+
+MAX_TOOL_FAILURES = 16
+"""Failures of tools that an episode's record holds: the first ones."""
 
 
 @dataclass(slots=True)
@@ -59,22 +57,27 @@ class _State:
     output_chars: int = 0  # shown by tools
     wall_s: float = 0.0  # spent elsewhere, before this run of the episode
     sandbox_s: float = 0.0  # opening, writing and executing
-    program_s: float = 0.0  # the agent's own programs
+    program_s: float = 0.0  # what the agent called
+    failures: list[Failure] = field(default_factory=list)  # of tools, at what the agent asked of them
+    sandbox_lost: bool = False  # a tool was cut short in the midst of using it
+    stage: str = "episode"  # what is going on, for a fault that does not tell by itself
 
     @classmethod
     def of(cls, start: EpisodeState, episode_id: str) -> _State:
         """`start` as `episode_id` goes on from it: as itself, or as a branch that inherits every turn."""
         sampled_by = (start.episode_id,) * (len(start.turns) - len(start.inherited))
+        continued = episode_id == start.episode_id
         return cls(
             snapshot=start.snapshot,
             turns=list(start.turns),
-            inherited=start.inherited if episode_id == start.episode_id else (*start.inherited, *sampled_by),
+            inherited=start.inherited if continued else (*start.inherited, *sampled_by),
             prompt_ids=start.prompt_ids,
             context=[token for turn in start.turns for token in (*turn.prompt_ids, *turn.completion_ids)],
             output_chars=start.output_chars,
             wall_s=start.wall_s,
             sandbox_s=start.sandbox_s,
             program_s=start.program_s,
+            failures=list(start.failures) if continued else [],  # those of inherited turns are another's
         )
 
 
@@ -93,7 +96,7 @@ class EpisodeRunner:
     async def run(
         self, task: Task, *, episode_id: str, attempt: int = 0, start: EpisodeState | None = None, on_turn: OnTurn | None = None
     ) -> Episode:
-        """One attempt. What the infrastructure or the task breaks ends as a `Failure` in the episode, never as an exception or a score.
+        """One attempt. Whatever is broken on the way ends as a `Failure` in the episode, never as an exception or a score.
 
         Args:
             start: where to go on from instead of beginning. Its turns are kept as they are: no token of them is sampled or tokenized
@@ -109,41 +112,17 @@ class EpisodeRunner:
             raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
         state = _State() if start is None else _State.of(start, episode_id)
         started = time.monotonic() - state.wall_s
-        failures: tuple[Failure, ...] = ()
-        collected = Collected(files={})
-
-        async def boundary() -> None:
-            if on_turn is not None:
-                await on_turn(len(state.turns), lambda: _capture(task, state, episode_id, attempt, time.monotonic() - started))
-
         try:
-            async with asyncio.timeout(max(0.0, task.limits.wall_s - state.wall_s)):
-                stop_reason = await self._turns(task, state, episode_id=episode_id, boundary=boundary)
-            if task.outputs:  # an episode that runs out of time leaves none
-                collected, failures = await self._collect(task, state)
-        except TimeoutError as error:
-            stop_reason = "failed" if isinstance(error, SandboxTimeout) else "wall_limit"
-            if isinstance(error, SandboxTimeout):
-                failures = (_infrastructure(error, turn=len(state.turns)),)
-            elif state.program_s < task.limits.wall_s / 2:  # we were slow, not the agent's programs
-                failures = (_failure("episode", "wall_limit", f"no end after {task.limits.wall_s:g} s", turn=len(state.turns)),)
-        except InfrastructureError as error:
-            stop_reason, failures = "failed", (_infrastructure(error, turn=len(state.turns)),)
-        except (TaskError, PluginError) as error:
-            stop_reason, failures = "failed", (task_fault(error, turn=len(state.turns)),)
+            stop_reason, collected, failures = await self._attempt(task, state, episode_id, attempt, started, on_turn)
         finally:
-            if state.sandbox is not None:
-                closing = time.monotonic()
-                await state.sandbox.close()
-                state.sandbox_s += time.monotonic() - closing
-        turns = tuple(state.turns)
+            await _close(state)
         return Episode(
             id=episode_id,
             task_id=task.id,
             task_key=task.key,
-            trajectories=(Trajectory(agent="main", turns=turns, stop_reason=stop_reason, inherited=state.inherited),),
+            trajectories=(Trajectory(agent="main", turns=tuple(state.turns), stop_reason=stop_reason, inherited=state.inherited),),
             answer=state.answer,
-            failures=failures,
+            failures=(*state.failures, *failures),
             attempt=attempt,
             wall_s=time.monotonic() - started,
             sandbox_s=state.sandbox_s,
@@ -151,19 +130,40 @@ class EpisodeRunner:
             removed=collected.removed,
         )
 
-    async def branch(self, task: Task, state: EpisodeState, count: int, *, name: str) -> tuple[Episode, ...]:
-        """`count` continuations of one state, at the same time, each in a sandbox of its own; their ids are `name`-b0, `name`-b1, ..."""
-        async with asyncio.TaskGroup() as running:
-            jobs = [
-                running.create_task(self.run(task, episode_id=f"{name}-b{number}", attempt=state.attempt, start=state))
-                for number in range(count)
-            ]
-        return tuple(job.result() for job in jobs)
+    async def _attempt(
+        self, task: Task, state: _State, episode_id: str, attempt: int, started: float, on_turn: OnTurn | None
+    ) -> tuple[str, Collected, tuple[Failure, ...]]:
+        """The turns and the outputs, within the episode's time: stop reason, outputs, and what was broken."""
+
+        async def boundary() -> None:
+            if on_turn is not None:
+                state.stage = "turn"
+                await on_turn(len(state.turns), lambda: _capture(task, state, episode_id, attempt, time.monotonic() - started))
+
+        nothing, since = Collected(files={}), usercode.cancellations()
+        wall = asyncio.timeout(max(0.0, task.limits.wall_s - state.wall_s))
+        try:
+            async with wall:
+                stop_reason = await self._turns(task, state, episode_id=episode_id, boundary=boundary)
+            if wall.expired():  # and what it cancelled did not mind
+                raise TimeoutError
+            if not task.outputs or state.sandbox_lost:  # an episode that runs out of time leaves none
+                return stop_reason, nothing, ()
+            state.stage = "collect"
+            return stop_reason, *await self._collect(task, state)
+        except BaseException as error:
+            let_go(error, since)
+            if not wall.expired():
+                return "failed", nothing, (fault(error, stage=state.stage, turn=len(state.turns)),)
+            if state.program_s >= task.limits.wall_s / 2:
+                return "wall_limit", nothing, ()
+            slow = f"no end after {task.limits.wall_s:g} s"  # we were slow, not what the agent called
+            return "wall_limit", nothing, (infrastructure_fault("episode", "wall_limit", slow, turn=len(state.turns)),)
 
     async def _collect(self, task: Task, state: _State) -> tuple[Collected, tuple[Failure, ...]]:
         """The declared outputs, after the agent's last action; what it made impossible to take is its own failure, and scored."""
         if state.sandbox is None and state.snapshot is None:  # nothing ran, so the files are what they were
-            return Collected(files=select(task.contents(), task.outputs)), ()
+            return Collected(files=select(_contents(task), task.outputs)), ()
         started = time.monotonic()
         collected = await collect(await self._opened(task, state), task.outputs)
         state.sandbox_s += time.monotonic() - started
@@ -176,6 +176,7 @@ class EpisodeRunner:
     async def _turns(self, task: Task, state: _State, *, episode_id: str, boundary: Callable[[], Awaitable[None]]) -> str:
         """The loop itself; returns the stop reason."""
         tools = load_tools(task.tools)
+        state.stage = "chat"
         if not state.turns:
             state.prompt_ids = self.chat.opening(task.prompt, [tool.schema for tool in tools.values()])
         room = min(task.limits.episode_tokens, self.max_model_len)
@@ -191,10 +192,12 @@ class EpisodeRunner:
             params = SamplingParams(max_tokens=budget, temperature=self.temperature, stop_token_ids=self.chat.stop_token_ids)
             started = time.monotonic()
             state.context.extend(state.prompt_ids)
+            state.stage = "generate"
             completion = await self.policy.generate(
                 state.context, params, request_id=f"{episode_id}-{number}", timeout_s=self.request_timeout_s
             )
             state.context.extend(completion.token_ids)
+            state.stage = "chat"
             parsed = self.chat.parse(completion.token_ids)
             turn = _turn(state.prompt_ids, completion, parsed, time.monotonic() - started)
             state.turns.append(turn)
@@ -208,19 +211,22 @@ class EpisodeRunner:
             state.turns[-1] = replace(turn, tool_results=results, tool_s=time.monotonic() - started)
             if state.answer is not None:
                 return "submitted"
+            if state.sandbox_lost:
+                return "tool_timeout"
+            state.stage = "chat"
             state.prompt_ids = self.chat.tool_delta([result.output for result in results])
             await boundary()
         return "turn_limit"
 
     async def _act(self, task: Task, state: _State, tools: Mapping[str, Tool], parsed: ParsedCompletion) -> tuple[ToolResult, ...]:
-        """Runs the calls of one turn in order, up to a submitted answer; malformed calls are answered with their error."""
+        """Runs the calls of one turn in order, up to a submitted answer or a lost sandbox; malformed ones are answered with their error."""
         results: list[ToolResult] = []
         for call in parsed.message.tool_calls:
             started = time.monotonic()
             outcome = await self._call(task, state, tools, call)
             wall_s = time.monotonic() - started
             results.append(ToolResult(name=call.name[:64], output=_shown(task, state, outcome.output), ok=outcome.ok, wall_s=wall_s))
-            if outcome.answer is not None:
+            if outcome.answer is not None or state.sandbox_lost:
                 state.answer = outcome.answer
                 return tuple(results)
         for error in parsed.errors:
@@ -232,17 +238,24 @@ class EpisodeRunner:
         tool = tools.get(call.name)
         if tool is None:
             return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
-        if not tool.needs_sandbox:
-            return await tool(call.arguments, None, task.limits)
-        started = time.monotonic()
-        sandbox = await self._opened(task, state)
-        state.sandbox_s += time.monotonic() - started
+        arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
+        sandbox = None
+        if tool.needs_sandbox:
+            started = time.monotonic()
+            sandbox = await self._opened(task, state)
+            state.sandbox_s += time.monotonic() - started
+        state.stage = "tool" if sandbox is None else "sandbox"
         started = time.monotonic()
         try:
-            return await tool(call.arguments, sandbox, task.limits)
+            called = await call_tool(tool, arguments, sandbox, task.limits, turn=len(state.turns))
         finally:
             state.program_s += time.monotonic() - started
-            state.sandbox_s += time.monotonic() - started
+            if sandbox is not None:
+                state.sandbox_s += time.monotonic() - started
+        if called.failure is not None and len(state.failures) < MAX_TOOL_FAILURES:
+            state.failures.append(called.failure)
+        state.sandbox_lost = called.sandbox_lost
+        return called.outcome
 
     async def _opened(self, task: Task, state: _State) -> Sandbox:
         """The episode's sandbox, opened at the first need: many episodes of a weak policy never have one.
@@ -251,12 +264,13 @@ class EpisodeRunner:
         """
         if state.sandbox is not None:
             return state.sandbox
+        state.stage = "sandbox"
         snapshot = state.snapshot
-        files = task.contents() if snapshot is None else None
+        files = _contents(task) if snapshot is None else None
         try:
             state.sandbox = await self.sandboxes.open(task.sandbox, files=files, snapshot=snapshot, timeout_s=self.open_timeout_s)
             return state.sandbox
-        except SandboxUnavailable:
+        except (SandboxUnavailable, UnicodeError):  # the files' names and texts have been looked at
             raise
         except UserError as error:  # an image that cannot be made
             raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
@@ -264,6 +278,32 @@ class EpisodeRunner:
             if snapshot is not None:
                 raise SandboxError(f"the snapshot was refused: {error}") from error
             raise TaskError(f"task {task.id!r}: its files do not go into its sandbox: {error}", fix="raise sandbox.disk_mb") from error
+
+
+async def _close(state: _State) -> None:
+    """Ends the sandbox. What goes wrong here takes nothing from the episode, which is over."""
+    if state.sandbox is None:
+        return
+    started, since = time.monotonic(), usercode.cancellations()
+    try:
+        await state.sandbox.close()
+    except BaseException as error:
+        let_go(error, since)
+        usercode.report("closing a sandbox", error)
+    state.sandbox_s += time.monotonic() - started
+
+
+def _contents(task: Task) -> dict[str, bytes]:
+    """The task's files. Raises `TaskError` for names and texts that cannot be written."""
+    try:
+        files = task.contents()
+        for path in files:
+            path.encode()
+        return files
+    except ValueError as error:
+        raise TaskError(
+            f"task {task.id!r}: one of its files cannot be written: {error}", fix="give it a name and content in UTF-8"
+        ) from error
 
 
 async def _capture(task: Task, state: _State, episode_id: str, attempt: int, wall_s: float) -> EpisodeState | None:
@@ -281,6 +321,7 @@ async def _capture(task: Task, state: _State, episode_id: str, attempt: int, wal
             wall_s=wall_s,
             sandbox_s=state.sandbox_s,
             program_s=state.program_s,
+            failures=tuple(state.failures),
         )
     except ValueError as error:
         log.info("episode %s cannot be captured after turn %d: %s", episode_id, len(state.turns), error)
@@ -311,17 +352,3 @@ def _turn(prompt_ids: tuple[int, ...], completion: Completion, parsed: ParsedCom
         finish_reason=completion.finish_reason,
         generate_s=generate_s,
     )
-
-
-def task_fault(error: UserError, *, turn: int | None = None) -> Failure:
-    """A task that is wrong in itself: trying again would not help."""
-    return Failure(stage="task", blame=Blame.TASK, kind=type(error).__name__, message=str(error)[:2000], turn=turn)
-
-
-def _infrastructure(error: BaseException, *, turn: int) -> Failure:
-    stage = "sandbox" if isinstance(error, SandboxError) else "generate" if isinstance(error, ServingError) else "episode"
-    return _failure(stage, type(error).__name__, str(error), turn=turn)
-
-
-def _failure(stage: str, kind: str, message: str, *, turn: int) -> Failure:
-    return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message[:2000], turn=turn, retryable=True)

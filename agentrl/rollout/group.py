@@ -2,26 +2,35 @@
 
 A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
 their state there. And it may go on where a process that died left it (`EpisodeKeeper`). A task that turns out to be wrong in
-itself takes its whole group out: what is broken for one attempt says nothing about the policy in the others.
+itself takes its whole group out: what is broken for one attempt says nothing about the policy in the others. Any other fault, also
+one that nobody foresaw, is that of one attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from agentrl.errors import PluginError, TaskError
+from agentrl import usercode
 from agentrl.protocols import EpisodeKeeper
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
-from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn, task_fault
+from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn
+from agentrl.rollout.faults import fault, infrastructure_fault, let_go
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.2
+"""Pause before the second attempt; each later one waits twice as long as the one before."""
+
 Scorer = Callable[[Task, Episode], Awaitable[Score]]
 """Judges a finished episode; gives a Score without a value when a verifier failed, and raises only for a task that is wrong."""
+
+OnAttempt = Callable[[Failure | None], None]
+"""Told of every attempt that has ended, retried or not: what was wrong with it, or None. Not of one at a task that is wrong."""
 
 
 class _BrokenTask(Exception):
@@ -76,12 +85,16 @@ class GroupRunner:
     max_retries: int
     branching: BranchingConfig | None = None
     keeper: EpisodeKeeper | None = None
+    on_attempt: OnAttempt = lambda failure: None
 
     async def group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """All attempts at one task, in order, those that are left out included; all are when the task is wrong in itself.
 
         Args:
             oldest_version: an attempt that the keeper has goes on only when no older version sampled any of its tokens.
+
+        Raises:
+            ExceptionGroup: of `SandboxUnavailable`, where no sandbox of this kind can be opened on this machine at all.
         """
         broken: Failure | None = None
         jobs: list[asyncio.Task[ScoredEpisode]] = []
@@ -100,28 +113,47 @@ class GroupRunner:
         Args:
             start: what the first attempt goes on from: the attempt of this name that it is a state of, or another one's, as a branch.
             on_turn: see `EpisodeRunner.run`.
+
+        Raises:
+            SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
         """
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
-            async with self.slots:
-                episode = await self.runner.run(task, episode_id=f"{name}-a{attempt}", attempt=attempt, start=start, on_turn=on_turn)
+            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn)
             start = None
-            if not episode.left_out:
-                try:
-                    score = await self.score(task, episode)
-                except (TaskError, PluginError) as error:  # a verifier that does not exist
-                    fault = task_fault(error)
-                else:
-                    if score.blame is not Blame.TASK:
-                        return ScoredEpisode(episode=episode, score=score)
-                    fault = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
-                episode = replace(episode, failures=(*episode.failures, fault))
+            if score is not None:
+                unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
+                self.on_attempt(unscored)
+                return ScoredEpisode(episode=episode, score=score)
             failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
             if failure.blame is Blame.TASK:
                 break
+            self.on_attempt(failure)
             if attempt < self.max_retries:
-                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # a restarting part gets a moment
+                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # a restarting part gets a moment
         return _unscored(episode, failure)
+
+    async def _attempt(
+        self, task: Task, episode_id: str, attempt: int, start: EpisodeState | None, on_turn: OnTurn | None
+    ) -> tuple[Episode, Score | None]:
+        """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
+        episode = _nothing(episode_id, task.id, task.key, attempt)
+        stage, since = "episode", usercode.cancellations()
+        try:
+            async with self.slots:
+                episode = await self.runner.run(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn)
+            if episode.left_out:
+                return episode, None
+            stage = "score"
+            score = await self.score(task, episode)
+            if score.blame is not Blame.TASK:
+                ScoredEpisode(episode=episode, score=score)  # whether they fit
+                return episode, score
+            failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
+        except BaseException as error:
+            let_go(error, since)
+            failure = fault(error, stage=stage)
+        return replace(episode, failures=(*episode.failures, failure)), None
 
     def _places(self, index: int, oldest_version: int) -> list[_Place]:
         if self.branching is None:
@@ -132,7 +164,7 @@ class GroupRunner:
 
     async def _member(self, place: _Place, task: Task) -> ScoredEpisode:
         """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
-        fork = place.stem_of
+        fork, since = place.stem_of, usercode.cancellations()
         try:
             found = await self._found(place, task)
             if isinstance(found, ScoredEpisode):
@@ -143,14 +175,19 @@ class GroupRunner:
                 found = await place.fork.state
             on_turn = None if fork is None and self.keeper is None else self._watching(place, task)
             scored = await self.episode(task, name=place.name, start=found, on_turn=on_turn)
+        except BaseException as error:
+            let_go(error, since)
+            failure = fault(error, stage="group")
+            scored = _unscored(replace(_nothing(f"{place.name}-a0", task.id, task.key), failures=(failure,)), failure)
         finally:
             if fork is not None:
                 fork.settle(None)
-        fault = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)
-        if fault is not None:
-            raise _BrokenTask(fault)
+        broken = next((failure for failure in scored.episode.failures if failure.blame is Blame.TASK), None)
+        if broken is not None:
+            raise _BrokenTask(broken)
         if self.keeper is not None:
-            await self.keeper.finish(place.group, place.member, scored)
+            with _safety_net():
+                await self.keeper.finish(place.group, place.member, scored)
         return scored
 
     def _watching(self, place: _Place, task: Task) -> OnTurn:
@@ -167,7 +204,8 @@ class GroupRunner:
             if self.keeper is not None:
                 # The stem's comes first: a stem that is found at its turn can branch again, branches of a lost one could not be told.
                 for member in (place.member, *(fork.branches if fork is not None and forks else ())):
-                    await self.keeper.keep(place.group, member, state)
+                    with _safety_net():
+                        await self.keeper.keep(place.group, member, state)
             if fork is not None and forks:
                 fork.settle(state)
 
@@ -175,7 +213,10 @@ class GroupRunner:
 
     async def _found(self, place: _Place, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died left of this attempt, if it can still be used."""
-        found = None if self.keeper is None else await self.keeper.find(place.group, place.member)
+        found: EpisodeState | ScoredEpisode | None = None
+        if self.keeper is not None:
+            with _safety_net():
+                found = await self.keeper.find(place.group, place.member)
         if found is None:
             return None
         episode = found.episode if isinstance(found, ScoredEpisode) else found
@@ -189,18 +230,32 @@ class GroupRunner:
         return found
 
 
-def left_out_group(index: int, task_id: str, task_key: str, fault: Failure, *, size: int) -> Group:
-    """The group of a task that is wrong in itself: nothing of it is trained or counted, and it says why."""
+def left_out_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
+    """A group of which nothing is trained or counted, because of a task that is wrong in itself or a group that cannot be kept."""
+    names = (f"g{index:06d}-{member}-a0" for member in range(size))
+    episodes = tuple(replace(_nothing(name, task_id, task_key), failures=(failure,)) for name in names)
+    return Group(index=index, task_id=task_id, task_key=task_key, episodes=tuple(_unscored(episode, failure) for episode in episodes))
+
+
+def _nothing(episode_id: str, task_id: str, task_key: str, attempt: int = 0) -> Episode:
+    """An attempt that came to nothing at all."""
     nothing = (Trajectory(agent="main", turns=(), stop_reason="failed"),)
-    episodes = tuple(
-        Episode(id=f"g{index:06d}-{member}-a0", task_id=task_id, task_key=task_key, trajectories=nothing, failures=(fault,))
-        for member in range(size)
-    )
-    return Group(index=index, task_id=task_id, task_key=task_key, episodes=tuple(_unscored(episode, fault) for episode in episodes))
+    return Episode(id=episode_id, task_id=task_id, task_key=task_key, trajectories=nothing, attempt=attempt)
 
 
 def _unscored(episode: Episode, failure: Failure) -> ScoredEpisode:
     return ScoredEpisode(episode=episode, score=Score(value=None, reason=f"left out: {failure.blame} {failure.kind}: {failure.message}"))
+
+
+@contextlib.contextmanager
+def _safety_net() -> Iterator[None]:
+    """Around a keeper: what it cannot keep or find is said, and costs no episode."""
+    since = usercode.cancellations()
+    try:
+        yield
+    except BaseException as error:
+        let_go(error, since)
+        usercode.report("keeping a running episode", error)
 
 
 def _first(errors: ExceptionGroup[_BrokenTask]) -> _BrokenTask:

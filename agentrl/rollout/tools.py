@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import abc
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from agentrl.errors import TaskError
+from agentrl import usercode
+from agentrl.errors import PluginError, TaskError
+from agentrl.fields import Record, Text
 from agentrl.plugins import resolve
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
@@ -17,12 +20,12 @@ MAX_TEXT = 300_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolOutcome:
+class ToolOutcome(Record):
     """What a call did. `answer` set means: the agent has submitted this, the episode ends."""
 
-    output: str
+    output: Text
     ok: bool
-    answer: str | None = None
+    answer: Text | None = None
 
 
 class Tool(Protocol):
@@ -33,7 +36,11 @@ class Tool(Protocol):
     schema: Mapping[str, Any]  # OpenAI function schema, rendered by the chat template
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Bad arguments are an outcome with ok=False that tells the agent what is expected, never an exception."""
+        """Bad arguments are best an outcome with ok=False that tells the agent what is expected.
+
+        An exception, a wrong outcome, or none in time, is answered to the agent as an error, and its episode is scored (see
+        `agentrl.rollout.invoke`). `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        """
         ...
 
 
@@ -118,14 +125,51 @@ BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in (PythonTool(), Pytho
 
 
 def load_tools(names: Sequence[str]) -> dict[str, Tool]:
-    """Tools by the name the agent calls them. Raises `TaskError` for a name that is neither built in nor a reference."""
+    """Tools by the name the agent calls them.
+
+    Raises:
+        TaskError: a name is neither built in nor a reference, or two tools have one name.
+        PluginError: a reference does not resolve, or to something that is no tool.
+    """
     tools: dict[str, Tool] = {}
     for name in names:
         if ":" not in name and name not in BUILT_IN:
             raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(BUILT_IN)}, or a reference such as mytools:search")
-        tool: Tool = BUILT_IN[name] if name in BUILT_IN else resolve(name)
+        tool: Tool = BUILT_IN[name] if name in BUILT_IN else _checked(name, resolve(name))
+        if tool.name in tools:
+            raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
         tools[tool.name] = tool
     return tools
+
+
+def _checked(reference: str, tool: Any) -> Tool:
+    """A user's tool, if it is one."""
+    problem = _problem(tool)
+    if problem:
+        raise PluginError(f"tool {reference!r} {problem}", fix="see the tools in docs/task-families.md")
+    return cast(Tool, tool)
+
+
+def _problem(tool: Any) -> str:
+    """What is wrong with an object that is to be a tool; empty when nothing is."""
+    if isinstance(tool, type):
+        return f"is a class: name an object, such as search = {tool.__name__}()"
+    if not callable(tool):
+        return "cannot be called"
+    try:
+        name, needs_sandbox, schema = tool.name, tool.needs_sandbox, tool.schema
+    except Exception as error:
+        return f"has no name, needs_sandbox or schema ({usercode.describe(error)})"
+    if not isinstance(name, str) or not name.strip():
+        return f"has the name {name!r}, which is no text"
+    if not isinstance(needs_sandbox, bool):
+        return f"has needs_sandbox={needs_sandbox!r}, which is neither True nor False"
+    try:
+        json.dumps(dict(schema), allow_nan=False, ensure_ascii=False).encode()
+        called = schema["function"]["name"]
+    except Exception as error:
+        return f"has a schema that is no OpenAI function schema ({usercode.describe(error)})"
+    return "" if called == name else f"is called {name!r}, and {called!r} in its schema"
 
 
 def show(result: ExecResult, limits: Limits) -> str:

@@ -77,7 +77,7 @@ def summary(run: Path) -> dict[str, Any]:
 def steps_logged(run: Path) -> list[int]:
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line["step"] for line in lines if "reward_mean" in line]
+    return [line["step"] for line in lines if "episodes" in line]
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         **{"proximal": "recompute", "correction": "mask", "is_level": "sequence"},
     },
     "reinforce++": {"advantage": "reinforce++", "kl": "k1_reward", "kl_coef": 0.05, "staleness_decay": 0.5},
-    "rloo": {"advantage": "rloo", "dual_clip": 1.5, "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
+    "rloo": {"advantage": "rloo", "proximal": "recompute", "kl": "k2", "kl_coef": 0.2},
 }
 
 SHARED = CriticConfig(trunk="shared", lr=2e-2, warmup_steps=1, gamma=0.97, lam=0.9, vf_coef=0.5)

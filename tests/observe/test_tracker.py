@@ -115,8 +115,9 @@ def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path,
         "before: held-out 0.375 [0.137, 0.694] n=8",
         "train  3 steps",
     ]
-    assert len(lines) == 7
-    assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[5]
+    assert lines[4].endswith("alert: episodes are left out: infrastructure: died:"), "a reason is told once, at the first episode"
+    assert len(lines) == 8
+    assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[6]
 
 
 def test_console_off_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

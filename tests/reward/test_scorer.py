@@ -129,3 +129,17 @@ async def test_no_verifier_is_unscored_not_zero() -> None:
 async def test_references_that_do_not_resolve_are_refused(name: str) -> None:
     with pytest.raises(PluginError):
         TaskScorer().load(task(name).verifiers)
+
+
+async def endless(task: Task, episode: Episode) -> Score:
+    return Score(value=float("inf"))
+
+
+async def bottomless(task: Task, episode: Episode) -> Score:
+    return Score(value=float("-inf"))
+
+
+async def test_scores_without_a_mean_are_no_score() -> None:
+    score = await TaskScorer()(task("endless", "bottomless"), EPISODE)
+    assert score.value is None and "have no mean" in score.reason
+    assert (await TaskScorer()(task("endless"), EPISODE)).value == float("inf")

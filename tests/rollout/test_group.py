@@ -4,11 +4,9 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from agentrl import codec
 from agentrl.errors import ServingError, UserError
-from agentrl.records import Blame, Episode, Group, Score, Task
+from agentrl.records import Blame, Episode, Failure, Group, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -78,13 +76,21 @@ async def test_a_verifier_that_does_not_exist_is_the_tasks_fault(tokenizer: Any,
     assert alone.episode.left_out and alone.score.value is None
 
 
-async def test_a_fault_of_the_program_itself_is_not_hidden(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_bug_costs_one_episode_and_its_traceback_is_logged_once(tokenizer: Any, task: Task, make_runner: Any, caplog: Any) -> None:
     def defect(turn: int, episode: str) -> str:
-        raise ZeroDivisionError
+        if "-1-" in episode:
+            raise ZeroDivisionError("of our own making")
+        return SUBMIT
 
-    with pytest.raises(ExceptionGroup) as error:
-        await group_runner(make_runner(ScriptedPolicy(tokenizer, defect)), retries=0).group(0, task)
-    assert error.group_contains(ZeroDivisionError)
+    told: list[Failure | None] = []
+    runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, defect)), retries=1), on_attempt=told.append)
+    group = await runner.group(0, task)
+    assert [scored.score.value for scored in group.episodes] == [1.0, None, 1.0, 1.0]
+    (failure,) = group.episodes[1].episode.failures
+    assert (failure.stage, failure.blame, failure.kind, failure.retryable) == ("generate", Blame.INFRASTRUCTURE, "ZeroDivisionError", True)
+    assert "of our own making" in failure.message and group.episodes[1].episode.attempt == 1
+    assert sorted(str(one and one.kind) for one in told) == ["None"] * 3 + ["ZeroDivisionError"] * 2, "attempts are told, retried or not"
+    assert caplog.text.count("Traceback") == 1 and "in defect" in caplog.text
 
 
 async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, make_runner: Any) -> None:

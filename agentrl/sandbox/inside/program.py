@@ -8,6 +8,8 @@ import os
 import signal
 import time
 
+from agentrl.sandbox.inside.bounds import LOOK_S
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentrl.sandbox.inside.spawn import Pipes
@@ -65,6 +67,8 @@ class Program:
         self.ended = 0.0
         self.timed_out = False
         self.never_began = False
+        self.look_at = self.started + LOOK_S
+        self.overdrawn = False  # ended for what is charged to nobody, which counts as memory
 
     def feed(self) -> None:
         """Writes what the program's standard input takes now, and closes it behind the last byte."""
@@ -119,7 +123,7 @@ class Program:
             if os.WIFEXITED(self.status):
                 code = os.WEXITSTATUS(self.status)
             elif os.WTERMSIG(self.status) == signal.SIGKILL:
-                reason = "memory" if oom_kills() > self.oom_kills else "killed"
+                reason = "memory" if self.overdrawn or oom_kills() > self.oom_kills else "killed"
             else:
                 code = 128 + os.WTERMSIG(self.status)
         fields = {

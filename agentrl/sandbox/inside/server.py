@@ -10,6 +10,7 @@ import select
 import signal
 import time
 
+from agentrl.sandbox.inside.bounds import LOOK_BETWEEN_S, LOOK_S, Watch
 from agentrl.sandbox.inside.files import send_file, take_files
 from agentrl.sandbox.inside.launch import Launch, launches
 from agentrl.sandbox.inside.program import Program, cannot_start, kernel_status, kill_everything
@@ -41,6 +42,7 @@ class Server:
         self.through: Waiting | None = None  # has launched a program, which has ended
         self.likely = "python"
         self.sessions: dict[str, Session] = {}
+        self.watch = Watch()
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored for process 1; Python's own handler would end it
@@ -51,13 +53,19 @@ class Server:
 
     def run(self) -> None:
         self.link.send({"id": 0, "ok": True, "version": 1})
+        left = False
         while True:
-            for fd, _ in self.poll.poll():
+            ready = self.poll.poll(1000 * LOOK_BETWEEN_S if left else None)
+            if not ready and self.paused_at is None and self.watch.overdrawn():
+                kill_everything(signal.SIGKILL)
+                self.await_gone()
+            for fd, _ in ready:
                 if fd == self.link.fileno():
                     self.answer(self.link.request())
                     self.have_a_child_wait()
                 elif fd == self.wake:
                     self.reap(None)
+            left = self.watch.somebody_is_left(self.waiting.pid if self.waiting is not None else 0)
 
     def answer(self, request: Request) -> None:
         body = Body(self.link, request["body"])
@@ -213,6 +221,11 @@ class Server:
         if running and not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
+        if running and self.paused_at is None and now >= program.look_at:
+            program.look_at = now + LOOK_S
+            if self.watch.overdrawn():
+                program.overdrawn = True
+                kill_everything(signal.SIGKILL)
         ready = self.poll.poll(self.wait_ms(program, now))
         for fd, _ in ready:
             if fd == self.link.fileno():
@@ -241,7 +254,7 @@ class Server:
             return 100
         if self.paused_at is not None:
             return None
-        return 1.0 + 1000.0 * min(LONGEST_WAIT_S, max(0.0, program.deadline - now))
+        return 1.0 + 1000.0 * min(LONGEST_WAIT_S, max(0.0, min(program.deadline, program.look_at) - now))
 
     def interrupt(self, request: Request, program: Program) -> None:
         """A request that came while a program runs: pausing and resuming, which also stop its clock."""

@@ -1,0 +1,88 @@
+"""How many attempts end in a fault that is not the policy's: above a rate the run pauses, instead of going on without learning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from typing import NoReturn
+
+from agentrl import usercode
+from agentrl.errors import InfrastructureError
+from agentrl.records import Failure
+
+MIN_WINDOW = 64
+_KINDS = 32  # told apart; the rest are counted together
+_SHOWN = 8
+OTHERS = "others"
+
+
+class FaultRate:
+    """Counts the newest attempts and what was wrong with them, retried or not. Use it from one event loop.
+
+    When a server or a daemon dies, all attempts in flight fail at once and are made again, which is no reason to pause. So the
+    rate is that of the newest `4 * concurrency` attempts (at least 64), judged once half of them are known: with a limit of 0.5, one
+    such death among sound attempts never exceeds it.
+
+    Args:
+        limit: largest share of faults, from 0 to 1; 1 never pauses a run.
+        concurrency: how many attempts may be in flight at once.
+    """
+
+    def __init__(self, limit: float, *, concurrency: int) -> None:
+        self.limit = limit
+        window = max(MIN_WINDOW, 4 * concurrency)
+        self._judged_from = window // 2
+        self._newest: deque[str | None] = deque(maxlen=window)  # kind of fault, None for a sound attempt
+        self._failed = 0  # of the newest
+        self._messages: dict[str, str] = {}  # newest of each kind
+        self._since = Counter[bool]()  # sound (False) and faulty (True) attempts since `figures` was last asked
+        self._exceeded = asyncio.Event()
+
+    def attempt(self, failure: Failure | None) -> None:
+        """Counts an attempt that has ended; `failure` is what was wrong with it, None when it was scored."""
+        kind = None
+        if failure is not None:
+            kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
+            if kind not in self._messages and len(self._messages) >= _KINDS:
+                kind = OTHERS
+            self._messages[kind] = " ".join(usercode.printable(failure.message, 200).split())
+        if len(self._newest) == self._newest.maxlen and self._newest[0] is not None:
+            self._failed -= 1
+        self._newest.append(kind)
+        self._failed += failure is not None
+        self._since[failure is not None] += 1
+        if len(self._newest) >= self._judged_from and self.share > self.limit:
+            self._exceeded.set()
+
+    @property
+    def share(self) -> float:
+        """Share of faults among the newest attempts; 0 before there is one."""
+        return self._failed / len(self._newest) if self._newest else 0.0
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Faults among the newest attempts, by stage and kind."""
+        return Counter(kind for kind in self._newest if kind is not None)
+
+    def figures(self) -> dict[str, float]:
+        """Attempts that have ended since this was last asked, and those of them that failed; for the metrics of a step."""
+        ended, failed = self._since.total(), self._since[True]
+        self._since.clear()
+        return {"attempts_ended": ended, "attempts_failed": failed}
+
+    async def watch(self) -> NoReturn:
+        """Waits until the rate is exceeded, then raises `InfrastructureError` that says what failed how often."""
+        await self._exceeded.wait()
+        raise InfrastructureError(self._told())
+
+    def _told(self) -> str:
+        kinds = self.kinds.most_common()
+        lines = [f"{count} x {kind}: {self._messages.get(kind, '')}".rstrip(": ") for kind, count in kinds[:_SHOWN]]
+        if rest := sum(count for _, count in kinds[_SHOWN:]):
+            lines.append(f"{rest} x of {len(kinds) - _SHOWN} other kinds")
+        listing = "\n  ".join(lines)
+        return (
+            f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed, and not by what the policy did"
+            f" (rollout.max_fault_rate={self.limit:g}). The newest of each kind:\n  {listing}\n"
+            "  fix: put that right, then go on with --resume; what was finished is kept. rollout.max_fault_rate=1 never pauses a run"
+        )

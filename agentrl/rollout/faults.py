@@ -1,0 +1,60 @@
+"""An exception becomes a `Failure`, with the blame decided once: here."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agentrl import usercode
+from agentrl.errors import InfrastructureError, PluginError, SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
+from agentrl.records import Blame, Failure
+
+
+def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
+    """A task that is wrong in itself: trying again would not help."""
+    return Failure(stage="task", blame=Blame.TASK, kind=_kind(error), message=_message(error), turn=turn)
+
+
+def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
+    """What an exception that leaves an episode is: the task's fault when it says so, else the infrastructure's.
+
+    One that is none of ours is a bug, whose traceback is logged; it costs this episode and no other.
+
+    Args:
+        stage: what was going on, for an error that does not tell by itself.
+    """
+    if (found := usercode.cause(error, TaskError, PluginError)) is not None:
+        return task_fault(found, turn=turn)
+    known = usercode.cause(error, InfrastructureError)
+    if known is None:
+        usercode.report(f"episode ({stage})", error)
+    elif isinstance(known, SandboxError | ServingError):
+        stage = "sandbox" if isinstance(known, SandboxError) else "generate"
+    error = known or error
+    return infrastructure_fault(stage, _kind(error), _message(error), turn=turn)
+
+
+def infrastructure_fault(stage: str, kind: str, message: str, *, turn: int | None = None) -> Failure:
+    return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message, turn=turn, retryable=True)
+
+
+def let_go(error: BaseException, since: int) -> None:
+    """Raises what is no fault of an episode: this machine has no sandboxes at all, or the run is being ended.
+
+    The latter also where code on the way has made another exception of a cancellation. A CancelledError that nobody asked for is a
+    bug like any other, and is not raised.
+
+    Args:
+        since: `usercode.cancellations()` of when the guarded code began.
+    """
+    if isinstance(error, KeyboardInterrupt | GeneratorExit | SandboxUnavailable):
+        raise error
+    if usercode.cancellations() > since:
+        raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
+
+
+def _kind(error: BaseException) -> str:
+    return type(error).__name__[:64]
+
+
+def _message(error: BaseException) -> str:
+    return usercode.text_of(error) if isinstance(error, UserError | InfrastructureError) else usercode.describe(error, 2000)

@@ -1,0 +1,135 @@
+"""What the parts of a recipe have in common: they are validated whenever one is made, also from another one, and say what is wrong.
+
+`Section.but` derives a section, or a whole recipe, from another one; overrides of the command line go the same way.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from agentrl.errors import RecipeError
+
+
+class Section(BaseModel):
+    """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def but(self, *overrides: str | Mapping[str, Any], **changes: Any) -> Self:
+        """The same with some keys changed, validated as a whole: `recipe.but("learner.lr=1e-4", name="mine")`.
+
+        Args:
+            overrides: `a.b=value` as on the command line, or a mapping of such dotted keys to values.
+            changes: values by key. A section given whole takes the place of the one before, with its defaults.
+
+        Raises:
+            RecipeError: a key that does not exist or a value that is not allowed; the message names the key and what is allowed.
+        """
+        data = self.model_dump(mode="json")
+        for item in (*overrides, changes):
+            pairs = [_pair(item)] if isinstance(item, str) else item.items()
+            for key, value in pairs:
+                _assign(data, type(self), key, value)
+        return build(type(self), data)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with `update` it is `but`, so that nothing unknown or impossible gets in (pydantic's own takes anything)."""
+        return self.but(update) if update else super().model_copy(deep=deep)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _told_well(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Says of an unknown key which ones there are, and which was probably meant."""
+        try:
+            return handler(data)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+        lines: list[InitErrorDetails] = []
+        for item in found:
+            message = item["msg"]
+            if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+                message = unknown(str(item["loc"][0]), cls.model_fields)
+            lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
+        raise ValidationError.from_exception_data(cls.__name__, lines)
+
+
+S = typing.TypeVar("S", bound=Section)
+
+
+def build(kind: type[S], data: Mapping[str, Any]) -> S:
+    """Validates plain data into a section, or raises `RecipeError` with one line per wrong key."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(describe(error), fix=f"every key is in {inspect.getfile(kind)}, with its default and what it does") from None
+
+
+def describe(error: ValidationError) -> str:
+    """What does not validate, a line for each wrong key; keys of a section alone begin with its class, as in `LearnerConfig.lr`."""
+    lines = []
+    for item in error.errors(include_url=False):
+        path = [str(part) for part in item["loc"]]
+        if error.title != "Recipe":
+            path.insert(0, error.title)
+        message = item["msg"].removeprefix("Value error, ")
+        if item["loc"] and item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict):
+            message = f"{message} (got {item['input']!r})"  # of a whole section the message names the keys
+        lines.append(f"{'.'.join(path) or 'recipe'}: {message}")
+    return "\n".join(lines)
+
+
+def unknown(key: str, known: Iterable[str], *, what: str = "key") -> str:
+    """What is said of a key that does not exist."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key, names, n=2, cutoff=0.7)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"unknown {what}; {meant}known here: {', '.join(names)}"
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type holds, if it holds one, always or optionally."""
+    for one in (annotation, *typing.get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, Section):
+            return one
+    return None
+
+
+def _pair(override: str) -> tuple[str, Any]:
+    """Key and value of `a.b=value`: JSON where it parses as JSON, else text."""
+    key, sep, text = override.partition("=")
+    if not sep or not key:
+        raise RecipeError(f"override {override!r} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
+    try:
+        return key, json.loads(text)
+    except (ValueError, RecursionError):
+        return key, {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
+    """Lays one value over the data of a section, or raises `RecipeError` for a key that does not exist."""
+    *parents, leaf = dotted.split(".")
+    node = data
+    for depth, part in enumerate(parents):
+        where, field = ".".join(parents[: depth + 1]), model.model_fields.get(part)
+        inner = None if field is None else section_of(field.annotation)
+        if field is None:
+            sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
+            raise RecipeError(f"{where}: {unknown(part, sections, what='section')}")
+        if inner is None:
+            raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"give it whole: {where}=VALUE")
+        if node.get(part) is None:
+            node[part] = {}  # an override turns an optional section on
+        node, model = node[part], inner
+        if not isinstance(node, dict):
+            raise RecipeError(f"{where}: a section is wanted, not {node!r}")
+    if leaf not in model.model_fields:
+        raise RecipeError(f"{dotted}: {unknown(leaf, model.model_fields)}")
+    node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value

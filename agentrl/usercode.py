@@ -1,0 +1,209 @@
+"""Calling code that is not ours, a user's tools and verifiers, and telling what went wrong there or anywhere else.
+
+Whatever such code does, its caller gets a value or one exception, in time; what is said of an exception is bounded, printable
+and never raises itself, because its text may be an agent's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
+
+GRACE_S = 2.0
+"""How long a call that is told to end may take to do so before it is dropped where it stands."""
+HELD_S = 1.0
+"""A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
+MAX_TRACEBACK = 8000
+_FRAMES = 40  # of a traceback, the innermost
+_KINDS = 512  # of faults that are told apart in the log
+
+_seen: dict[tuple[str, ...], int] = {}
+
+
+class Overdue(Exception):
+    """A call gave no result before its deadline. No `TimeoutError`: the code that was called may raise one of its own."""
+
+
+async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S) -> T:
+    """What `code()` gives, in a task of its own.
+
+    A call that ignores its cancellation for `grace_s` is dropped where it awaits something, and the log says so. Code that neither
+    awaits nor returns cannot be interrupted at all; once it has, the log says how long it held the event loop.
+
+    Args:
+        what: the code's name for the log, such as "tool search".
+
+    Raises:
+        Overdue: no result after `timeout_s`.
+        BaseException: whatever `code` raises; also SystemExit, and a cancellation that nobody but the code itself has asked for.
+    """
+    steps = _Steps(code)
+    task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        if not done:
+            raise Overdue(f"{what} gave no result within {timeout_s:g} s")
+    except BaseException:
+        await _end(task, steps, what, grace_s)
+        raise
+    finally:
+        if steps.longest_s > HELD_S:
+            _held(what, steps.longest_s)
+    value, error = task.result()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None is T's own here
+
+
+async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
+    """What the code gives or raises, as a value: a task that ended with SystemExit would take the event loop with it."""
+    try:
+        return await steps, None
+    except asyncio.CancelledError as error:
+        if cancellations():
+            raise
+        return None, error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return None, error
+
+
+async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: float) -> None:
+    task.cancel()
+    try:
+        await asyncio.wait({task}, timeout=grace_s)
+    finally:
+        if not task.done():
+            log.warning("%s went on although it was cancelled; it is dropped", what)
+            steps.dropped = True
+            task.cancel()
+    await asyncio.wait({task})
+
+
+def _held(what: str, seconds: float) -> None:
+    if _again((what, "held")):
+        fix = "have it await what waits, and put what computes into asyncio.to_thread"
+        log.warning("%s held the event loop for %.1f s, in which every episode waited: %s", what, seconds, fix)
+
+
+class _Steps(Generic[T]):
+    """Awaits `code()`, and measures the longest time for which it computed without awaiting anything.
+
+    Once `dropped`, a cancellation ends it, whatever the code thinks of that.
+    """
+
+    def __init__(self, code: Callable[[], Awaitable[T]]) -> None:
+        self.longest_s = 0.0
+        self.dropped = False
+        self._code = code
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        running = self._run()
+        steps = running.__await__()
+        error: BaseException | None = None
+        while True:
+            began = time.monotonic()
+            try:
+                waits_for = next(steps) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            finally:
+                self.longest_s = max(self.longest_s, time.monotonic() - began)
+            error = None
+            try:
+                yield waits_for
+            except BaseException as thrown:  # a cancellation
+                if self.dropped:
+                    with contextlib.suppress(BaseException):  # what the code may say to that
+                        steps.close()
+                    raise
+                error = thrown
+
+    async def _run(self) -> T:
+        return await self._code()
+
+
+def cancellations() -> int:
+    """How often somebody has asked the current task to end. Code that raises CancelledError while this stays as it is has a fault.
+
+    A count to compare with an earlier one: a TaskGroup whose task failed may leave the count of its parent at 1 (Python 3.11).
+    """
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def cause(error: BaseException, *kinds: type[E]) -> E | None:
+    """The first exception of these kinds in `error`: itself, or one of a group that a TaskGroup made."""
+    if isinstance(error, kinds):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for one in error.exceptions if (found := cause(one, *kinds)) is not None), None)
+    return None
+
+
+def describe(error: BaseException, limit: int = 300) -> str:
+    """An exception in one printable line of at most `limit` characters: "ZeroDivisionError: division by zero"."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    kind, text = type(error).__name__[:64], " ".join(text_of(error, limit).split())
+    return printable(f"{kind}: {text}" if text else kind, limit)
+
+
+def text_of(error: BaseException, limit: int = 2000) -> str:
+    """The text of an exception, printable and bounded, its lines kept."""
+    try:
+        return printable(str(error), limit)
+    except Exception:  # a number too long to print, a __str__ of its own
+        return "(its text cannot be shown)"
+
+
+def printable(text: str, limit: int) -> str:
+    """At most `limit` characters of `text`; what is neither printable nor a line's end shows as a replacement character."""
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
+
+
+def report(what: str, error: BaseException, *, trace: bool = True) -> None:
+    """Logs an exception that nobody foresaw: the first of a kind (what, its type and its place) with its traceback, then the 10th,
+    100th, ... in a line.
+
+    Args:
+        trace: False for one whose traceback tells nothing.
+    """
+    frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
+    place = "" if frame is None else f"{frame.filename}:{frame.lineno}"
+    key = (what, type(error).__name__, place)
+    if not _again(key):
+        return
+    if (times := _seen.get(key, 1)) > 1:
+        log.warning("%s: %s (the %dth time)", what, describe(error), times)
+        return
+    log.warning("%s: %s%s", what, describe(error), f"\n{_traceback(error)}" if trace else "")
+
+
+def _again(key: tuple[str, ...]) -> bool:
+    """Counts one more of a kind; whether it is to be said: the first, the 10th, the 100th, ..."""
+    if key not in _seen and len(_seen) >= _KINDS:
+        key = ("others",)
+    times = _seen[key] = _seen.get(key, 0) + 1
+    return times in (1, 10, 100, 1_000, 10_000, 100_000)
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        text = "".join(traceback.format_exception(error, limit=-_FRAMES))
+    except Exception as second:  # a traceback is no reason for another
+        text = f"(no traceback: {type(second).__name__})"
+    if len(text) > MAX_TRACEBACK:
+        text = f"{text[: MAX_TRACEBACK // 2]}\n...\n{text[-MAX_TRACEBACK // 2 :]}"
+    return printable(text, len(text)).rstrip("\n")

@@ -1,0 +1,93 @@
+"""The share of attempts that fail by no doing of the policy, and the pause above it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import InfrastructureError
+from agentrl.failure import FaultRate
+from agentrl.records import Blame, Failure
+
+
+def failed(kind: str = "SandboxTimeout", message: str = "no sandbox opened in 60.0 s", stage: str = "sandbox") -> Failure:
+    return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message)
+
+
+async def paused(rate: FaultRate) -> str:
+    """What the run says when it pauses; empty when it goes on."""
+    watching = asyncio.create_task(rate.watch())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    if not watching.done():
+        watching.cancel()
+        return ""
+    assert isinstance(watching.exception(), InfrastructureError)
+    return str(watching.exception())
+
+
+async def test_the_run_pauses_and_says_what_failed_how_often() -> None:
+    rate = FaultRate(0.5, concurrency=4)
+    for number in range(40):
+        rate.attempt(failed(message=f"no sandbox opened in {number} s\x1b[2J") if number % 4 >= 2 else None)
+    assert rate.share == 0.5 and await paused(rate) == "", "as much as is allowed"
+    rate.attempt(failed("ServingError", "connection\nrefused", "generate"))
+    text = await paused(rate)
+    assert "21 of the newest 41 attempts failed" in text and "rollout.max_fault_rate=0.5" in text
+    assert (
+        "20 x sandbox SandboxTimeout: no sandbox opened in 39 s\ufffd[2J\n" in text
+        and "1 x generate ServingError: connection refused\n" in text
+    )
+    assert "--resume" in text
+
+
+async def test_a_limit_of_1_never_pauses_a_run() -> None:
+    rate = FaultRate(1.0, concurrency=1)
+    for _ in range(1000):
+        rate.attempt(failed())
+    assert rate.share == 1.0 and await paused(rate) == ""
+
+
+@pytest.mark.parametrize("sound", [0, 63, 64, 500])
+async def test_the_death_of_a_server_is_no_reason_to_pause(sound: int) -> None:
+    """Everything in flight fails at once, and is made again with success."""
+    rate = FaultRate(0.5, concurrency=64)
+    for failure in [*[None] * sound, *[failed("ServingError")] * 64, *[None] * 64]:
+        rate.attempt(failure)
+    assert await paused(rate) == ""
+
+
+async def test_what_is_kept_and_told_is_bounded() -> None:
+    rate = FaultRate(0.1, concurrency=1000)
+    for number in range(5000):
+        rate.attempt(failed(kind=f"Kind{number}" + "x" * 10_000, message="m" * 10_000))
+    text = await paused(rate)
+    assert len(rate.kinds) <= 33 and rate.kinds.total() == 4000
+    assert len(text) < 5000 and "4000 of the newest 4000" in text and "x of 25 other kinds" not in text.split("x others")[0]
+
+
+async def test_figures_are_of_what_ended_since_they_were_last_asked() -> None:
+    rate = FaultRate(0.5, concurrency=1)
+    for failure in (None, failed(), None):
+        rate.attempt(failure)
+    assert rate.figures() == {"attempts_ended": 3, "attempts_failed": 1}
+    rate.attempt(failed())
+    assert rate.figures() == {"attempts_ended": 1, "attempts_failed": 1}
+
+
+@given(st.lists(st.booleans(), max_size=400), st.floats(0, 1), st.integers(1, 80))
+def test_it_pauses_exactly_when_the_share_of_the_newest_exceeded_the_limit(faults: Sequence[bool], limit: float, concurrency: int) -> None:
+    async def run() -> tuple[bool, bool]:
+        rate, expected = FaultRate(limit, concurrency=concurrency), False
+        for number, fault in enumerate(faults, start=1):
+            rate.attempt(failed() if fault else None)
+            newest = faults[max(0, number - max(64, 4 * concurrency)) : number]
+            expected |= len(newest) >= max(32, 2 * concurrency) and sum(newest) / len(newest) > limit
+        return bool(await paused(rate)), expected
+
+    told, expected = asyncio.run(run())
+    assert told == expected

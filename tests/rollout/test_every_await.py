@@ -1,0 +1,369 @@
+"""An exception at every await of an episode and of a group, and what becomes of it.
+
+The event loop's coroutines are driven by hand: at the n-th time that any of them waits for something, an exception is raised there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Generator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import PluginError, SandboxError, SandboxTimeout, ServingError
+from agentrl.protocols import Sandbox
+from agentrl.recipe import BranchingConfig
+from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task
+from agentrl.reward import TaskScorer
+from agentrl.rollout import ChatFormat, EpisodeRunner, GroupRunner, ToolOutcome
+from agentrl.rollout.invoke import ARGUMENT_FAULTS
+from agentrl.rollout.tools import function_schema
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import ScriptedSandbox, printing
+
+FAULTS = (
+    SandboxError("gone"),
+    SandboxTimeout("late"),
+    ServingError("refused"),
+    PluginError("no such thing"),
+    KeyError("id"),
+    UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"),
+    RecursionError("too deep"),
+    TimeoutError("not ours"),
+    MemoryError(),
+    asyncio.CancelledError("of nobody's wish"),
+    SystemExit(3),
+    ExceptionGroup("several", [KeyError("id"), ServingError("refused")]),
+)
+NOTHING_RAISES = ("TaskGroup.__aexit__", "Semaphore.acquire")  # but a cancellation that somebody wants
+OURS_OR_GROUP = (SandboxError, ServingError, PluginError, ExceptionGroup)
+
+
+class Awaits:
+    """Counts what the coroutines of an event loop wait for, and raises `error` in place of the `at`-th; None: cancels `main` there."""
+
+    def __init__(self, at: int = -1, error: BaseException | None = None) -> None:
+        self.at, self.error = at, error
+        self.count = 0
+        self.where: list[str] = []  # functions from the task's own to the innermost, where it was raised
+        self.main: asyncio.Task[Any] | None = None
+
+    def task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(self._driven(coroutine), loop=loop, **options)
+        task.add_done_callback(lambda _: coroutine.close())  # one that was cancelled before it began
+        return task
+
+    async def _driven(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return await _Driven(self, coroutine)
+
+    def waiting(self, coroutine: Any) -> BaseException | None:
+        """Told of everything that is waited for; what is to be raised there instead."""
+        self.count += 1
+        if self.count - 1 != self.at:
+            return None
+        self.where = functions(coroutine)
+        if self.error is not None and self.where[-1] in NOTHING_RAISES:
+            return None
+        if self.error is None:
+            assert self.main is not None
+            self.main.cancel()
+        return self.error
+
+
+class _Driven:
+    def __init__(self, awaits: Awaits, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self.awaits, self.coroutine = awaits, coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps, error = self.coroutine.__await__(), None
+        while True:
+            try:
+                future = next(steps) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value
+            error = self.awaits.waiting(self.coroutine)
+            if error is not None:
+                if future is not None:
+                    future._asyncio_future_blocking = False  # as a task does that takes it
+                continue
+            try:
+                yield future
+            except BaseException as thrown:
+                error = thrown
+
+
+def functions(coroutine: Any) -> list[str]:
+    """Names of the functions that wait for one another, from the outermost on; inside a call of user code too."""
+    found = []
+    while coroutine is not None:
+        name = getattr(coroutine, "__qualname__", None)
+        if name is None:
+            break
+        found.append(name)
+        frame = getattr(coroutine, "gi_frame", None)
+        if frame is not None and "running" in frame.f_locals:  # agentrl.usercode drives by hand, too
+            coroutine = frame.f_locals["running"]
+        else:
+            coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return found
+
+
+@contextlib.asynccontextmanager
+async def driven(awaits: Awaits, work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """`work` as a task of a loop whose tasks are all driven; afterwards none of them is left."""
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(awaits.task)  # type: ignore[arg-type]
+    try:
+        awaits.main = loop.create_task(work)
+        yield awaits.main
+    finally:
+        loop.set_task_factory(None)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, f"something still runs: {awaits.where}"
+
+
+async def pause() -> None:
+    await asyncio.sleep(0)
+
+
+class Box(ScriptedSandbox):
+    """A sandbox that waits before and after each operation; closing is counted."""
+
+    closings = 0
+
+    async def python(self, code: str, **options: Any) -> Any:
+        await pause()
+        done = await super().python(code, **options)
+        await pause()
+        return done
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        await pause()
+        return await super().read(path, max_bytes=max_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await pause()
+        await super().write(path, data)
+
+    async def snapshot(self) -> bytes:
+        await pause()
+        return await super().snapshot()
+
+    async def close(self) -> None:
+        self.closings += 1
+        await super().close()
+        await pause()
+
+
+class Boxes(ScriptedSandboxes):
+    async def open(self, spec: Any, *, files: Any = None, snapshot: Any = None, timeout_s: float = 60.0) -> Any:
+        await pause()
+        plain = await super().open(spec, files=files, snapshot=snapshot, timeout_s=timeout_s)
+        box = self.opened[-1] = Box(plain.id, printing("3"), plain.files)
+        return box
+
+
+class Waiting(ScriptedPolicy):
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        await pause()
+        done = await super().generate(*arguments, **options)
+        await pause()
+        return done
+
+
+class Look:
+    """A tool of a user's own, on the host or with the sandbox."""
+
+    def __init__(self, name: str, needs_sandbox: bool) -> None:
+        self.name, self.needs_sandbox = name, needs_sandbox
+        self.schema = function_schema(name, "Looks.", "text", "anything")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        await pause()
+        if sandbox is not None:
+            await sandbox.write("note", b"seen")
+            return ToolOutcome(output=(await sandbox.read("note", max_bytes=10)).decode(), ok=True)
+        return ToolOutcome(output="seen", ok=True)
+
+
+look, look_inside = Look("look", False), Look("look_inside", True)
+
+
+async def judge(task: Task, episode: Episode) -> Score:
+    await pause()
+    return Score(value=1.0)
+
+
+class Shelf:
+    """An `EpisodeKeeper` in memory that waits."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[int, int], EpisodeState] = {}
+
+    async def keep(self, group: int, member: int, state: EpisodeState) -> None:
+        await pause()
+        self.kept[group, member] = state
+
+    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        await pause()
+
+    async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
+        await pause()
+        return None
+
+
+SAID = (
+    '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>',
+    '<tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>{"name": "look_inside", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "submit", "arguments": {"answer": "3"}}</tool_call>',
+)
+
+
+class Scene:
+    """Everything around one episode or group, and what must hold of it however it ends."""
+
+    def __init__(self, tokenizer: Any, task: Task, *, size: int = 1, branches: int = 0) -> None:
+        tools = ("python", f"{__file__}:look", f"{__file__}:look_inside", "submit")
+        self.task = replace(task, tools=tools, verifiers=(f"{__file__}:judge",), outputs=("a.csv",))
+        self.sandboxes = Boxes(printing("3"))
+        self.told: list[Failure | None] = []
+        runner = EpisodeRunner(
+            policy=Waiting.saying(tokenizer, *SAID),
+            sandboxes=self.sandboxes,
+            chat=CHATS.setdefault("chat", ChatFormat(tokenizer)),
+            temperature=1.0,
+            max_model_len=4096,
+            request_timeout_s=60.0,
+        )
+        self.slots = asyncio.Semaphore(2)
+        self.groups = GroupRunner(
+            runner=runner,
+            score=TaskScorer(max_retries=0),
+            slots=self.slots,
+            group_size=size,
+            max_retries=0,
+            branching=BranchingConfig(turn=1, branches=branches) if branches else None,
+            keeper=Shelf(),
+            on_attempt=self.told.append,
+        )
+
+    def check(self, awaits: Awaits) -> None:
+        closings = Counter(box.closings for box in self.sandboxes.opened)  # type: ignore[attr-defined]
+        assert set(closings) <= {1}, f"sandboxes closed so many times: {closings} ({awaits.where})"
+        assert self.slots._value == 2 and not self.slots.locked(), awaits.where
+
+
+CHATS: dict[str, ChatFormat] = {}
+
+
+def expected(awaits: Awaits) -> str:
+    """What an exception raised there is to become: of the tool, judged; of nobody who matters; else a fault that leaves out."""
+    where, error = awaits.where, awaits.error
+    if where[-1] in NOTHING_RAISES:
+        return "nothing"
+    if isinstance(error, ValueError) and "Box.snapshot" in where:  # nothing to go on from
+        return "nothing"
+    if isinstance(error, ValueError) and "Box.read" in where and "_collect" in where:  # an output that cannot be taken is the agent's
+        return "tool"
+    ours = isinstance(error, OURS_OR_GROUP)
+    if "Shelf.keep" in where or "Shelf.finish" in where or "Shelf.find" in where or "Box.close" in where:
+        return "nothing"
+    if "_judge_once" in " ".join(where) or "judge" in where:
+        return "unscored"
+    in_tool = "call_tool" in " ".join(where) or "_caught" in where
+    if in_tool and not ours and (isinstance(error, ARGUMENT_FAULTS) or not any(name.startswith("Box.") for name in where)):
+        return "tool"
+    return "fault"
+
+
+def look_at(scored: ScoredEpisode, awaits: Awaits) -> str:
+    """What it has become. Typed and consistent, or this fails."""
+    episode, score = scored.episode, scored.score
+    assert codec.from_json(ScoredEpisode, codec.to_json(scored)) == scored
+    foreign = [failure for failure in episode.failures if failure.blame is not Blame.POLICY]
+    assert (score.value is None) == bool(foreign or score.reason), "a fault has no score, and what has none says why"
+    if foreign:
+        assert episode.left_out and foreign[-1].kind and foreign[-1].stage
+        return "fault"
+    if score.value is None:
+        return "unscored"
+    assert score.value == 1.0
+    return "tool" if episode.failures else "nothing"
+
+
+async def waits(scene: Scene, work: Coroutine[Any, Any, Any]) -> tuple[int, Any]:
+    """How often the undisturbed work waits, and what it gives."""
+    awaits = Awaits()
+    async with driven(awaits, work) as main:
+        given = await main
+    scene.check(awaits)
+    return awaits.count, given
+
+
+def fresh(error: BaseException) -> BaseException:
+    """The same without the traceback that it got when it was raised."""
+    return type(error)(*error.args)
+
+
+each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+
+
+@each_fault
+async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any, task: Task, error: BaseException) -> None:
+    count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.group(0, scene.task))
+    assert sound.scored[0].episode.outputs and count > 25
+    seen = Counter[str]()
+    for at in range(count):
+        scene, awaits = Scene(tokenizer, task), Awaits(at, fresh(error))
+        async with driven(awaits, scene.groups.group(0, scene.task)) as main:
+            group: Group = await main
+        scene.check(awaits)
+        (scored,) = group.episodes
+        became = look_at(scored, awaits)
+        assert became == expected(awaits), f"at {at}: {' > '.join(awaits.where)}: {scored.episode.failures} {scored.score}"
+        seen[became] += 1
+        if became == "fault":
+            assert (group.fault is not None) == isinstance(error, PluginError)
+        if not isinstance(error, PluginError):
+            assert [failure is None for failure in scene.told] == [became in ("nothing", "tool")]
+    assert seen["fault"] > 5 and seen["nothing"] > 3 and seen["unscored"]
+    assert (seen["tool"] > 3) != isinstance(error, OURS_OR_GROUP)
+
+
+@pytest.mark.slow
+@each_fault
+async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: Any, task: Task, error: BaseException) -> None:
+    """Two stems and two branches. A member that cannot go on from its stem's state begins afresh; only a broken task takes all out."""
+    count, sound = await waits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.group(0, scene.task))
+    assert len(sound.scored) == 4 and count > 90
+    for at in range(count):
+        scene, awaits = Scene(tokenizer, task, size=4, branches=2), Awaits(at, fresh(error))
+        async with driven(awaits, scene.groups.group(0, scene.task)) as main:
+            group: Group = await main
+        scene.check(awaits)
+        became = [look_at(scored, awaits) for scored in group.episodes]
+        if group.fault is not None:
+            assert isinstance(error, PluginError) and became == ["fault"] * 4
+        else:
+            assert became.count("nothing") >= 3, f"at {at}: {' > '.join(awaits.where)}: {became}"
+            # A stem's boundary is told to branches: what is raised there may be the wait of another member.
+            assert expected(awaits) in became, f"at {at}: {' > '.join(awaits.where)}: {became}"
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
+async def test_a_cancellation_at_any_await_leaves_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
+    branches = 2 if size > 1 else 0
+    count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.group(0, scene.task))
+    for at in range(count):
+        scene, awaits = Scene(tokenizer, task, size=size, branches=branches), Awaits(at)
+        with pytest.raises(asyncio.CancelledError):
+            async with driven(awaits, scene.groups.group(0, scene.task)) as main:
+                await main
+        assert awaits.where
+        scene.check(awaits)

@@ -1,0 +1,129 @@
+"""Calling code that is not ours: in time, whatever it does, and told in words that are safe to show."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import usercode
+from agentrl.errors import SandboxError
+from agentrl.usercode import Overdue, call, cause, describe, printable, report
+
+
+async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
+    async def give(value: Any) -> Any:
+        await asyncio.sleep(0)
+        return value
+
+    async def throw(error: BaseException) -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    assert await call(lambda: give(3), what="w", timeout_s=5.0) == 3
+    assert await call(lambda: give(None), what="w", timeout_s=5.0) is None
+    for error in (KeyError("x"), SystemExit(3), GeneratorExit(), RecursionError(), asyncio.CancelledError(), TimeoutError(), MemoryError()):
+        with pytest.raises(type(error)):
+            await call(lambda error=error: throw(error), what="w", timeout_s=5.0)  # type: ignore[misc]
+    assert usercode.cancellations() == 0
+    with pytest.raises(TypeError, match="await"):
+        await call(lambda: 3, what="w", timeout_s=5.0)  # type: ignore[arg-type,return-value]
+
+
+async def test_a_call_without_end_is_ended() -> None:
+    ended = False
+
+    async def hang() -> None:
+        nonlocal ended
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended = True
+
+    with pytest.raises(Overdue, match=r"tool slow gave no result within 0\.05 s"):
+        await call(hang, what="tool slow", timeout_s=0.05)
+    assert ended and len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the coroutine itself, when Python frees it
+async def test_a_call_that_ignores_its_cancellation_is_dropped(caplog: Any) -> None:
+    told = 0
+
+    async def stubborn() -> None:
+        nonlocal told
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except BaseException:
+                told += 1
+
+    with pytest.raises(Overdue):
+        await call(stubborn, what="tool stubborn", timeout_s=0.01, grace_s=0.01)
+    assert told >= 2 and "tool stubborn went on although it was cancelled" in caplog.text
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_cancelled_caller_takes_its_call_with_it() -> None:
+    running = asyncio.create_task(call(lambda: asyncio.sleep(60), what="w", timeout_s=60.0))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_code_that_holds_the_event_loop_is_named(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usercode, "HELD_S", 0.05)
+
+    async def busy(wait: float, block: float) -> None:
+        await asyncio.sleep(wait)
+        time.sleep(block)
+
+    await call(lambda: busy(0.2, 0.0), what="tool patient", timeout_s=5.0)
+    assert caplog.text == ""
+    await call(lambda: busy(0.0, 0.06), what="tool busy", timeout_s=5.0)
+    assert "tool busy held the event loop for 0." in caplog.text and "asyncio.to_thread" in caplog.text
+
+
+def test_a_fault_is_logged_in_full_once_and_then_counted(caplog: Any) -> None:
+    for number in range(25):
+        try:
+            raise KeyError(f"a{number}\x1b[2J\ud800")
+        except KeyError as error:
+            report("tool logged", error)
+    assert caplog.text.count("Traceback") == 1 and "in test_a_fault_is_logged" in caplog.text
+    assert len(caplog.records) == 2 and "(the 10th time)" in caplog.records[1].message
+    assert "\x1b" not in caplog.text and "\ud800" not in caplog.text
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_the_text_of_an_exception_is_bounded_and_never_raises() -> None:
+    assert describe(ZeroDivisionError("division by zero")) == "ZeroDivisionError: division by zero"
+    assert describe(KeyError()) == "KeyError"
+    assert describe(Speechless()) == describe(Speechless(10**5000)) == "Speechless: (its text cannot be shown)"
+    assert describe(KeyError(10**5000)).startswith("KeyError: (its text cannot")
+    assert describe(ExceptionGroup("unhandled", [ExceptionGroup("more", [ValueError("one\nline")])])) == "ValueError: one line"
+    assert len(describe(ValueError("x" * 1_000_000), 300)) == 300
+    report("tool speechless", Speechless())
+
+
+@given(st.text(alphabet=st.characters(), max_size=400), st.integers(1, 300))
+def test_whatever_an_exception_says_can_be_shown_and_stored(text: str, limit: int) -> None:
+    shown = describe(ValueError(text), limit)
+    assert len(shown) <= limit and shown.isprintable()
+    assert len(printable(text, limit).encode("utf-8").decode()) == min(len(text), limit)
+
+
+def test_our_own_errors_are_found_in_groups() -> None:
+    inner = SandboxError("gone")
+    assert cause(inner, SandboxError) is inner
+    assert cause(ExceptionGroup("a", [KeyError(), ExceptionGroup("b", [inner])]), SandboxError) is inner
+    assert cause(ExceptionGroup("a", [KeyError()]), SandboxError) is None
