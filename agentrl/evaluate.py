@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from agentrl.transcript import transcript
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Scores of one split, with a confidence interval; episodes that were left out count in no figure but `left_out`."""
+    """Scores of one split, with a confidence interval; episodes without a finite score count in no figure but `left_out`."""
 
     rate: Rate | None  # None: not one episode was scored, so that no rate would mean anything
     by_kind: dict[str, Rate]
@@ -60,7 +61,7 @@ async def evaluate(
         jobs = [running.create_task(one(index, task)) for index, task in enumerate(tasks)]
     pairs = [(task, job.result()) for task, job in zip(tasks, jobs, strict=True)]
     scores = [(_kind(task), scored.score.value) for task, scored in pairs]
-    counted = [(kind, value) for kind, value in scores if value is not None]
+    counted = [(kind, value) for kind, value in scores if value is not None and math.isfinite(value)]
     kinds = sorted({kind for kind, _ in counted})
     return Evaluation(
         rate=Rate.from_scores([value for _, value in counted]) if counted else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import signal
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
     """
     episodes = [scored for group in groups for scored in group.episodes]
     counted = [scored for group in groups for scored in group.scored]
-    scores = [scored.score.value for scored in counted if scored.score.value is not None]
+    scores = [value for scored in counted if (value := scored.score.value) is not None and math.isfinite(value)]
     oldest = [scored.episode.oldest_version for scored in counted]
     ages = [step - number for number in oldest if number is not None]
     sampled = sum(scored.episode.completion_tokens for scored in episodes)
@@ -114,7 +115,7 @@ def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int
     path = folder / LEFT_OUT
     whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     by_step = {line["step"]: line["left_out"] for line in map(json.loads, whole)}
-    kept = [by_step[line["step"]] for line in steps if line["episodes_left_out"] and line["step"] in by_step]
+    kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return add(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
 
 
@@ -164,11 +165,11 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         return Rate(**{name: found[name] for name in ("value", "ci_low", "ci_high", "n")}) if found and "value" in found else None
 
     def total(name: str) -> int:
-        return int(sum(line.get(name, 0) for line in steps))
+        return int(sum(line.get(name) or 0 for line in steps))
 
     left_out = _left_out(folder, steps)
     setbacks = FailureLog(folder).read()
-    stalls = [line["swap_stall_ms"] for line in steps if "swap_stall_ms" in line]
+    stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
     return Summary(
         name=recipe.name,
         finished=len(steps) >= recipe.steps and "after" in phases,
@@ -189,7 +190,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         rollbacks=sum(setback.action == "rollback" for setback in setbacks),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
-        swap_probe_max_abs_diff=max((line["swap_probe_max_abs_diff"] for line in steps if "swap_probe_max_abs_diff" in line), default=None),
+        swap_probe_max_abs_diff=max(probes, default=None),
         wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
         sandbox_backend=backend,
         seed=recipe.seed,

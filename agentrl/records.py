@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from agentrl import destinations
+from agentrl.fields import JsonObject, Record, Text
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
@@ -61,24 +62,24 @@ class VersionState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class ToolCall(Record):
     """A tool call as the policy wrote it: `ToolCall(name="python", arguments={"code": "print(1)"})`."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(Record):
     """One chat message: `Message(role="user", content="How many rows?")`."""
 
     role: str
-    content: str
+    content: Text
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxSpec:
+class SandboxSpec(Record):
     """What a sandbox is made of and what it may use: `SandboxSpec(image="sandboxes/tables")`.
 
     `image` is a folder that holds an `image.toml` recipe or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the
@@ -95,6 +96,7 @@ class SandboxSpec:
     network: tuple[str, ...] = ()  # allow-list: "pypi.org:443", "*.example.org:443", "10.1.2.3:8080" (see `agentrl.destinations`)
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         for name in ("memory_mb", "processes", "cpus", "disk_mb", "open_files"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"SandboxSpec.{name} must be positive, got {getattr(self, name)}")
@@ -107,7 +109,7 @@ class SandboxSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Record):
     """What one episode may spend: `Limits(turns=4, tool_timeout_s=5.0)`."""
 
     turns: int = 4
@@ -119,6 +121,7 @@ class Limits:
     episode_output_chars: int | None = None  # of all calls together; None: OUTPUT_CALLS times tool_output_chars
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         for name in ("turns", "turn_tokens", "episode_tokens", "tool_timeout_s", "tool_output_chars", "wall_s", "episode_output_chars"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -131,7 +134,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(Record):
     """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
 
     >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
@@ -146,7 +149,7 @@ class Task:
     tools: tuple[str, ...]  # tool names, such as ("python", "submit")
     sandbox: SandboxSpec
     verifiers: tuple[str, ...]  # plugin references, such as "rewards.tables:exact_answer"
-    data: Mapping[str, Any]  # truth and metadata; never enters the sandbox
+    data: JsonObject  # truth and metadata; never enters the sandbox
     split: Split
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
     binary_files: Mapping[str, str] = field(default_factory=dict)  # the same, of files that are not text: path -> base64
@@ -154,11 +157,17 @@ class Task:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if not self.prompt:
             raise ValueError(f"task {self.id!r}: prompt is empty")
         for path in (*self.files, *self.binary_files, *self.outputs):
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"task {self.id!r}: file path {path!r} leaves the working directory")
+        for path, text in self.binary_files.items():
+            try:
+                base64.b64decode(text, validate=True)
+            except ValueError as error:
+                raise ValueError(f"task {self.id!r}: binary file {path!r} is not base64: {error}") from None
 
     @property
     def key(self) -> str:
@@ -181,7 +190,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
+class VersionSpan(Record):
     """Completion tokens `[start, end)` were sampled by the weights of policy version `version`."""
 
     version: int
@@ -189,22 +198,23 @@ class VersionSpan:
     end: int
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if not 0 <= self.start < self.end:
             raise ValueError(f"VersionSpan needs 0 <= start < end, got [{self.start}, {self.end})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
+class ToolResult(Record):
     """What the agent was shown for one tool call. `ok` is the program's own success, not the sandbox's."""
 
     name: str
-    output: str
+    output: Text
     ok: bool
     wall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(Record):
     """One act -> observe step of one agent, in exact tokens.
 
     `prompt_ids` are only the tokens that are new since the previous turn's completion; the whole context is the
@@ -222,6 +232,7 @@ class Turn:
     tool_s: float = 0.0
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         n = len(self.completion_ids)
         if len(self.logprobs) != n:
             raise ValueError(f"Turn: {n} completion ids but {len(self.logprobs)} logprobs")
@@ -235,7 +246,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(Record):
     """One line of turns by one agent."""
 
     agent: str
@@ -245,6 +256,7 @@ class Trajectory:
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if len(self.inherited) > len(self.turns):
             raise ValueError(f"Trajectory: {len(self.inherited)} turns inherited of {len(self.turns)}")
 
@@ -255,19 +267,19 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(Record):
     """Something that went wrong, with the blame decided once, at the boundary where it was seen."""
 
     stage: str  # sandbox | generate | tool | verify | ...
     blame: Blame
     kind: str  # short machine-readable name, such as "exec_timeout"
-    message: str
+    message: Text
     turn: int | None = None
     retryable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
+class Episode(Record):
     """The tree of trajectories of one attempt at one task."""
 
     __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.codec
@@ -276,7 +288,7 @@ class Episode:
     task_id: str
     task_key: str
     trajectories: tuple[Trajectory, ...]
-    answer: str | None = None  # what the agent submitted; None: nothing
+    answer: Text | None = None  # what the agent submitted; None: nothing
     failures: tuple[Failure, ...] = ()
     attempt: int = 0  # infrastructure retries before this one
     wall_s: float = 0.0
@@ -285,6 +297,7 @@ class Episode:
     removed: tuple[str, ...] = ()  # files of the image's working directory that the agent removed, where all of it is judged; hostile input
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if len(self.removed) > REMOVED_FILES:
             raise ValueError(f"episode {self.id}: more than {REMOVED_FILES} removed files")
         if len(self.outputs) > OUTPUT_FILES or sum(map(len, self.outputs.values())) > OUTPUT_BYTES:
@@ -307,7 +320,7 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeState:
+class EpisodeState(Record):
     """An episode at the boundary of two turns: what is needed to go on from there, once or many times.
 
     The files of the working directory and the log of the turns with their tool results. Not part of it: /tmp, running programs,
@@ -330,6 +343,7 @@ class EpisodeState:
     failures: tuple[Failure, ...] = ()  # of tools, at what the agent asked of them
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if not self.turns or len(self.inherited) > len(self.turns):
             raise ValueError(f"EpisodeState: {len(self.inherited)} turns inherited of {len(self.turns)}")
         if self.snapshot is not None and len(self.snapshot) > MAX_SNAPSHOT_BYTES:
@@ -342,33 +356,35 @@ class EpisodeState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class Score(Record):
     """A verifier's judgement. `value` None means unscored, with the reason; it is never 0 by default."""
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
-    evidence: str = ""
-    reason: str = ""
+    evidence: Text = ""
+    reason: Text = ""
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # [trajectory][turn] credit for single turns, beside `value`; empty: none is given
     blame: Blame | None = None  # who is to blame that there is no value, where that is known
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if self.value is None and not self.reason:
             raise ValueError("Score without a value needs a reason")
-        if self.value is not None and self.value != self.value:
-            raise ValueError("Score.value is NaN")
+        if any(reward != reward for rewards in self.turn_rewards for reward in rewards):
+            raise ValueError("Score.turn_rewards holds NaN")
         if self.value is not None and self.blame is not None:
             raise ValueError("Score.blame says why there is no value, and there is one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredEpisode:
+class ScoredEpisode(Record):
     """An episode and its combined score."""
 
     episode: Episode
     score: Score
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         turns = tuple(len(trajectory.turns) for trajectory in self.episode.trajectories)
         rewards = tuple(len(some) for some in self.score.turn_rewards)
         if rewards and rewards != turns:
@@ -376,7 +392,7 @@ class ScoredEpisode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(Record):
     """All attempts at one task that share a baseline. `index` numbers groups of a run from 0; it fixes task and step."""
 
     index: int
@@ -396,7 +412,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Sample(Record):
     """One token sequence to train on. All tuples have the length of `token_ids`; position t describes token t."""
 
     episode_id: str
@@ -408,6 +424,7 @@ class Sample:
     versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         n = len(self.token_ids)
         for name in ("loss_mask", "logprobs", "advantages", "versions"):
             if len(getattr(self, name)) != n:
@@ -417,7 +434,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(Record):
     """What one optimizer step consumes, over all ranks. `denominator` is the global count of trained tokens."""
 
     step: int
@@ -427,7 +444,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyVersion:
+class PolicyVersion(Record):
     """One set of weights. Version 0 is the base policy; version n is the result of update n."""
 
     number: int
@@ -439,12 +456,13 @@ class PolicyVersion:
     weights: str = WHOLE_MODEL  # or ADAPTER: the version is version 0 with this adapter
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if self.weights not in (WHOLE_MODEL, ADAPTER):
             raise ValueError(f"PolicyVersion: weights are in {WHOLE_MODEL} or {ADAPTER}, not in {self.weights!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecResult:
+class ExecResult(Record):
     """How a program in a sandbox ended. Output is bytes turned to text with replacement; it is hostile input.
 
     `exit_code` is None when the program was killed for `reason` ("timeout", "memory", "killed"). Of a call in a session it is 0,
@@ -452,8 +470,8 @@ class ExecResult:
     """
 
     exit_code: int | None
-    stdout: str
-    stderr: str
+    stdout: Text
+    stderr: Text
     wall_s: float
     truncated: bool = False
     reason: str = ""
@@ -466,7 +484,7 @@ class ExecResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Record):
     """How to sample one completion. Logprobs are always returned, at this temperature."""
 
     max_tokens: int
@@ -475,7 +493,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Completion(Record):
     """What the inference server answered: exact ids, their logprobs, and which weights sampled them."""
 
     token_ids: tuple[int, ...]  # the stop token is included when one ended the completion
@@ -485,13 +503,14 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class Probe(Record):
     """Token sequences and the learner's own logprobs for them; a server that took the weights must agree."""
 
     token_ids: tuple[tuple[int, ...], ...]  # [P][T]
     logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
 
     def __post_init__(self) -> None:
+        Record.__post_init__(self)
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError("Probe: as many logprob rows as token rows are needed")
         for ids, logprobs in zip(self.token_ids, self.logprobs, strict=True):
@@ -500,7 +519,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwapReport:
+class SwapReport(Record):
     """What one weight swap cost and how well server and learner agree."""
 
     version: int

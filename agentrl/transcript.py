@@ -7,17 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agentrl.records import ScoredEpisode, Task
+from agentrl.records import Message, ScoredEpisode, Task
 
 
 def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> dict[str, Any]:
     """What was asked, said, run, shown and judged in one episode."""
     episode = scored.episode
     turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
-    messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content, "tool_calls": []} for m in task.prompt]
+    messages = [_said(message) for message in task.prompt]
     for turn in turns:
-        calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.message.tool_calls]
-        messages.append({"role": "assistant", "content": turn.message.content, "tool_calls": calls})
+        messages.append(_said(turn.message))
         messages.extend({"role": "tool", "content": result.output, "tool_calls": []} for result in turn.tool_results)
     return {
         "phase": phase,
@@ -30,11 +29,16 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "truth": task.data.get("answer"),
         "score": scored.score.value,
         "reason": scored.score.reason,
-        "stop_reason": episode.trajectories[-1].stop_reason,
+        "stop_reason": episode.trajectories[-1].stop_reason if episode.trajectories else None,
         "versions": sorted({span.version for turn in turns for span in turn.versions}),
         "left_out": episode.left_out,
         "messages": messages,
     }
+
+
+def _said(message: Message) -> dict[str, Any]:
+    calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
+    return {"role": message.role, "content": message.content, "tool_calls": calls}
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:

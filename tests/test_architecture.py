@@ -16,7 +16,7 @@ LONGEST_FILE = 600
 
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"records", "errors", "destinations"}),
+    frozenset({"records", "fields", "errors", "destinations"}),
     frozenset({"protocols", "codec", "deltas", "usercode"}),
     frozenset({"section", "recipe", "plugins", "outputs", "grading"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
@@ -83,7 +83,7 @@ def test_agentrl_never_imports_content() -> None:
 
 
 def test_records_and_errors_need_only_the_standard_library() -> None:
-    for name in ("records", "errors", "destinations"):
+    for name in ("records", "fields", "errors", "destinations"):
         packages = {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} - {"agentrl"}
         assert packages <= sys.stdlib_module_names
 

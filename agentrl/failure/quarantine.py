@@ -55,7 +55,7 @@ class Quarantine:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         log.warning("task %s is set aside, with its group %d: %s", group.task_id, group.index, fault.message)
-        self._added.append(f"{group.task_id}: {fault.message.splitlines()[0]}")
+        self._added.append(f"{group.task_id}: {fault.message.partition(chr(10))[0]}")
         if len(self._added) > self._limit:
             more = f"\n  and {len(self._added) - _NAMED} more" if len(self._added) > _NAMED else ""
             raise TaskError(

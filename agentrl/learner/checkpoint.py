@@ -23,6 +23,7 @@ import torch
 
 from agentrl import codec
 from agentrl.errors import LearnerError
+from agentrl.fields import Record
 from agentrl.learner.critic import Critic
 from agentrl.learner.durable import commit_folder, part_folder
 from agentrl.learner.engine import PolicyEngine
@@ -35,7 +36,7 @@ _MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "crit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointMeta:
+class CheckpointMeta(Record):
     """What a checkpoint knows besides tensors."""
 
     step: int  # updates made; the next one is update number `step`, counted from 0

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.errors import LearnerHalted
+from agentrl.fields import Record, Text
 from agentrl.recipe import LearnerConfig
 from agentrl.records import Batch, Group
 
@@ -29,7 +30,7 @@ REFUSE_ALL = -1.0  # as a bound on the gradient's norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class Counts(Record):
     """What a run remembers about its setbacks; part of every checkpoint."""
 
     bad_in_a_row: int = 0  # optimizer steps of the policy set aside since the last one that was made
@@ -40,13 +41,13 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setback:
+class Setback(Record):
     """Something that was not trained on: a line of `failures/updates.jsonl`."""
 
     step: int
     action: str  # skip, rollback or halt
     what: str  # group, critic or policy: a group's numbers, or an optimizer step of one of the two
-    reasons: tuple[str, ...]
+    reasons: tuple[Text, ...]
     groups: tuple[int, ...]
     episodes: tuple[str, ...]
     metrics: Mapping[str, float | None]  # of the optimizer step; None: not finite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from agentrl.errors import StoreError
 from agentrl.observe.summary import Summary
 
 Line = dict[str, Any]
+
+_EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
+_SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +42,8 @@ def read_run(run_dir: Path) -> RunData:
     if not run_dir.is_dir():
         raise StoreError(f"no run folder {run_dir}")
     notes: list[str] = []
-    lines = _read_lines(run_dir / "metrics.jsonl", ("step",), notes)
-    by_step = {line["step"]: line for line in lines if isinstance(line["step"], int)}  # a step made again by a resumed run counts once
+    lines = _read_lines(run_dir / "metrics.jsonl", {"step": int}, notes)
+    by_step = {line["step"]: line for line in lines}  # a step made again by a resumed run counts once
     episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
     return RunData(
         name=run_dir.name,
@@ -48,7 +51,7 @@ def read_run(run_dir: Path) -> RunData:
         summary=_read_summary(run_dir, notes),
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
-        setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", ("step", "action", "reasons", "groups", "episodes"), notes)),
+        setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
         left_out=tuple(_read_left_out(run_dir / "evaluations.json", notes)),
         notes=tuple(notes),
     )
@@ -67,11 +70,12 @@ def _read_left_out(path: Path, notes: list[str]) -> Iterator[tuple[str, str, dic
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
     """Transcripts of one phase; an evaluation that was made again replaces the earlier one."""
-    lines = _read_lines(path, ("task_id", "split", "messages"), notes)
-    return tuple({(line["split"], line["task_id"], line.get("step") if path.stem == "train" else None): line for line in lines}.values())
+    lines = _read_lines(path, _EPISODE, notes)
+    return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 
 
-def _read_lines(path: Path, required: tuple[str, ...], notes: list[str]) -> list[Line]:
+def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> list[Line]:
+    """Those lines that hold what is `required`, each of its type."""
     if not path.exists():
         return []
     found: list[Line] = []
@@ -80,7 +84,7 @@ def _read_lines(path: Path, required: tuple[str, ...], notes: list[str]) -> list
         if not text.strip():
             continue
         line = _parse(text)
-        if line is not None and all(key in line for key in required):
+        if line is not None and all(isinstance(line.get(key), kind) for key, kind in required.items()):
             found.append(line)
         else:
             bad += 1
@@ -92,7 +96,7 @@ def _read_lines(path: Path, required: tuple[str, ...], notes: list[str]) -> list
 def _parse(text: str) -> Line | None:
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 

@@ -4,22 +4,21 @@ A conversation is never rendered and tokenized again as it grows. The opening pr
 as the ids that were sampled; what the tools answered is tokenized once, as the delta the chat template puts between two
 assistant turns. The policy is therefore always conditioned on, and trained on, the very ids that were in its context.
 
-Tool calls follow the Hermes form that Qwen3 uses: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+What the model says becomes a record in `agentrl.rollout.calls`, what a program says becomes tokens here.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
-from agentrl.records import Message, ToolCall
+from agentrl.records import Message
+from agentrl.rollout.calls import read_calls
+from agentrl.rollout.fence import Fence
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_OPEN = "<tool_call>"
+WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
 _MARK = "\ue000assistant turn\ue000"  # private-use characters: found again in a rendered template, never in real text
 
 
@@ -29,15 +28,16 @@ class Tokenizer(Protocol):
     chat_template: Any
     eos_token: Any
     eos_token_id: Any
+    unk_token_id: Any
     all_special_tokens: list[str]
+    all_special_ids: list[int]
+    added_tokens_decoder: dict[int, Any]
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
     def encode(self, text: str, **kwargs: Any) -> list[int]: ...
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
-
-    def get_added_vocab(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,10 @@ class ChatFormat:
                 "policy.model: its tokenizer has no eos_token, so turns cannot end", fix="set eos_token in tokenizer_config.json"
             )
         self._tokenizer = tokenizer
-        self._control = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(re.escape(text) for text in self._control))
+        control = _control_tokens(tokenizer)
+        self._fence = Fence(control)
+        self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
+        self._withheld: dict[int, tuple[int, ...]] = {}  # by the number of outputs
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
         self.tool_delta([""])  # a template that cannot be continued is refused here, not in the middle of an episode
 
@@ -78,9 +80,28 @@ class ChatFormat:
     def tool_delta(self, outputs: Sequence[str]) -> tuple[int, ...]:
         """Ids between the end-of-turn token of one assistant turn and the start of the next, holding the tools' outputs.
 
-        Outputs are hostile: text that spells a control token is broken up, so that a program cannot forge a turn.
+        Outputs are hostile: text that spells a control token is broken up, so that a program cannot forge a turn. A tokenizer may
+        still find one, in letters that it holds to be the same; then nothing of these outputs is shown.
         """
-        tools = [{"role": "tool", "content": self.defang(output)} for output in outputs]
+        if len(outputs) not in self._withheld:
+            self._withheld[len(outputs)] = self._delta([WITHHELD] * len(outputs))
+        ids, withheld = self._delta([self.defang(output) for output in outputs]), self._withheld[len(outputs)]
+        return ids if self._controls(ids) == self._controls(withheld) else withheld
+
+    def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
+        """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        calls, errors, content = read_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
+        return ParsedCompletion(message=Message(role="assistant", content=content, tool_calls=calls), errors=errors)
+
+    def defang(self, text: str) -> str:
+        """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
+        return self._fence.break_up(text)
+
+    def _delta(self, outputs: Sequence[str]) -> tuple[int, ...]:
+        tools = [{"role": "tool", "content": output} for output in outputs]
         text = self._render([{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *tools], schemas=())
         _, found, delta = text.partition(_MARK)
         eos = self._tokenizer.eos_token
@@ -91,30 +112,8 @@ class ChatFormat:
             )
         return self._encode(delta.removeprefix(eos))
 
-    def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
-        """The message in a completion. Malformed tool calls become `errors`, never exceptions."""
-        ids = list(token_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        calls: list[ToolCall] = []
-        errors: list[str] = []
-        for body in _CALL.findall(text):
-            call = _parse_call(body)
-            if isinstance(call, ToolCall):
-                calls.append(call)
-            else:
-                errors.append(call)
-        if text.count(_OPEN) > len(calls) + len(errors):
-            errors.append("a tool call was opened but not closed")
-        content = _CALL.sub("", text).strip()
-        return ParsedCompletion(message=Message(role="assistant", content=content, tool_calls=tuple(calls)), errors=tuple(errors))
-
-    def defang(self, text: str) -> str:
-        """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
-        while self._control_pattern.search(text):
-            text = self._control_pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", text)
-        return text
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self._control_ids]
 
     def _render(self, messages: list[dict[str, Any]], *, schemas: Sequence[Mapping[str, Any]]) -> str:
         tools = [dict(s) for s in schemas] or None
@@ -140,14 +139,8 @@ def _as_chat(message: Message) -> dict[str, Any]:
     return chat
 
 
-def _parse_call(body: str) -> ToolCall | str:
-    try:
-        data = json.loads(body)
-    except (json.JSONDecodeError, RecursionError) as error:
-        return f"tool call is not valid JSON: {error}"
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        return 'tool call must be an object with "name" and "arguments"'
-    arguments = data.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return 'tool call "arguments" must be an object'
-    return ToolCall(name=data["name"], arguments=arguments)
+def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Texts that are one token wherever they stand, and their ids; without runs of white space, which some tokenizers add for code."""
+    added = {str(token): (number, bool(token.special)) for number, token in tokenizer.added_tokens_decoder.items()}
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {text: number for text, (number, special) in added.items() if special or not text.isspace()} | named

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from agentrl import usercode
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
+from agentrl.fields import json_object
 from agentrl.outputs import Collected, collect, select
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
@@ -25,9 +26,9 @@ from agentrl.records import (
     Trajectory,
     Turn,
 )
-from agentrl.rollout.invoke import call_tool
 from agentrl.rollout.chat import ChatFormat, ParsedCompletion
 from agentrl.rollout.faults import fault, infrastructure_fault, let_go
+from agentrl.rollout.invoke import call_tool
 from agentrl.rollout.tools import Tool, ToolOutcome, clip, load_tools
 
 log = logging.getLogger(__name__)
@@ -245,7 +246,8 @@ class EpisodeRunner:
         state.stage = "tool" if sandbox is None else "sandbox"
         started = time.monotonic()
         try:
-            called = await call_tool(tool, call.arguments, sandbox, task.limits, turn=len(state.turns))
+            arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
+            called = await call_tool(tool, arguments, sandbox, task.limits, turn=len(state.turns))
         finally:
             state.program_s += time.monotonic() - started
             if sandbox is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentrl import usercode
@@ -73,28 +73,14 @@ class _Wrong(Exception):
 
 
 def _checked(given: object, limits: Limits) -> ToolOutcome:
-    """The outcome, within bounds and storable. Raises `_Wrong`, with what the agent may be told."""
+    """The outcome, within bounds. Raises `_Wrong`, with what the agent may be told."""
     if not isinstance(given, ToolOutcome):
-        raise _Wrong(f"it gave {_type(given)}, not a ToolOutcome")
-    output, answer = given.output, given.answer
-    if not isinstance(output, str):
-        raise _Wrong(f"its output is {_type(output)}, not a str")
-    if answer is not None and not isinstance(answer, str):
-        raise _Wrong(f"its answer is {_type(answer)}, not a str")
-    if answer is not None and len(answer) > MAX_ANSWER:
-        raise _Wrong(f"its answer has {len(answer)} characters, at most {MAX_ANSWER} are taken")
-    if len(output) > limits.tool_output_chars + _CUT_MARK:
-        output = clip(output, limits.tool_output_chars)
-    return ToolOutcome(output=_storable(output), ok=bool(given.ok), answer=None if answer is None else _storable(answer))
-
-
-def _type(value: object) -> str:
-    return usercode.printable(type(value).__name__, 64)
-
-
-def _storable(text: str) -> str:
-    """Half a character, which no record can hold, becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
+        raise _Wrong(f"it gave {type(given).__name__}, not a ToolOutcome")
+    if given.answer is not None and len(given.answer) > MAX_ANSWER:
+        raise _Wrong(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
+    if len(given.output) > limits.tool_output_chars + _CUT_MARK:
+        return replace(given, output=clip(given.output, limits.tool_output_chars))
+    return given
 
 
 def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 from agentrl import usercode
 from agentrl.errors import PluginError, TaskError
+from agentrl.fields import Record, Text
 from agentrl.plugins import resolve
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
@@ -19,12 +20,12 @@ MAX_TEXT = 300_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolOutcome:
+class ToolOutcome(Record):
     """What a call did. `answer` set means: the agent has submitted this, the episode ends."""
 
-    output: str
+    output: Text
     ok: bool
-    answer: str | None = None
+    answer: Text | None = None
 
 
 class Tool(Protocol):

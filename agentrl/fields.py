@@ -1,0 +1,266 @@
+"""What the fields of a record may hold, checked when it is made: a record that exists can be stored, and is read back equal.
+
+Models, sandboxes, verifiers and task families write into records, and each may write what JSON or UTF-8 cannot say. What a field
+holds is read from its annotation:
+
+    Text           words of somebody else: output, answers, evidence. Half of a surrogate pair becomes U+FFFD, nothing is refused:
+                   nobody may turn his own words into a fault
+    str            names, ids, paths and keys. Half of a surrogate pair is a `ValueError`
+    JsonObject     plain JSON under string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
+    float          any number but NaN, kept as a float
+    int            at most 63 bits, as in the store
+    tuple[float]   figures as they were measured, also those that are not finite: the learner sets them aside, and says so
+
+Everything is checked in time proportional to its size. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any
+
+MAX_DEPTH = 64
+"""Most levels of lists and objects in a JSON value, the outermost included."""
+
+MAX_DIGITS = 4000
+"""Most digits of an integer in a JSON value: Python itself reads and prints at most 4,300."""
+
+_LARGEST = 10**MAX_DIGITS
+_WHOLE = 1 << 63
+_HALF = re.compile("[\ud800-\udfff]")
+
+Check = Callable[[Any], Any]
+"""A value as it is kept. Raises `ValueError` that says what is wrong, without the field's name."""
+
+
+def text(value: Any) -> str:
+    """Text that UTF-8 can hold: each half of a surrogate pair becomes U+FFFD."""
+    found = _string(value)
+    return found if _encodable(found) else _HALF.sub("\N{REPLACEMENT CHARACTER}", found)
+
+
+def name(value: Any) -> str:
+    found = _string(value)
+    if not _encodable(found):
+        raise ValueError(f"{found[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
+    return found
+
+
+def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
+    """A plain copy of a JSON value with at most so many levels, so that nobody changes what is kept."""
+    if isinstance(value, str):
+        return name(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if not -_LARGEST < value < _LARGEST:
+            raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is no JSON number")
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        _need(levels)
+        return [json_value(item, levels - 1) for item in value]
+    if isinstance(value, Mapping):
+        return _json_items(value, levels)
+    raise ValueError(f"a {type(value).__name__} is not JSON")
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"must be an object, got {type(value).__name__}")
+    return _json_items(value, MAX_DEPTH)
+
+
+def _json_items(items: Mapping[Any, Any], levels: int) -> dict[str, Any]:
+    _need(levels)
+    kept = {}
+    for key, item in items.items():
+        try:
+            kept[name(key)] = json_value(item, levels - 1)
+        except ValueError as error:
+            raise ValueError(f"{ascii(key)[:40]}: {str(error)[:400]}") from None
+    return kept
+
+
+def _need(levels: int) -> None:
+    if levels <= 0:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+@dataclass(frozen=True)
+class _By:
+    """In an annotation: how the field is checked, where its type does not say so."""
+
+    check: Check
+
+
+Text = Annotated[str, _By(text)]
+JsonObject = Annotated[Mapping[str, Any], _By(json_object)]
+
+
+class Record:
+    """Base of records, which are dataclasses: each field is checked, and kept, as its annotation says (see above)."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field, check in _checks(type(self)):
+            value = getattr(self, field)
+            try:
+                kept = check(value)
+            except ValueError as error:
+                raise ValueError(f"{type(self).__name__}.{field}: {error}") from None
+            if kept is not value:
+                object.__setattr__(self, field, kept)
+
+
+_known: dict[type[Any], tuple[tuple[str, Check], ...]] = {}
+
+
+def _checks(kind: type[Any]) -> tuple[tuple[str, Check], ...]:
+    if kind not in _known:
+        hints = typing.get_type_hints(kind, include_extras=True)
+        _known[kind] = tuple((field.name, _check_of(hints[field.name])) for field in dataclasses.fields(kind))
+    return _known[kind]
+
+
+def _check_of(hint: Any) -> Check:
+    """The check of an annotation. Raises `TypeError` for one that says nothing, such as `Any`: a record has no such field."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        by: _By = inner[1]
+        return by.check
+    if origin in (types.UnionType, typing.Union) and len(inner) == 2 and inner[1] is type(None):
+        return _optional(_check_of(inner[0]))
+    if origin is tuple and len(inner) == 2 and inner[1] is ...:
+        return _ROWS.get(inner[0]) or _tuple_of(_check_of(inner[0]))
+    if origin is Mapping:
+        return _mapping_of(_check_of(inner[0]), _check_of(inner[1]))
+    if hint in _SINGLE:
+        return _SINGLE[hint]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return _record_of(hint)
+    raise TypeError(f"a record cannot have a field of type {hint}")
+
+
+def _optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def _record_of(kind: type[Any]) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"must be a {kind.__name__}, got {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _tuple_of(check: Check) -> Check:
+    return lambda value: tuple(map(check, _tuple(value)))
+
+
+def _mapping_of(key: Check, item: Check) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must be a mapping, got {type(value).__name__}")
+        return {key(one): item(other) for one, other in value.items()}
+
+    return check
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, tuple):  # a list could be changed, and a single text is a tuple of letters
+        raise ValueError(f"must be a tuple, got {type(value).__name__}")
+    return value
+
+
+def _string(value: Any) -> str:
+    if type(value) is str:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise ValueError(f"must be text, got {type(value).__name__}")
+
+
+def _encodable(value: str) -> bool:
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _whole(value: Any) -> int:
+    try:
+        found = operator.index(value)
+    except TypeError:
+        raise ValueError(f"must be a whole number, got {type(value).__name__}") from None
+    if not -_WHOLE <= found < _WHOLE:
+        raise ValueError("is a number of more than 63 bits")
+    return int(found)
+
+
+def _measured(value: Any) -> float:
+    """A float of whatever can be one, but for text; NaN stays what it is."""
+    if isinstance(value, str | bytes):
+        raise ValueError(f"must be a number, got {type(value).__name__}")
+    try:
+        return float(value)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"must be a number: {error}") from None
+
+
+def _number(value: Any) -> float:
+    found = value if type(value) is float else _measured(value)
+    if found != found:
+        raise ValueError("is NaN")
+    return found
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, got {type(value).__name__}")
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise ValueError(f"must be bytes, got {type(value).__name__}")
+    return bytes(value)
+
+
+def _whole_row(value: Any) -> tuple[int, ...]:
+    row = _tuple(value)
+    if set(map(type, row)) - {int} or (row and not -_WHOLE <= min(row) <= max(row) < _WHOLE):
+        return tuple(map(_whole, row))
+    return row
+
+
+def _measured_row(value: Any) -> tuple[float, ...]:
+    row = _tuple(value)
+    return tuple(map(_measured, row)) if set(map(type, row)) - {float} else row
+
+
+def _flag_row(value: Any) -> tuple[bool, ...]:
+    row = _tuple(value)
+    return tuple(map(_flag, row)) if set(map(type, row)) - {bool} else row
+
+
+_SINGLE: dict[Any, Check] = {str: name, int: _whole, float: _number, bool: _flag, bytes: _bytes}
+_ROWS: dict[Any, Check] = {int: _whole_row, float: _measured_row, bool: _flag_row}

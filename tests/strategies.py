@@ -1,0 +1,168 @@
+"""Hypothesis strategies for records: `records(kind)` gives any that can be made, out of the worst that their fields may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+from hypothesis import strategies as st
+
+from agentrl import records as nouns
+from agentrl.fields import JsonObject, Text
+
+WORST = [
+    "",
+    "\0",
+    "\ud83d",
+    "\udc00\ud800",
+    "\u2028\u2029\x85",
+    "\x1b[2J",
+    "\r\n",
+    "<tool_call>",
+    "</script>",
+    "\U0001f600",
+    '"\\',
+    "\ufffe",
+    "é" * 40,
+]
+any_text = st.sampled_from(WORST) | st.text(max_size=6) | st.text(st.characters(categories=["Cs", "Cc", "Cf", "Lo"]), max_size=4)
+utf8_text = any_text.map(lambda text: text.encode("utf-8", "replace").decode())
+numbers = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1.7e308, 2.0**53])
+wholes = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(0, 5)
+
+json_leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | utf8_text
+json_values = st.recursive(
+    json_leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(utf8_text, inner, max_size=3), max_leaves=6
+)
+json_objects = st.dictionaries(utf8_text, json_values, max_size=3)
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+anything = st.one_of(
+    any_text,
+    numbers,
+    st.sampled_from(
+        [10**400, 10**3999, 10**4000, -(10**5000), 1 << 63, nested(63), nested(64), nested(300), b"\xff", (1, (2,)), {1: 2}, {2}]
+    ),
+    st.dictionaries(any_text, any_text | numbers | st.sampled_from([nested(63), nested(64), (1,), {1}]), max_size=2),
+    st.lists(any_text | numbers, max_size=2).map(tuple),
+    st.lists(any_text | wholes, max_size=2),
+    st.none() | st.booleans() | st.integers(),
+)
+"""What a field should not hold, or only just."""
+
+TURNS = 2
+
+
+def of(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type, as its annotation is read by `agentrl.fields`."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint == Text:
+        return any_text
+    if hint == JsonObject:
+        return json_objects
+    assert origin is not Annotated, hint
+    if origin in (types.UnionType, typing.Union):
+        return st.none() | of(inner[0])
+    if origin is tuple:
+        return st.lists(of(inner[0]), max_size=2).map(tuple)
+    if origin is Mapping:
+        return st.dictionaries(of(inner[0]), of(inner[1]), max_size=2)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return st.sampled_from(hint)
+    if dataclasses.is_dataclass(hint):
+        return records(hint)
+    simple = {
+        str: utf8_text,
+        int: wholes,
+        float: numbers.filter(lambda value: value == value),
+        bool: st.booleans(),
+        bytes: st.binary(max_size=8),
+    }
+    return simple[hint]
+
+
+def fields_of(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
+    """Strategy of every field of a record, those that depend on each other left to `_fitting`."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found = {field.name: of(hints[field.name]) for field in dataclasses.fields(kind) if field.name not in _OWN.get(kind.__name__, {})}
+    return found | _OWN.get(kind.__name__, {})
+
+
+def records(kind: type[Any]) -> st.SearchStrategy[Any]:
+    return st.deferred(
+        lambda: st.fixed_dictionaries(fields_of(kind)).map(_FITTING.get(kind.__name__, lambda held: held)).map(lambda held: kind(**held))
+    )
+
+
+Held = dict[str, Any]
+paths = utf8_text.map(lambda text: "./" + text.replace("/", "|"))
+
+
+def _turn(held: Held) -> Held:
+    count = len(held["completion_ids"])
+    spans = (nouns.VersionSpan(version=held["versions"], start=0, end=count),) if count else ()
+    return held | {"logprobs": held["logprobs"][:count], "versions": spans}
+
+
+def _scored(held: Held) -> Held:
+    turns = tuple(len(trajectory.turns) for trajectory in held["episode"].trajectories)
+    rewards = tuple((0.5,) * count for count in turns) if held["score"].turn_rewards else ()
+    return held | {"score": dataclasses.replace(held["score"], turn_rewards=rewards)}
+
+
+def _score(held: Held) -> Held:
+    return held | ({"reason": held["reason"] or "-"} if held["value"] is None else {"blame": None})
+
+
+def _sample(held: Held) -> Held:
+    count = len(held["token_ids"])
+    return held | {name: held[name][:count] for name in ("loss_mask", "logprobs", "advantages", "versions")}
+
+
+_rows = st.lists(numbers, min_size=2, max_size=2).map(tuple)
+_positive = {"min_value": 1, "max_value": 1 << 40}
+_OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "SandboxSpec": {
+        **{name: st.integers(**_positive) for name in ("memory_mb", "processes", "disk_mb", "open_files")},
+        "cpus": st.floats(min_value=0.01),
+        "network": st.just(("pypi.org:443",)) | st.just(()),
+    },
+    "Limits": {
+        **{name: st.integers(**_positive) for name in ("turns", "turn_tokens", "episode_tokens", "tool_output_chars")},
+        **{name: st.floats(min_value=0.01) for name in ("tool_timeout_s", "wall_s")},
+        "episode_output_chars": st.none() | st.integers(**_positive),
+    },
+    "Task": {
+        "prompt": st.lists(st.deferred(lambda: records(nouns.Message)), min_size=1, max_size=2).map(tuple),
+        "files": st.dictionaries(paths, utf8_text, max_size=2),
+        "binary_files": st.dictionaries(paths, st.sampled_from(["", "/w=="]), max_size=2),
+        "outputs": st.lists(paths, max_size=2).map(tuple),
+    },
+    "VersionSpan": {"start": st.just(0), "end": st.integers(1, 9)},
+    "Turn": {"logprobs": _rows, "versions": wholes},
+    "Trajectory": {"inherited": st.just(())},
+    "EpisodeState": {
+        "turns": st.lists(st.deferred(lambda: records(nouns.Turn)), min_size=1, max_size=2).map(tuple),
+        "inherited": st.just(()),
+    },
+    "Score": {"turn_rewards": st.lists(st.just((0.25, -0.0)), max_size=1).map(tuple)},
+    "Sample": {
+        **{name: _rows for name in ("logprobs", "advantages")},
+        "loss_mask": st.just((False, True)),
+        "versions": st.tuples(wholes, wholes),
+    },
+    "PolicyVersion": {"weights": st.sampled_from([nouns.WHOLE_MODEL, nouns.ADAPTER])},
+    "Probe": {"token_ids": st.just(((1, 2), (3, 4, 5))), "logprobs": st.tuples(numbers.map(lambda one: (one,)), _rows)},
+}
+_FITTING: dict[str, Callable[[Held], Held]] = {"Turn": _turn, "ScoredEpisode": _scored, "Score": _score, "Sample": _sample}
