@@ -184,7 +184,7 @@ def _mapping_of(key: Check, item: Check) -> Check:
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple):  # a list could be changed, and a single text is a tuple of letters
-        raise ValueError(f"must be a tuple, got {type(value).__name__}")
+        raise ValueError(f'must be a tuple, such as ("a",), got {type(value).__name__}')
     return value
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl.errors import TaskError
+from agentrl.fields import json_value
 from agentrl.outputs import plain_path
 from agentrl.records import Task
 
@@ -69,6 +70,12 @@ class Run(BaseModel):
         for path in value:
             if not plain_path(path):
                 raise ValueError(f"{path!r} is not a plain path relative to the working directory")
+        return value
+
+    @field_validator("args", "kwargs")
+    @classmethod
+    def _as_json(cls, value: Any) -> Any:
+        json_value(value)  # a function gets them as JSON, which has no dates
         return value
 
     @model_validator(mode="after")

@@ -62,7 +62,7 @@ def test_a_wrong_entry_is_refused_when_the_spec_is_made(entry, said):
 
 def test_a_list_that_is_no_tuple_or_too_long_is_refused():
     for wrong in ("pypi.org:443", ["pypi.org:443"]):
-        with pytest.raises(ValueError, match=r'must be a tuple such as \("pypi.org:443",\)'):
+        with pytest.raises(ValueError, match=r'SandboxSpec.network: must be a tuple, such as \("a",\), got '):
             SandboxSpec(image="x", network=wrong)
     with pytest.raises(ValueError, match="65 entries where 64 are allowed"):
         SandboxSpec(image="x", network=tuple(f"h{number}.org:443" for number in range(65)))

@@ -46,7 +46,7 @@ def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacemen
         (lambda: Group(index=0, task_id="\ud800", task_key="", episodes=()), r"Group.task_id: '\\ud800' holds half of a surrogate pair"),
         (lambda: Group(index=1 << 63, task_id="", task_key="", episodes=()), "Group.index: is a number of more than 63 bits"),
         (lambda: Group(index="1", task_id="", task_key="", episodes=()), "Group.index: must be a whole number, got str"),
-        (lambda: Group(index=1, task_id="", task_key="", episodes=[]), "Group.episodes: must be a tuple, got list"),
+        (lambda: Group(index=1, task_id="", task_key="", episodes=[]), r'Group.episodes: must be a tuple, such as \("a",\), got list'),
         (lambda: Trajectory(agent="a", turns=("t",)), "Trajectory.turns: must be a Turn, got str"),
         (lambda: Episode(id="e", task_id="", task_key="", trajectories=(), outputs={"\udcff": b""}), "Episode.outputs: .* surrogate"),
         (lambda: Episode(id="e", task_id="", task_key="", trajectories=(), outputs={"a": "b"}), "Episode.outputs: must be bytes, got str"),

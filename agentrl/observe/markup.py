@@ -35,14 +35,20 @@ def join(children: Iterable[Html | str | None]) -> Html:
 
 def escape(text: str) -> Html:
     """Text as markup that shows exactly this text, invisible characters included."""
-    return Html(html.escape("".join(_visible(char) for char in text), quote=True))
+    return Html(text.translate(_SHOWN))
 
 
-def _visible(char: str) -> str:
-    """Controls, surrogates and bidirectional overrides as `\\xNN` or `\\uNNNN`; everything else as it is."""
-    if char in _KEPT or unicodedata.category(char) not in ("Cc", "Cf", "Cs"):
-        return char
-    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+class _Shown(dict[int, str]):
+    """How each character is written, found out when it is first met: controls, surrogates and bidirectional overrides as `\\xNN`."""
+
+    def __missing__(self, number: int) -> str:
+        char = chr(number)
+        hidden = char not in _KEPT and unicodedata.category(char) in ("Cc", "Cf", "Cs")
+        self[number] = char.encode("unicode_escape", "surrogatepass").decode("ascii") if hidden else html.escape(char, quote=True)
+        return self[number]
+
+
+_SHOWN = _Shown()
 
 
 def _attribute(key: str) -> str:

@@ -41,7 +41,7 @@ def render_single(item: Transcript) -> Html:
 
 
 def _foldable(item: Transcript, badges: Iterable[Html], sides: Sequence[Html]) -> Html:
-    title = element("span", _text(item, "question") or _text(item, "task_id"), class_="question")
+    title = element("span", _cut(_text(item, "question") or _text(item, "task_id")), class_="question")
     kind = element(
         "span",
         " · ".join(
@@ -77,7 +77,7 @@ def _call(call: Mapping[str, Any]) -> Html:
         shown = only  # code and answers read best as they are
     else:
         shown = json.dumps(arguments, indent=2, ensure_ascii=False)
-    return element("div", element("span", str(call.get("name", "?")), class_="tool-name"), element("pre", _cut(shown)), class_="call")
+    return element("div", element("span", _cut(str(call.get("name", "?"))), class_="tool-name"), element("pre", _cut(shown)), class_="call")
 
 
 def _outcome(item: Transcript) -> Html:

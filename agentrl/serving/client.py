@@ -122,12 +122,15 @@ def parse_completion(answer: Any, params: SamplingParams) -> Completion:
         raise ServingError(f"malformed answer of the inference server: {error}") from error
     if choice.finish_reason not in ("stop", "length"):
         raise ServingError(f"the inference server ended the request with {choice.finish_reason!r}")
-    return Completion(
-        token_ids=_tokens(choice, params.max_tokens),
-        logprobs=_logprobs(choice),
-        versions=_spans(choice),
-        finish_reason=choice.finish_reason,
-    )
+    try:
+        return Completion(
+            token_ids=_tokens(choice, params.max_tokens),
+            logprobs=_logprobs(choice),
+            versions=_spans(choice),
+            finish_reason=choice.finish_reason,
+        )
+    except ValueError as error:  # numbers that no record holds
+        raise ServingError(f"malformed answer of the inference server: {error}") from error
 
 
 def _tokens(choice: _Choice, max_tokens: int) -> tuple[int, ...]:

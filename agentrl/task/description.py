@@ -175,6 +175,8 @@ def parse(kind: type[M], text: str) -> M:
         return kind.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"is not TOML: {error}") from None
+    except RecursionError:
+        raise ValueError("is nested too deep to be read") from None
     except ValidationError as error:
         raise ValueError("\n".join(_line(kind, item) for item in error.errors())) from None
 

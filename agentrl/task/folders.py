@@ -24,6 +24,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from agentrl.errors import TaskError, UserError
+from agentrl.fields import text
 from agentrl.grading import KEY, Grading, Mode, Run, pack
 from agentrl.outputs import WHOLE, is_exact, plain_path
 from agentrl.records import Message, Split, Task
@@ -154,7 +155,7 @@ def _load_all(folder: Path) -> list[FolderTask]:
         try:
             tasks.append(_load(path))
         except _Mistake as error:
-            mistakes.append((path.name, error))
+            mistakes.append((text(path.name), error))
     if mistakes:
         lines = [f"task {name}: {error.where}: {error.what}\n  fix: {error.fix}" for name, error in mistakes]
         raise TaskError("\n".join([f"{folder.name}: {len(mistakes)} of {len(found)} tasks cannot be read", *lines]))
@@ -162,6 +163,8 @@ def _load_all(folder: Path) -> list[FolderTask]:
 
 
 def _load(folder: Path) -> FolderTask:
+    if not plain_path(folder.name):
+        raise _Mistake(repr(folder.name), "is a name that is not UTF-8 and cannot be written down", "rename the folder")
     for path in sorted(folder.iterdir()):
         if path.name not in _PARTS and not path.name.startswith((".", "LICENSE")) and path.suffix != ".md":
             raise _Mistake(path.name, "is no part of a task", f"a task folder holds {', '.join(sorted(_PARTS))}")

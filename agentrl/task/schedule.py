@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.errors import PluginError, RecipeError
+from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins import resolve
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import TasksConfig
@@ -59,7 +59,10 @@ def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """Group index -> training task. Finite splits are walked in a new seeded order each epoch; endless ones in order."""
+    """Group index -> training task. Finite splits are walked in a new seeded order each epoch; endless ones in order.
+
+    `task` raises `TaskError` for one that the family cannot make.
+    """
 
     family: TaskFamily
     seed: int
@@ -68,11 +71,19 @@ class GroupSchedule:
     def task(self, group_index: int) -> Task:
         size = self.family.size(Split.TRAIN)
         if size is None:
-            return self.family.task(Split.TRAIN, group_index)
+            return self._made(group_index)
         if size == 0:
             raise RecipeError(f"task family {self.family.name!r} has no training tasks")
         epoch, position = divmod(group_index, size)
-        return self.family.task(Split.TRAIN, self._order(epoch, size)[position])
+        return self._made(self._order(epoch, size)[position])
+
+    def _made(self, index: int) -> Task:
+        try:
+            return self.family.task(Split.TRAIN, index)
+        except UserError:
+            raise
+        except ValueError as error:  # what the family says of it is no task; see agentrl.records
+            raise TaskError(f"{self.family.name}: training task {index} cannot be made: {error}", fix="mend the family's task()") from error
 
     def _order(self, epoch: int, size: int) -> list[int]:
         if epoch not in self._orders:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from agentrl import codec
 from agentrl.errors import LearnerError
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
 from agentrl.version import folder_manifest
+from tests import strategies
 
 
 def _write(root: Path, number: int) -> Path:
@@ -61,3 +63,9 @@ def test_a_run_that_has_made_no_checkpoint_has_none(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
     (tmp_path / ".000001.part").mkdir()
     assert newest(tmp_path) is None
+
+
+@given(strategies.records(CheckpointMeta))
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_a_checkpoint_knows_is_read_back_equal(meta: CheckpointMeta) -> None:
+    assert codec.from_json(CheckpointMeta, codec.to_json(meta)) == meta

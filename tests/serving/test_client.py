@@ -58,6 +58,9 @@ MALFORMED = {
     "gap between spans": generated(
         [4, 5, 6], weight_versions=[{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 2, "end": 3}]
     ),
+    "a version of 5000 digits": generated([4], weight_versions=[{"version": "9" * 5000, "start": 0, "end": 1}]),
+    "a version of 70 bits": generated([4], weight_versions=[{"version": str(1 << 70), "start": 0, "end": 1}]),
+    "a token of 70 bits": generated([1 << 70], weight_versions=[{"version": "3", "start": 0, "end": 1}]),
     "empty span": generated([4], weight_versions=[{"version": "3", "start": 0, "end": 0}, {"version": "3", "start": 0, "end": 1}]),
     "weights without a number": generated([4], version="default"),
     "aborted": generated([4], finish_reason="abort"),

@@ -41,6 +41,9 @@ timeout_sec = 20.0
 RUNS = '[[run]]\nname = "one"\nargv = ["python3", "src/a.py"]\nstdin_file = "input.txt"\n'
 
 
+CALLED = '[[run]]\nname = "one"\ncall = "src/a.py:f"\n'
+
+
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
     for path, content in files.items():
         target = folder / path
@@ -198,6 +201,11 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (edit("tests/runs.toml", "stdin_file", 'files = {"../x" = "input.txt"}\nstdin_file'), ["'../x' is not a plain path"]),
     (edit("tests/runs.toml", "stdin_file", 'files = {"answer.txt" = "input.txt"}\nstdin_file'), ["overwrites a declared output"]),
     (edit("tests/runs.toml", "stdin_file", "timeout_sec = 9999\nstdin_file"), ["timeout_sec: "]),
+    (edit("task.toml", "[metadata]", f"[metadata]\na = {'[' * 100_000}"), ["task.toml: is nested too deep"]),
+    (edit("task.toml", "[metadata]", f"[metadata]\na = {'1' * 5000}"), ["task.toml: "]),
+    (add("tests/runs.toml", CALLED + "args = [2026-11-22]\n"), ["tests/runs.toml: run.0.args: a date is not JSON"]),
+    (add("tests/runs.toml", CALLED + "args = [nan]\n"), ["tests/runs.toml: run.0.args: nan is no JSON number"]),
+    (add("tests/runs.toml", CALLED + "[run.kwargs]\na = 12:30:00\n"), ["tests/runs.toml: run.0.kwargs: 'a': a time is not JSON"]),
     (add("tests/runs.toml", RUNS + RUNS), ["two runs are named 'one'"]),
     (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "asks for 'answers'"]),
     (edit("tests/test_it.py", "def", "dfe"), ["tests/test_it.py", "invalid syntax"]),
@@ -311,3 +319,10 @@ def test_the_shipped_family_is_whole() -> None:
     assert len(tasks) >= 8 and family.size(Split.HELDOUT) and len({task.key for task in tasks}) == len(tasks)
     modes = [grading_of(task).mode for task in tasks]
     assert modes.count("judge") >= 8 and {"pytest", "shell"} < set(modes)
+
+
+def test_a_folder_whose_name_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
+    good(tmp_path / "family", "na\udcffme")
+    with pytest.raises(TaskError, match=r"'na\\udcffme': is a name that is not UTF-8(?s:.*)rename the folder") as caught:
+        TaskFolders(tmp_path / "family", root=tmp_path)
+    str(caught.value).encode()

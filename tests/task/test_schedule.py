@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.errors import PluginError
+from agentrl.errors import PluginError, TaskError
 from agentrl.recipe import TasksConfig
 from agentrl.records import Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule, open_family, sandbox_specs
@@ -61,3 +61,12 @@ def test_every_image_of_a_family_is_made_ready_before_a_run() -> None:
 
     assert {spec.image for spec in sandbox_specs(Two())} == {"image-0", "image-1"} and len(sandbox_specs(Two())) == 2
     assert [spec.image for spec in sandbox_specs(Endless())] == ["image-0"]
+
+
+def test_what_a_family_makes_that_is_no_task_is_told_as_a_task_error() -> None:
+    class Broken(Ten):
+        def task(self, split: Split, index: int) -> Task:
+            return replace(super().task(split, index), data={"answer": float("nan")})
+
+    with pytest.raises(TaskError, match=r"ten: training task \d cannot be made: Task.data: 'answer': nan is no JSON number"):
+        GroupSchedule(Broken(), seed=0).task(0)
