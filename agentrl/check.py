@@ -1,11 +1,14 @@
-"""Proving content and backends for real: a family's gold solutions score 1, doing nothing and cheating 0; a sandbox backend holds."""
+"""Proving content and backends for real: a family's gold solutions score 1, doing nothing and cheating 0; a sandbox backend holds.
+
+What `agentrl check` looks at besides is in `agentrl/prove/`, a proof a file; what it did not look at, it says.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,8 +19,17 @@ from rich.table import Table
 
 from agentrl import cheats, codec
 from agentrl.errors import SandboxError, SandboxTimeout, UserError
+from agentrl.observe.left_out import printable
 from agentrl.outputs import example, produce
 from agentrl.protocols import SandboxBackend, TaskFamily
+from agentrl.prove.findings import Proof, plural
+from agentrl.prove.image_files import ImageFiles, image_files
+from agentrl.prove.leaks import Leak, leaks, tell, truths
+from agentrl.prove.purity import prove_purity
+from agentrl.prove.source import FamilySource, place_name, sizes
+from agentrl.prove.splits import prove_splits
+from agentrl.prove.tool_calls import prove_tools
+from agentrl.prove.verifiers import Golden, prove_verifiers
 from agentrl.recipe import SandboxConfig
 from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
@@ -31,6 +43,14 @@ T = TypeVar("T")
 
 RETRIES = 2
 GOLD, NOTHING, IMAGE = "gold solution", "doing nothing", "image"
+NEVER_PROVEN = (
+    "that the truth is right: where gold solution and verifier share a mistake, they agree",
+    "that there is no other way to be scored without the work: only the cheats of agentrl/cheats.py were tried",
+    "that no answer is there in other words, encoded, or where an agent may reach it over the network",
+    "that held-out tasks are not nearly training tasks: only equal ones are found",
+    "that tasks are the same on another machine, with other packages, or on another day",
+    "that the chat template of the policy shows the tools as they are meant",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,43 +69,95 @@ class CaseResult:
         return self.value == self.wanted
 
 
-async def check_family(
-    family: TaskFamily, config: SandboxConfig, *, root: Path, count: int | None, parallel: int = 8, quiet: bool = False
-) -> list[CaseResult]:
-    """Every case of the first `count` tasks of every split (None: all of a folder), at most `parallel` at a time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """Everything `agentrl check` found out about a family, and what it did not."""
 
-    Raises `InfrastructureError` when the sandboxes themselves fail; what is wrong with a task is among the results.
+    cases: tuple[CaseResult, ...]
+    proofs: tuple[Proof, ...]
+    not_proven: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(case.ok for case in self.cases) and all(proof.ok for proof in self.proofs)
+
+    def to_data(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        proofs = [codec.to_data(proof) | {"ok": proof.ok} for proof in self.proofs]
+        return {"ok": self.ok, "cases": list(map(codec.to_data, self.cases)), "proofs": proofs, "not_proven": list(self.not_proven)}
+
+
+async def check_family(
+    source: FamilySource, config: SandboxConfig, *, count: int | None, parallel: int = 8, quiet: bool = False
+) -> CheckReport:
+    """Every case of the first `count` tasks of every split (None: all of a folder), at most `parallel` at a time, and every proof.
+
+    Raises `UserError` for a family that cannot be opened, and `InfrastructureError` when the sandboxes themselves fail; what is wrong
+    with a task is in the report.
     """
-    sandboxes = await open_sandboxes(config.model_copy(update={"warm": 0}), run_label="check", root=root)
-    scorer = TaskScorer(sandboxes=sandboxes)
-    results: list[CaseResult] = []
+    family = source.open()
     try:
-        tasks = list(_tasks(family, count))
-        scorer.load(sorted({name for task in tasks for name in task.verifiers}))
+        wanted = sizes(family, count)
+    except ValueError as error:
+        raise UserError(str(error), fix="say how many of each split with --count") from None
+    sandboxes = await open_sandboxes(config.but(warm=0), run_label="check", root=source.root)
+    try:
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
-            bar = progress.add_task(f"images on {sandboxes.name}", total=None)
-            broken = await _prepare(tasks, sandboxes)
-            results += broken
-            without = {result.task for result in broken}
+            bar = progress.add_task("tasks and splits", total=None)
+            proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+            tasks = list(_tasks(family, wanted))
+            prover = _Prover(family=family, sandboxes=sandboxes, scorer=TaskScorer(sandboxes=sandboxes), parallel=parallel)
+            prover.scorer.load(sorted({name for task in tasks for name in task.verifiers}))
+            progress.update(bar, description=f"images on {sandboxes.name}")
+            cases = await _prepare(tasks, sandboxes)
+            without = {result.task for result in cases}
             good = [task for task in tasks if task.id not in without]
             progress.update(bar, description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
-            prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer)
-            slots = asyncio.Semaphore(parallel)
-
-            async def one(task: Task, case: str) -> None:
-                async with slots:
-                    results.append(await prover.case(task, case))
-                progress.advance(bar)
-
-            for golden in (True, False):  # cheats go where gold went
-                async with asyncio.TaskGroup() as running:
-                    for task in good:
-                        for case in _cases(task):
-                            if (case == GOLD) == golden:
-                                running.create_task(one(task, case))
+            cases += await prover.cases(good, lambda: progress.advance(bar))
+            progress.update(bar, description="verifiers, tools and files", total=None)
+            proofs.append(await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel))
+            proofs.append(await prove_tools(good, sandboxes))
+            proofs.append(await _prove_unreadable(good, prover.golden, sandboxes))
     finally:
         await sandboxes.close()
-    return sorted(results, key=lambda result: (result.task, result.wanted == 0, result.case))
+    cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
+    return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+
+
+def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
+    """What a person might take for shown and is not."""
+    for split, done in wanted.items():
+        size = family.size(split)
+        if size is None or size > done:
+            of = "endless many" if size is None else f"{size:,}"
+            yield f"that any task of {split} but the first {done:,} of {of} can be solved, and not by cheating"
+    yield from (one for proof in proofs for one in proof.unproven)
+    if hosts := sorted({host for task in tasks for host in task.sandbox.network}):
+        yield f"what the network does that tasks may reach ({', '.join(hosts)}): gold solutions worked today"
+    yield from NEVER_PROVEN
+
+
+async def _prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, Golden], sandboxes: SandboxBackend) -> Proof:
+    """Looks for the truth of each task in its files, its prompt, and the files of its image."""
+    images: dict[tuple[str, str], ImageFiles] = {}
+    given: dict[str, list[Leak]] = {}
+    built_in: dict[str, list[Leak]] = {}
+    for task in tasks:
+        image = (task.sandbox.image, task.sandbox.runtime)
+        if image not in images:
+            images[image] = await _retried(lambda spec=task.sandbox: image_files(spec, sandboxes))  # type: ignore[misc]
+        printed = golden[task.id].episode.answer if task.id in golden else None
+        wanted = truths(task, printed or "")
+        prompt = {"its prompt": "\n".join(message.content for message in task.prompt).encode("utf-8", "replace")}
+        given[task.id] = leaks(task.contents(), wanted) + [replace(leak, sure=False) for leak in leaks(prompt, wanted)]
+        built_in[task.id] = leaks(images[image].files, wanted)
+    return Proof(
+        name="no answer lies readable in what the agent is given",
+        looked_at=f"files and prompts of {plural(len(tasks), 'task')}, and "
+        f"{plural(sum(len(one.files) for one in images.values()), 'file')} of {plural(len(images), 'image')}",
+        findings=(*tell(given, "in its files or prompt"), *tell(built_in, "in its image")),
+        unproven=tuple(f"that no answer lies in image {image}: {one.problem}" for (image, _), one in images.items() if one.problem),
+    )
 
 
 def backend_names(choice: str) -> list[BackendName]:
@@ -118,34 +190,62 @@ async def attack_backend(
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
-def render(results: Sequence[CaseResult]) -> str:
-    """What is wrong with which task, as a table; one line when nothing is."""
-    wrong = [result for result in results if not result.ok]
-    tasks, cheated = len({result.task for result in results}), sum(result.case not in (GOLD, NOTHING, IMAGE) for result in results)
-    if not wrong:
-        return f"every gold solution scores 1, and submitting nothing scores 0; so do {cheated} cheats on {tasks} tasks"
-    table = Table("task", "case", "due", "scored", "why", title=f"{len({item.task for item in wrong})} of {tasks} tasks are wrong")
-    for item in wrong:
-        table.add_row(item.task, item.case, f"{item.wanted:g}", "-" if item.value is None else f"{item.value:g}", _printable(item.detail))
+def render(report: CheckReport) -> str:
+    """The report for a person: what was proven, what is wrong with which task, and what was not proven."""
     console = Console(width=140, force_terminal=False)
     with console.capture() as captured:
-        console.print(table, markup=False)
+        for line in (*_verdicts(report), ""):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if any(not case.ok for case in report.cases):
+            console.print(_wrong_cases(report.cases), markup=False)
+        told = [line for proof in report.proofs for line in _told(proof)]
+        for line in (*told, *([""] if told else []), "not proven:"):
+            console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        for text in report.not_proven:
+            console.print(f"  - {printable(text)}", markup=False, highlight=False, soft_wrap=True)
     return captured.get().rstrip()
 
 
-def _printable(text: str) -> str:
-    """Text for a terminal: what programs and tests print may hold control sequences."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+def _told(proof: Proof) -> list[str]:
+    """What a proof found, under its name; what is wrong comes first."""
+    order = ("failure", "warning", "note")
+    found = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
+    lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in found]
+    return [f"{proof.name}:", *lines] if lines else []
 
 
-def _tasks(family: TaskFamily, count: int | None) -> Iterable[Task]:
-    for split in Split:
-        size = family.size(split)
-        wanted = size if count is None else count
-        if wanted is None:
-            raise UserError(f"{family.name} makes tasks without end", fix="say how many of each split with --count")
-        for index in range(wanted if size is None else min(wanted, size)):
-            yield family.task(split, index)
+def _verdicts(report: CheckReport) -> list[str]:
+    """A line for each thing that was to be shown."""
+    cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
+    tasks = len({case.task for case in report.cases})
+    cheated = sum(case.case != NOTHING for case in cheating)
+    lines = [
+        (all(case.ok for case in report.cases if case.case in (GOLD, IMAGE)), "every gold solution scores 1", plural(tasks, "task")),
+        (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
+        *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
+    ]
+    return [f"{'ok  ' if ok else 'FAIL'}  {name:<52} {printable(looked_at)}" for ok, name, looked_at in lines]
+
+
+def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
+    wrong = [case for case in cases if not case.ok]
+    title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
+    table = Table("task", "case", "due", "scored", "why", title=title)
+    for item in wrong:
+        table.add_row(item.task, item.case, f"{item.wanted:g}", "-" if item.value is None else f"{item.value:g}", printable(item.detail))
+    return table
+
+
+def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
+    """Those that can be made; the others are told by the proof of purity."""
+    for place in ((split, index) for split, size in wanted.items() for index in range(size)):
+        try:
+            task = family.task(*place)
+            task.key  # noqa: B018 - a task that has none cannot be stored
+        except Exception as error:  # a family is anybody's code
+            log.info("%s cannot be made: %s", place_name(place), error)
+        else:
+            yield task
 
 
 async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[CaseResult]:
@@ -184,7 +284,26 @@ class _Prover:
     family: TaskFamily
     sandboxes: SandboxBackend
     scorer: TaskScorer
+    parallel: int
     left: dict[str, list[str]] = field(default_factory=dict)
+    golden: dict[str, Golden] = field(default_factory=dict)
+
+    async def cases(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[CaseResult]:
+        """Every case of every task; cheats go where gold went."""
+        slots, results = asyncio.Semaphore(self.parallel), []
+
+        async def one(task: Task, case: str) -> None:
+            async with slots:
+                results.append(await self.case(task, case))
+            done()
+
+        for golden in (True, False):
+            async with asyncio.TaskGroup() as running:
+                for task in tasks:
+                    for case in _cases(task):
+                        if (case == GOLD) == golden:
+                            running.create_task(one(task, case))
+        return results
 
     async def case(self, task: Task, case: str) -> CaseResult:
         started = time.monotonic()
@@ -197,6 +316,8 @@ class _Prover:
         if episode is not None and not problem:
             score = await self.scorer(task, episode)
             value, problem = score.value, score.reason or score.evidence
+            if case == GOLD:
+                self.golden[task.id] = Golden(episode=episode, score=score)
         took = time.monotonic() - started
         return CaseResult(task=task.id, case=case, wanted=wanted, value=value, detail=problem[:1000], wall_s=took)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections import Counter
@@ -18,14 +19,17 @@ import typer
 from pydantic import ValidationError
 
 from agentrl import __version__
-from agentrl.errors import AgentRLError, RecipeError, UserError
+from agentrl.ending import explain, stopped
+from agentrl.errors import RecipeError, UserError
 from agentrl.plugins import add_project_root, resolve
-from agentrl.protocols import TaskFamily
-from agentrl.recipe import Recipe, SandboxConfig, apply_overrides
+from agentrl.recipe import Recipe, SandboxConfig, TasksConfig, apply_overrides
+from agentrl.runfolder import Start, check_same, claimed, given_before, holds_run, merged
 from agentrl.supervised.commands import tune_app
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
+    from agentrl.preflight import Checked
+    from agentrl.prove.source import FamilySource
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,21 +58,19 @@ def train(
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune an agent with RL. Ctrl-C once: finish the step, save, report. Twice: stop now."""
-    root, loaded = load_recipe(recipe, [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])])
-    with loading():  # after the recipe: a typo in it is told at once
-        from agentrl.loop import train as run_training
+    root, written = load_recipe(recipe, [])
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
+        with loading():
+            from agentrl.loop import train as run_training
 
-    folder = run_dir or default_run_dir(root / "runs", loaded.name, resume=resume)
-    summary = asyncio.run(run_training(loaded, folder, root=root, resume=resume, console=not as_json))
-    if as_json:
-        print(summary.model_dump_json())
-    else:
-        print(describe(summary, folder))
-    if summary.interrupted:
-        print(f"interrupted; continue with: agentrl train {recipe} --run-dir {folder} --resume")
-        raise typer.Exit(130)
-    if summary.problems:
-        raise typer.Exit(1)
+        summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
+        print(summary.model_dump_json() if as_json else describe(summary, start.folder))
+        if summary.interrupted:
+            print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
+            raise typer.Exit(130)
+        if summary.problems:
+            raise typer.Exit(1)
 
 
 @app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")
@@ -76,21 +78,21 @@ def evaluate(
     recipe: Annotated[Path, typer.Argument(help="Recipe file whose tasks, sandbox and verifier are used.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or id. Default: the recipe's policy.model.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval, -eval-2, ...")] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a recipe."""
-    extra = [f"sandbox.backend={sandbox}"] if sandbox else []
-    root, loaded = load_recipe(recipe, [*(overrides or []), *extra])
+    root, written = load_recipe(recipe, [])
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     if model is not None:
         chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
-        loaded = apply_overrides(loaded, [f"policy.model={json.dumps(chosen)}"])
-    with loading():
-        from agentrl.loop import evaluate_only
+        given = (*given, f"policy.model={json.dumps(chosen)}")
+    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
+        with loading():
+            from agentrl.loop import evaluate_only
 
-    folder = run_dir or root / "runs" / f"{loaded.name}-eval"
-    results = asyncio.run(evaluate_only(loaded, folder, root=root, console=not as_json))
+        results = asyncio.run(evaluate_only(loaded, start, checked, root=root, console=not as_json))
     if as_json:
         print(json.dumps(results))
         return
@@ -110,15 +112,14 @@ def check(
     parallel: Annotated[int, typer.Option(min=1, help="Cases at once.")] = 8,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove a task family in real sandboxes: gold solutions must score 1, doing nothing and every known cheat 0."""
-    from agentrl import codec
+    """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
     from agentrl.check import check_family, render
 
-    root, family, config = open_target(target, sandbox)
+    source, config = open_target(target, sandbox)
     wanted = count if count is not None or target.is_dir() else 24
-    results = asyncio.run(check_family(family, config, root=root, count=wanted, parallel=parallel, quiet=as_json))
-    print(json.dumps([codec.to_data(result) for result in results]) if as_json else render(results))
-    raise typer.Exit(0 if all(result.ok for result in results) else 1)
+    report = asyncio.run(check_family(source, config, count=wanted, parallel=parallel, quiet=as_json))
+    print(json.dumps(report.to_data()) if as_json else render(report))
+    raise typer.Exit(0 if report.ok else 1)
 
 
 @app.command(epilog="Example: agentrl doctor --json")
@@ -283,12 +284,44 @@ def _leave(*_: object) -> NoReturn:
     os._exit(130)
 
 
-def default_run_dir(runs: Path, name: str, *, resume: bool) -> Path:
-    """The first free of `name`, `name-2`, ... in `runs`; with `resume`, the last one that holds a run."""
-    taken: list[Path] = []
-    while (folder := runs / (name if not taken else f"{name}-{len(taken) + 1}")).exists():
-        taken.append(folder)
-    return taken[-1] if resume and taken else folder
+@contextmanager
+def run_folder(
+    root: Path,
+    recipe: Path,
+    written: Recipe,
+    given: tuple[str, ...],
+    wanted: Path | None,
+    *,
+    resume: bool = False,
+    evaluating: bool = False,
+) -> Iterator[tuple[Start, Recipe, Checked]]:
+    """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
+
+    `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
+    told to the person, and ends the command.
+    """
+    named = written if resume else apply_overrides(written, list(given))  # a typo is told before a folder is made
+    name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
+    with claimed(wanted, root / "runs", f"{name}-eval" if evaluating else name, resume=resume, command=shlex.join(sys.argv)) as folder:
+        start = Start(recipe=recipe, folder=folder, overrides=merged(given_before(folder) if resume else (), given))
+        loaded = apply_overrides(written, list(start.overrides))
+        if resume and (changes := check_same(folder, loaded)):
+            print(f"resuming with {', '.join(changes)}", file=sys.stderr)
+        with loading():
+            from agentrl import preflight
+
+            checked = preflight.check(loaded, folder, root=root)
+        try:
+            yield start, loaded, checked
+        except typer.Exit:
+            raise
+        except BaseException as error:
+            go_on = start.command(resume=True) if holds_run(folder) and not evaluating else ""
+            if stopped(error):
+                kept = f"; what was finished is kept, continue with: {go_on}" if go_on else ""
+                print(f"stopped{kept}", file=sys.stderr)
+                raise typer.Exit(130) from None
+            raise typer.Exit(explain(error, folder=folder, go_on=go_on)) from None
 
 
 def describe(summary: Summary, folder: Path) -> str:
@@ -318,15 +351,17 @@ def describe(summary: Summary, folder: Path) -> str:
     return "\n".join([*lines, *(f"no result: {problem}" for problem in summary.problems)])
 
 
-def open_target(target: Path, backend: str | None) -> tuple[Path, TaskFamily, SandboxConfig]:
-    """Project root, task family and sandbox settings that a folder of task folders, or a recipe file, means."""
-    from agentrl.task import TaskFolders, open_family
+def open_target(target: Path, backend: str | None) -> tuple[FamilySource, SandboxConfig]:
+    """The task family and the sandbox settings that a folder of task folders, or a recipe file, means."""
+    from agentrl.prove.source import FamilySource
 
     if target.is_dir():
         root = project_root(target.resolve() / "task")
-        return root, TaskFolders(target, root=root), _sandbox_config(backend or "auto")
+        source = FamilySource(tasks=TasksConfig(family=str(target.resolve())), root=root)
+        source.open()  # before the backend's name is looked at: a mistake in a folder is told first
+        return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [f"sandbox.backend={backend}"] if backend else [])
-    return root, open_family(loaded.tasks, seed=loaded.seed, root=root), loaded.sandbox
+    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed), loaded.sandbox
 
 
 def _sandbox_config(backend: str) -> SandboxConfig:
@@ -366,37 +401,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app(args=argv, prog_name="agentrl")
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("stopped; what was finished is kept, and --resume continues from it", file=sys.stderr)
-        sys.exit(130)
-    except BaseExceptionGroup as group:
-        sys.exit(_explain(_first(group)))
-    except AgentRLError as error:
-        sys.exit(_explain(error))
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        if stopped(error):
+            print("stopped", file=sys.stderr)
+            sys.exit(130)
+        sys.exit(explain(error))
     sys.exit(0)
-
-
-def _explain(error: BaseException) -> int:
-    if isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if isinstance(error, AgentRLError):
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    raise error
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error worth showing in a group: one of ours if there is one, else the first."""
-    leaves: list[BaseException] = []
-    pending: list[BaseException] = [group]
-    while pending:
-        item = pending.pop(0)
-        if isinstance(item, BaseExceptionGroup):
-            pending.extend(item.exceptions)
-        else:
-            leaves.append(item)
-    return next((leaf for leaf in leaves if isinstance(leaf, AgentRLError)), leaves[0])
 
 
 @app.command(hidden=True)

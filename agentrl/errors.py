@@ -25,6 +25,10 @@ class RecipeError(UserError):
     """A recipe or an override that does not validate; the message names the key and the allowed values."""
 
 
+class RunFolderBusy(UserError):
+    """Another process drives this run folder."""
+
+
 class PluginError(UserError):
     """A reference such as `module:attr` or `./file.py:attr` that does not resolve."""
 
@@ -71,3 +75,7 @@ class VerifierError(InfrastructureError):
 
 class StoreError(InfrastructureError):
     """The experience store or version registry is unreadable, full or inconsistent."""
+
+
+class DiskFull(InfrastructureError):
+    """There is no room left on a disk that the run writes to. Nothing that starts again would find more."""

@@ -12,28 +12,29 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl import measure, usercode
+from agentrl.ending import closing_in_turn, kept_going
 from agentrl.errors import LearnerError, LearnerHalted, StoreError, SwapError, UserError, VerifierError
 from agentrl.evaluate import Evaluation, evaluate
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure import FaultRate, Quarantine
-from agentrl.gpus import place
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, Summary, write_report
-from agentrl.preflight import check_model, export_model, find_model, open_run_folder, place_base_version
+from agentrl.preflight import Checked, export_model, open_chat, place_base_version
 from agentrl.protocols import Policy, SandboxBackend, TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import Group, PolicyVersion, Split, SwapReport, Task, VersionState
 from agentrl.reward import TaskScorer
-from agentrl.rollout import EpisodeRunner, GroupRunner, fault, left_out_group, load_tools, task_fault
-from agentrl.rollout.chat import ChatFormat, load_chat
+from agentrl.rollout import EpisodeRunner, GroupRunner, fault, left_out_group, task_fault
+from agentrl.rollout.chat import ChatFormat
+from agentrl.runfolder import Start, write_start
 from agentrl.sandbox import open_sandboxes
 from agentrl.served import ServedPolicy, to_serve
-from agentrl.task import GroupSchedule, open_family, sandbox_specs
+from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.transcript import append, transcript
 from agentrl.version import FolderRegistry, sha256_file
 
@@ -72,42 +73,43 @@ class Run:
         self.stop_at = min(self.stop_at, self.served.version + 1 if self.learning else max(self.served.version, 0))
 
 
-async def train(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool = False, console: bool = True) -> Summary:
-    """Runs a recipe from evaluation to evaluation and returns its summary; everything it leaves is in `run_dir`.
+async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> Summary:
+    """Runs a recipe from evaluation to evaluation and returns its summary; goes on where the run in `start.folder` ended, if one did.
 
-    Raises `UserError` before anything is started when the recipe cannot run here, and `InfrastructureError` when a part
-    fails for good; whatever was finished until then is kept, and `resume=True` goes on from there.
+    The caller holds the run folder (`agentrl.runfolder.claimed`) and has looked at everything that is cheap to look at
+    (`agentrl.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
+    and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
     """
-    async with _opened(recipe, run_dir, root=root, resume=resume, console=console) as run:
+    async with _opened(recipe, start, checked, root=root, console=console) as run:
         with measure.interrupts(run.stop_after_step):
             try:
                 await _pipeline(run)
-            finally:
-                backend, stages = run.sandboxes.name, run.tracker.wall_s
-                summary = measure.summarize(run_dir, recipe, stages, backend=backend, interrupted=run.interrupted)
-                summary.write(run_dir)
-                write_report(run_dir)
+            except BaseException:
+                with kept_going(run.folder, "the summary and the report"):
+                    _report(run)
+                raise
+            return _report(run)
+
+
+def _report(run: Run) -> Summary:
+    backend, stages = run.sandboxes.name, run.tracker.wall_s
+    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=run.interrupted)
+    summary.write(run.folder)
+    write_report(run.folder)
     return summary
 
 
 @asynccontextmanager
-async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, console: bool) -> AsyncIterator[Run]:
-    """Checks everything that can be checked, then opens the parts; closes them in reverse order, whatever happens."""
-    family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    gpus = place(recipe)
-    model = find_model(recipe.policy.model, root)
-    check_model(model, recipe)
-    chat = load_chat(str(model))
-    scorer = TaskScorer()
-    first = family.task(Split.TRAIN, 0)
-    scorer.load(first.verifiers)
-    load_tools(first.tools)
-    open_run_folder(recipe, run_dir, resume=resume)
-    place_base_version(model, run_dir / "versions" / "000000")
+async def _opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool) -> AsyncIterator[Run]:
+    """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens."""
+    run_dir = start.folder
     faults = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
-    async with AsyncExitStack() as stack:
+    async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
+        chat = open_chat(checked.model)
+        write_start(run_dir, recipe, start)
+        place_base_version(checked.model, run_dir / "versions" / "000000")
         tracker = RunTracker(run_dir, console=console, steps=recipe.steps)
         stack.callback(tracker.close)
         store = SqliteStore(run_dir / "experience.sqlite")
@@ -121,9 +123,9 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = ServedPolicy(recipe, run_dir, registry, gpus=gpus.server)
+        served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
         stack.push_async_callback(served.close)
-        learner = LearnerProcess(run_dir, recipe, gpus=gpus.learner)
+        learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner)
         stack.push_async_callback(learner.kill)
         yield Run(
             recipe=recipe,
@@ -134,11 +136,11 @@ async def _opened(recipe: Recipe, run_dir: Path, *, root: Path, resume: bool, co
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
             faults=faults,
             registry=registry,
-            family=family,
+            family=checked.family,
             sandboxes=sandboxes,
             served=served,
-            groups=_group_runner(recipe, served, sandboxes, chat, replace(scorer, sandboxes=sandboxes), running, faults),
-            schedule=GroupSchedule(family, recipe.seed),
+            groups=_group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults),
+            schedule=GroupSchedule(checked.family, recipe.seed),
             learner=learner,
             stop_at=recipe.steps,
         )
@@ -178,19 +180,19 @@ async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
     newest = to_serve(run.registry)
     assert newest is not None, "version 0 was registered"
-    async with asyncio.TaskGroup() as starting:
-        for spec in sandbox_specs(run.family):
-            starting.create_task(run.sandboxes.prepare(spec))
-        starting.create_task(run.served.start(newest))
-        if newest.number < run.recipe.steps:
-            starting.create_task(run.learner.start())
-    if newest.state is VersionState.CANDIDATE:
-        run.registry.set_state(newest.number, VersionState.SERVING)
     async with asyncio.TaskGroup() as parts:
+        needed = newest.number < run.recipe.steps
+        learning = parts.create_task(_watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
+        async with asyncio.TaskGroup() as starting:
+            for spec in sandbox_specs(run.family):
+                starting.create_task(run.sandboxes.prepare(spec))
+            starting.create_task(run.served.start(newest))
+        if newest.state is VersionState.CANDIDATE:
+            run.registry.set_state(newest.number, VersionState.SERVING)
         watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
         if newest.number == 0:
             await _evaluate(run, "before", step=0)
-        await _learn(run)
+        await _learn(run, learning)
         if run.served.version >= run.recipe.steps:
             await _evaluate(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
@@ -202,16 +204,17 @@ async def _pipeline(run: Run) -> None:
     export_model(versions / f"{run.served.version:06d}", run.folder / "model", base=versions / "000000")
 
 
-async def _learn(run: Run) -> None:
-    """Rollouts, swaps and the learner side by side until version `stop_at` serves."""
+async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
+    """Rollouts, swaps and the learner, which `learning` watches, side by side until version `stop_at` serves."""
     run.tracker.stage("train", f"{run.stop_at} steps")
     run.last_step_at, run.learning = time.monotonic(), True
     async with asyncio.TaskGroup() as parts:
-        helpers = [parts.create_task(_roll_out(run)), parts.create_task(_watch_learner(run))]
+        rollouts = parts.create_task(_roll_out(run))
         await _swap_versions(run)
-        for helper in helpers:
-            helper.cancel()
+        rollouts.cancel()
     run.learning = False
+    if learning is not None:
+        learning.cancel()
     if run.served.version >= run.recipe.steps:
         with suppress(TimeoutError):  # it has made its last step and is about to end by itself
             await run.learner.wait(timeout_s=20.0)
@@ -327,8 +330,9 @@ async def _finished_step(run: Run, version: PolicyVersion, report: SwapReport | 
 
 
 async def _watch_learner(run: Run) -> None:
-    """Starts the learner again when it dies; it goes on from its newest checkpoint."""
+    """Starts the learner, and again when it dies; it goes on from its newest checkpoint. What it refuses is final."""
     for restart in range(_LEARNER_RESTARTS + 1):
+        await run.learner.start()
         try:
             await run.learner.wait()
             return
@@ -339,7 +343,6 @@ async def _watch_learner(run: Run) -> None:
             if restart == _LEARNER_RESTARTS:
                 raise
             log.warning("%s", error)
-        await run.learner.start()
 
 
 async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
@@ -368,9 +371,9 @@ async def _evaluate(run: Run, phase: str, *, step: int) -> dict[str, float]:
     return rates
 
 
-async def evaluate_only(recipe: Recipe, run_dir: Path, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
-    """Serves `recipe.policy.model` and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n."""
-    async with _opened(recipe, run_dir, root=root, resume=(run_dir / "recipe.json").exists(), console=console) as run:
+async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
+    """Serves the recipe's model and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n. For callers: see `train`."""
+    async with _opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
@@ -379,4 +382,4 @@ async def evaluate_only(recipe: Recipe, run_dir: Path, *, root: Path, console: b
                 starting.create_task(run.sandboxes.prepare(spec))
             starting.create_task(run.served.start(base))
         await _evaluate(run, "eval", step=0)
-    return measure.read_evaluation(run_dir, "eval")
+    return measure.read_evaluation(start.folder, "eval")

@@ -28,22 +28,38 @@ COLLECT_S = 90.0
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
+MAX_ODD = 16
+"""Names that cannot be written down of which an episode is told."""
+
+# Ends what the agent has left running: else files could vanish as they are read, or reading them have no processor time.
+_ALONE = """
+import os
+try: os.kill(-1, 9)
+except OSError: pass
+"""
+
 # Prints the files under the working directory as JSON. The agent can make it say anything: it only proposes names.
-_LISTING = """
-import json, os
+_LISTING = (
+    _ALONE
+    + """
+import json
 names = []
 for root in %r:
     for folder, folders, files in os.walk("./" + root):
-        folders[:] = sorted(folders) if folder.count("/") < %d else []
-        names += [os.path.normpath(os.path.join(folder, name)) for name in sorted(files)]
+        deep = folder.count("/") >= %d or len(folder) > %d
+        names += [os.path.normpath(os.path.join(folder, name)) for name in sorted(files) + (folders if deep else [])]
+        folders[:] = [] if deep else sorted(folders)
         if len(names) > 20000:
             break
 print(json.dumps(names))
 """
+)
 
 # The same of what differs from the image's working directory. What it leaves out is the agent's own loss.
-_CHANGES = """
-import filecmp, json, os
+_CHANGES = (
+    _ALONE
+    + """
+import filecmp, json
 def files(top):
     for folder, folders, names in os.walk(top):
         folders[:] = sorted(folders) if folder.count("/") - top.count("/") < %d else []
@@ -62,6 +78,7 @@ for path in files("."):
 gone = [path for path in files(START) if not os.path.lexists(path)]
 print(json.dumps([names, gone]))
 """
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +169,7 @@ def _parents(path: str) -> list[str]:
 async def collect(sandbox: Sandbox, patterns: Sequence[str], *, timeout_s: float = COLLECT_S) -> Collected:
     """Takes the files that `patterns` name out of an agent's sandbox, at most `OUTPUT_FILES` with `OUTPUT_BYTES` in all.
 
+    Where a pattern leaves open which files these are, what still runs in the sandbox is ended before they are listed.
     Raises `SandboxError` when the sandbox itself fails, and `SandboxTimeout` after `timeout_s`. A link, a device, a file too
     large or a folder that cannot be listed is the agent's doing: it is among the refused.
     """
@@ -168,31 +186,40 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> Collected:
     files: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     removed: tuple[str, ...] = ()
-    names = [pattern for pattern in patterns if is_exact(pattern)]
+    told: list[str] = []
     if WHOLE in patterns:
-        names, gone, problem = await _changes(sandbox)
-        removed = tuple(gone[:REMOVED_FILES])
+        told, gone, problem = await _changes(sandbox)
+        removed = tuple([name for name in gone if plain_path(name)][:REMOVED_FILES])
         refused |= {WHOLE: problem} if problem else {}
     elif wild := [pattern for pattern in patterns if not is_exact(pattern)]:
         found, problem = await _listing(sandbox, sorted({_root(pattern) for pattern in wild}))
-        names += [name for name in found if any(matches(pattern, name) for pattern in wild)]
+        told = [name for name in found if any(matches(pattern, name) for pattern in wild)]
         refused |= dict.fromkeys(wild, problem) if problem else {}
+    exact = [pattern for pattern in patterns if is_exact(pattern)]
+    refused |= {_printable(name): _ODD for name in [name for name in told if not plain_path(name)][:MAX_ODD]}
     left = OUTPUT_BYTES
-    for name in dict.fromkeys(names):
-        if len(files) == OUTPUT_FILES:
+    for name in dict.fromkeys([*exact, *filter(plain_path, told)]):
+        if len(files) == OUTPUT_FILES or len(refused) > OUTPUT_FILES:
             refused[name] = f"outputs have at most {OUTPUT_FILES} files; this one and what follows is left behind"
             break
         try:
             files[name] = await sandbox.read(name, max_bytes=left)
         except FileNotFoundError:
-            continue
+            if name not in exact:
+                refused[name] = "it was listed, and is not there"
         except ValueError as error:
             refused[name] = str(error)[:200]
-            if len(refused) > OUTPUT_FILES:
-                break
         else:
             left -= len(files[name])
     return Collected(files=files, refused=refused, removed=removed)
+
+
+_ODD = f"no path that can be written down: it is not UTF-8, not below the folder, or has over {MAX_PATH} characters or {MAX_DEPTH} names"
+
+
+def _printable(name: str) -> str:
+    """A name that cannot be written down as text that can: its head, with an escape for what is no character."""
+    return name[:100].encode("utf-8", "backslashreplace").decode()
 
 
 def _root(pattern: str) -> str:
@@ -203,8 +230,8 @@ def _root(pattern: str) -> str:
 
 
 async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
-    """Names of files below `roots` as the sandbox tells them, checked, and what is wrong with its answer."""
-    names, problem = await _told(sandbox, _LISTING % (list(roots), MAX_DEPTH))
+    """Names of files below `roots` as the sandbox tells them, and what is wrong with its answer."""
+    names, problem = await _told(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
     found = _names(names)
     if not problem and found is None:
         problem = "the working directory cannot be listed: no list of names came back"
@@ -235,10 +262,8 @@ async def _told(sandbox: Sandbox, program: str) -> tuple[object, str]:
 
 
 def _names(told: object) -> list[str] | None:
-    """Those of the names told that can be used; None where no list of names was told."""
-    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
-        return None
-    return [name for name in told if plain_path(name)]
+    """The names told; None where no list of names was told."""
+    return told if isinstance(told, list) and all(isinstance(name, str) for name in told) else None
 
 
 async def produce(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, Collected]:

@@ -14,8 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agentrl import usercode
-from agentrl.errors import AgentRLError, PluginError
+from pydantic import ValidationError
+
+from agentrl.causes import place, short
+from agentrl.errors import PluginError, UserError
+from agentrl.section import describe
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 
@@ -28,7 +31,7 @@ def add_project_root(root: Path) -> None:
 
 
 def resolve(reference: str) -> Any:
-    """The object a reference names. Raises `PluginError` that says which half did not resolve, or how its module fails.
+    """The object a reference names. Raises `PluginError` that says which half did not resolve.
 
     `pkg.module:attr`   a module on `sys.path` (the project root is on it)
     `./path/file.py:attr`   a file, relative to the current directory
@@ -39,12 +42,7 @@ def resolve(reference: str) -> Any:
         return _from_entry_point(reference)
     if not where or not attribute:
         raise PluginError(f"{reference!r} is not a reference", fix="write module:attr, ./file.py:attr, or an entry point's name")
-    try:
-        module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
-    except (AgentRLError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a module may raise anything while it is imported, and even exit
-        raise PluginError(f"{reference!r}: importing {where} failed: {usercode.describe(error)}", fix=f"repair {where}") from error
+    module = _load_file(where, reference) if where.endswith(".py") else _import(where, reference)
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -60,7 +58,9 @@ def _import(name: str, reference: str) -> ModuleType:
             raise PluginError(
                 f"{reference!r}: no module named {error.name!r}", fix="run from the project's root, or name a file: ./path/file.py:attr"
             ) from None
-        raise PluginError(f"{reference!r}: importing {name} failed: {error}", fix=f"install {error.name!r}") from error
+        raise _failed(reference, error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(reference, error) from error
 
 
 def _load_file(path_text: str, reference: str) -> ModuleType:
@@ -77,10 +77,26 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise _failed(reference, error) from error
         raise
     return module
+
+
+def _failed(reference: str, error: BaseException) -> PluginError:
+    """What user code raised while it was imported, at which line of it, and what to do. Errors of ours keep their own fix."""
+    at = place(error) or reference
+    if isinstance(error, SyntaxError):
+        return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
+    if isinstance(error, ValidationError):
+        return PluginError(f"{at}: {describe(error)}", fix="correct it there; the lines above name the key and what it takes")
+    if isinstance(error, UserError):
+        return PluginError(f"{at}: {error.message}", fix=error.fix)
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return PluginError(f"{at}: {short(error)}", fix=f"install {error.name!r}, or correct its name")
+    return PluginError(f"{at}: {short(error)}", fix="correct it there")
 
 
 def _from_entry_point(name: str) -> Any:
@@ -88,4 +104,7 @@ def _from_entry_point(name: str) -> Any:
     if not found:
         known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none installed"
         raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
-    return next(iter(found)).load()
+    try:
+        return next(iter(found)).load()
+    except (Exception, SystemExit) as error:
+        raise _failed(name, error) from error

@@ -1,28 +1,124 @@
-"""Everything that can be checked before a run starts anything: model, disk, run folder."""
+"""Everything that can be checked before a run starts anything: what is installed, the model, the user's code; and the base version."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from agentrl import deltas
-from agentrl.errors import RecipeError, StoreError, UserError
-from agentrl.recipe import Recipe, load
-from agentrl.records import ADAPTER, WHOLE_MODEL
+from agentrl import causes, deltas
+from agentrl.causes import short
+from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.gpus import Placement, place
+from agentrl.model_folder import check_model, check_model_files, read_json
+from agentrl.protocols import TaskFamily
+from agentrl.recipe import Recipe
+from agentrl.records import ADAPTER, WHOLE_MODEL, Split
+from agentrl.reward import TaskScorer
+from agentrl.rollout import load_tools
+from agentrl.runfolder import check_disk
+from agentrl.task import open_family
 
-_FREE_BYTES = 1 << 30
+if TYPE_CHECKING:
+    from agentrl.rollout.chat import ChatFormat
+
 _OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
-_MODEL_FILES = ("config.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What the checks before a start have found and opened; nothing in it runs."""
+
+    model: Path  # folder of the policy that the run begins with
+    family: TaskFamily
+    scorer: TaskScorer  # with the verifiers of the first task
+    gpus: Placement
+
+
+def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
+    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first."""
+    check_disk(folder)
+    model = find_model(recipe.policy.model, root)
+    check_model(model, recipe)
+    _check_known(str(read_json(model / "config.json")["model_type"]))
+    family, scorer = open_tasks(recipe, root=root)
+    gpus = place(recipe)
+    _check_installed(recipe)
+    return Checked(model=model, family=family, scorer=scorer, gpus=gpus)
+
+
+def _check_installed(recipe: Recipe) -> None:
+    from agentrl.serving.server import free_port, serving_device  # brings an HTTP client along
+
+    serving_device(recipe)
+    for package in ("torch", "transformers", "deepspeed"):
+        if find_spec(package) is None:
+            raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
+    free_port(recipe.serving.host, recipe.serving.port)
+
+
+def _check_known(kind: str) -> None:
+    """Raises `UserError` for a model type that the installed transformers names nowhere among its automatic classes.
+
+    Importing them takes many seconds, their text none.
+    """
+    spec = find_spec("transformers")
+    places = spec.submodule_search_locations if spec is not None else None
+    files = [file for folder in places or () for file in (Path(folder) / "models" / "auto").glob("*.py")]
+    if files and not any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in files):
+        raise UserError(
+            f"policy.model: the installed transformers does not know the model type {kind!r}",
+            fix="use an architecture that it has, such as Qwen3 or Llama, or a newer transformers",
+        )
+
+
+def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
+    """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
+    scorer = TaskScorer()
+    try:
+        family = open_family(recipe.tasks, seed=recipe.seed, root=root)
+    except AgentRLError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise PluginError(
+            f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.place(error)})", fix="correct it there"
+        ) from error
+    try:
+        first = family.task(Split.TRAIN, 0)
+    except AgentRLError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.place(error)})", fix="correct it there"
+        ) from error
+    scorer.load(first.verifiers)
+    load_tools(first.tools)
+    return family, scorer
+
+
+def open_chat(model: Path) -> ChatFormat:
+    """The chat format of a model's tokenizer. Imports transformers, and so comes last. Raises `UserError` for one that does not load."""
+    from agentrl.rollout.chat import load_chat
+
+    try:
+        return load_chat(str(model))
+    except (AgentRLError, ImportError):
+        raise
+    except Exception as error:  # transformers and tokenizers raise whatever their parsers met
+        raise UserError(
+            f"policy.model: the tokenizer in {model} cannot be used: {short(error)}",
+            fix="save the tokenizer again with save_pretrained, by the transformers that is installed here",
+        ) from error
 
 
 def find_model(model: str, root: Path) -> Path:
     """The folder of a model: a folder of the project, else a Hugging Face id from the local cache or the hub.
 
-    Raises `UserError` when there is none, or when a file is missing in it.
+    Raises `UserError` when there is none, or when a file in it is missing or cut off.
     """
     folder = (root / model).resolve()
     if (folder / deltas.RECORD).is_file():  # a version of a run
@@ -36,58 +132,8 @@ def find_model(model: str, root: Path) -> Path:
                 f"policy.model: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B"
             )
         folder = _download(model)
-    missing = [name for name in _MODEL_FILES if not (folder / name).is_file()]
-    if missing or not list(folder.glob("*.safetensors")):
-        wanted = ", ".join([*missing, *([] if list(folder.glob("*.safetensors")) else ["*.safetensors"])])
-        raise UserError(f"policy.model: {folder} lacks {wanted}", fix="save it with save_pretrained for the model and for its tokenizer")
+    check_model_files(folder)
     return folder
-
-
-def check_model(folder: Path, recipe: Recipe) -> None:
-    """Raises `UserError` for a model that cannot be trained as the recipe says: its context, its weights or its vocabulary do not fit."""
-    config = _json(folder / "config.json")
-    inner = config.get("text_config") or config
-    longest, stretched = inner.get("max_position_embeddings"), _stretched(inner)
-    if longest is not None and not stretched and recipe.policy.max_model_len > longest:
-        raise UserError(
-            f"policy.max_model_len={recipe.policy.max_model_len}, but the model in {folder} has a context of {longest} tokens",
-            fix=f"set policy.max_model_len={longest} or less",
-        )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "integers")
-        raise UserError(f"the weights in {folder} are quantized ({method}) and cannot be trained", fix="use the model's float weights")
-    vocabulary, largest = inner.get("vocab_size"), _largest_token(folder / "tokenizer.json")
-    if vocabulary is not None and largest is not None and largest >= vocabulary:
-        raise UserError(
-            f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
-            fix="model.resize_token_embeddings(len(tokenizer)), or save the tokenizer that belongs to the model",
-        )
-
-
-def _stretched(config: dict[str, Any]) -> bool:
-    """Whether positions are scaled, so that the context is longer than the configuration's number."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return "factor" in scaling
-
-
-def _largest_token(path: Path) -> int | None:
-    """The largest token id of a tokenizer.json; None where there is none to read it from."""
-    if not path.is_file():
-        return None
-    tokenizer = _json(path)
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))  # a list: its places are the ids
-    return max([*ids, *(added["id"] for added in tokenizer.get("added_tokens", []))], default=None)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}", fix="save the model and its tokenizer again with save_pretrained") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object", fix="save the model and its tokenizer again with save_pretrained")
-    return found
 
 
 def _download(model: str) -> Path:
@@ -104,50 +150,6 @@ def _download(model: str) -> Path:
             f"policy.model: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
             fix="check the path or the network, or download it first and give its folder",
         ) from error
-
-
-def open_run_folder(recipe: Recipe, run_dir: Path, *, resume: bool) -> None:
-    """Makes the run folder with its `recipe.json`, or checks that an old one can be continued with this recipe."""
-    saved = run_dir / "recipe.json"
-    if saved.exists() and not resume:
-        raise UserError(
-            f"{run_dir} already holds a run", fix=f"continue it with --resume, or choose another --run-dir (or delete {run_dir})"
-        )
-    if resume and not saved.exists():
-        raise UserError(f"{run_dir} holds no run to resume", fix="leave out --resume to start one")
-    if resume:
-        _check_same(load(saved), recipe)
-    check_disk(run_dir)
-    for name in ("episodes", "versions", "checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
-    beside = run_dir / ".recipe.json.part"
-    beside.write_text(recipe.model_dump_json(indent=2) + "\n")
-    beside.replace(saved)
-
-
-def _check_same(old: Recipe, new: Recipe) -> None:
-    """What was sampled under one recipe may not be trained under another; only length and placement may change."""
-    placement = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
-    bounds = {"limits", "max_bad_updates", "max_bad_groups"}
-    safety = {"checkpoint_turns", "max_quarantined", "max_fault_rate"}
-    free: Any = {"steps": True, "sandbox": True, "serving": True, "evaluation": True, "learner": placement | bounds, "rollout": safety}
-    before, after = old.model_dump(exclude=free), new.model_dump(exclude=free)
-    changed = sorted(key for key in before if before[key] != after[key])
-    if changed:
-        raise RecipeError(
-            f"--resume: the recipe differs from the run's own in: {', '.join(changed)}",
-            fix="resume with the same recipe and overrides (docs/recipes.md lists what may change)",
-        )
-
-
-def check_disk(run_dir: Path) -> None:
-    """Refuses to start on a disk that will be full before the first checkpoint."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(run_dir).free
-    if free < _FREE_BYTES:
-        raise UserError(f"{run_dir}: only {free >> 20} MiB are free on this disk", fix="free at least 1 GiB, or choose another --run-dir")
-    if not os.access(run_dir, os.W_OK):
-        raise UserError(f"{run_dir} is not writable", fix="choose another --run-dir")
 
 
 def place_base_version(model: Path, target: Path) -> None:

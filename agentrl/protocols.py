@@ -32,7 +32,10 @@ from agentrl.records import (
 class Sandbox(Protocol):
     """One isolated place to run programs, used by one episode and then destroyed.
 
-    Paths are relative to the sandbox's working directory; a path that leaves it is refused with `ValueError`.
+    Paths are relative to the sandbox's working directory; a path that leaves it is refused with `ValueError`. So is every other
+    argument that cannot be carried out (NUL, half a surrogate pair, a variable's name with `=`, no program, a deadline that is
+    none), before anything happens; an argument of another type raises `TypeError`. An agent's words may be handed on as they are.
+    Text stands for bytes as in `os.fsdecode`, so that every name a file can have can be said.
     Faults of the layer raise `SandboxError`/`SandboxTimeout`; a program that fails or runs too long is an `ExecResult`.
     """
 
@@ -68,7 +71,10 @@ class Sandbox(Protocol):
     async def write(self, path: str, data: bytes) -> None: ...
 
     async def snapshot(self) -> bytes:
-        """The working directory as a bounded archive that `SandboxBackend.open(..., snapshot=...)` takes."""
+        """The working directory as a bounded archive that `SandboxBackend.open(..., snapshot=...)` takes.
+
+        Whatever its files and their modes are; `ValueError` when it is too large, and for no other reason.
+        """
         ...
 
     async def pause(self) -> None: ...

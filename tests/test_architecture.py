@@ -17,12 +17,28 @@ LONGEST_FILE = 600
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "fields", "errors", "destinations"}),
-    frozenset({"protocols", "codec", "deltas", "usercode"}),
-    frozenset({"section", "recipe", "plugins", "outputs", "grading"}),
+    frozenset({"protocols", "codec", "deltas", "usercode", "causes", "runlock"}),
+    frozenset({"section", "recipe", "plugins", "outputs", "grading", "model_folder"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
-        {"loop", "cluster", "served", "evaluate", "measure", "transcript", "preflight", "check", "cheats", "project", "doctor", "gpus"}
+        {
+            "loop",
+            "cluster",
+            "served",
+            "evaluate",
+            "measure",
+            "transcript",
+            "preflight",
+            "prove",
+            "check",
+            "cheats",
+            "project",
+            "doctor",
+            "gpus",
+            "runfolder",
+            "ending",
+        }
     ),
     frozenset({"cli", "__main__"}),
 )

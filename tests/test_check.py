@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl import cheats
-from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, _retried, check_family, render
+from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _retried, check_family, render
 from agentrl.cli import app
 from agentrl.errors import SandboxError
-from agentrl.recipe import SandboxConfig
-from agentrl.task import TaskFolders
+from agentrl.prove.findings import Finding, Proof
+from agentrl.prove.source import FamilySource
+from agentrl.recipe import SandboxConfig, TasksConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
@@ -30,7 +31,8 @@ def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--parallel", "4"])
     assert done.exit_code == 0, done.output
-    assert "every gold solution scores 1" in done.output and f"{10 * len(CHEATS)} cheats on 10 tasks" in done.output
+    assert "ok    every gold solution scores 1" in done.output and f"{10 * len(CHEATS)} cheats on 10 tasks" in done.output
+    assert "FAIL" not in done.output and "warning" not in done.output
 
 
 def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOLVE, outputs: str = "a.py", image: str = "") -> None:
@@ -49,11 +51,19 @@ def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOL
 
 
 async def check(family: Path, backend: Any) -> dict[str, dict[str, CaseResult]]:
-    """Task -> case -> result."""
     (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
-    opened = TaskFolders(family, root=family.parent)
+    return by_task(await report_on(family, backend))
+
+
+async def report_on(family: Path, backend: Any) -> CheckReport:
+    source = FamilySource(tasks=TasksConfig(family=str(family)), root=family.parent)
+    return await check_family(source, SandboxConfig(backend=backend), count=None, parallel=4, quiet=True)
+
+
+def by_task(report: CheckReport) -> dict[str, dict[str, CaseResult]]:
+    """Task -> case -> result."""
     found: dict[str, dict[str, CaseResult]] = {}
-    for result in await check_family(opened, SandboxConfig(backend=backend), root=family.parent, count=None, parallel=4, quiet=True):
+    for result in report.cases:
         found.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
     return found
 
@@ -82,7 +92,7 @@ async def test_what_is_wrong_with_a_family_is_told_task_by_task(backend: str, tm
     assert wrong["no-tool"] == {GOLD} and "unknown tool 'pyhton'" in found["no-tool"][GOLD].detail
     assert wrong["no-image"] == {IMAGE} and "suit" in found["no-image"][IMAGE].detail
     assert found["broken-tests"][GOLD].value is None and "nowhere" in found["broken-tests"][GOLD].detail
-    table = render([result for cases in found.values() for result in cases.values()])
+    table = render(CheckReport(cases=tuple(result for cases in found.values() for result in cases.values()), proofs=(), not_proven=()))
     assert "6 of 7 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
 
 
@@ -113,15 +123,21 @@ def test_json_has_every_case(tmp_path: Path) -> None:
     write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
     (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
     done = CliRunner().invoke(app, ["check", str(family), "--backend", "bubblewrap", "--json"])
-    results = {item["case"]: item for item in json.loads(done.stdout)}
+    told = json.loads(done.stdout)
+    results = {item["case"]: item for item in told["cases"]}
+    assert set(told) == {"ok", "cases", "proofs", "not_proven"} and not told["ok"]
+    assert len(told["proofs"]) == 5 and all(set(proof) == {"name", "looked_at", "findings", "unproven", "ok"} for proof in told["proofs"])
     assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
     assert len(results) == 2 + len(CHEATS)
 
 
 def test_the_table_takes_any_text() -> None:
     result = CaseResult(task="f/[b]", case=GOLD, wanted=1.0, value=None, detail="[/red] what a test said [bold]\x1b[31m", wall_s=0.0)
-    shown = render([result])
+    finding = Finding(severity="warning", what="[/red] and \x1b[31m")
+    proof = Proof(name="a proof", looked_at="1 task", findings=(finding,))
+    shown = render(CheckReport(cases=(result,), proofs=(proof,), not_proven=("that [b] is \x1b right",)))
     assert "[/red] what a test said [bold]" in shown and "f/[b]" in shown and "\x1b" not in shown
+    assert "that [b] is" in shown and "warning: [/red] and" in shown and "ok    a proof" in shown
 
 
 async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_it_lasts() -> None:

@@ -4,17 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import default_run_dir, project_root
+from agentrl.cli import project_root
 from agentrl.errors import RecipeError
-
-
-def test_runs_get_the_first_free_folder_and_resume_the_last(tmp_path: Path) -> None:
-    assert default_run_dir(tmp_path, "q", resume=False) == tmp_path / "q"
-    assert default_run_dir(tmp_path, "q", resume=True) == tmp_path / "q"
-    (tmp_path / "q").mkdir()
-    (tmp_path / "q-2").mkdir()
-    assert default_run_dir(tmp_path, "q", resume=False) == tmp_path / "q-3"
-    assert default_run_dir(tmp_path, "q", resume=True) == tmp_path / "q-2"
 
 
 def test_the_project_root_is_the_nearest_folder_with_a_pyproject(tmp_path: Path) -> None:

@@ -211,4 +211,15 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
 def test_the_family_example_is_proven_in_real_sandboxes(project: Path) -> None:
     write_examples("task-families.md", project)
     output = run(project, "-m", "agentrl", "check", "recipes/logs.py", "--count", "4", "--sandbox", "bubblewrap", timeout=1500)
-    assert "every gold solution scores 1" in output
+    assert "ok    every gold solution scores 1" in output and "FAIL" not in output
+
+
+def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() -> None:
+    """A project made by `agentrl init`, and an installed wheel, have no docs/: a fix says what to do. Docstrings are for us."""
+    named = {}
+    for path in sorted((ROOT / "agentrl").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings, of fields too
+        texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
+        named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}
+    assert named == {}

@@ -11,7 +11,10 @@ import pytest
 from agentrl import cheats
 from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
 from agentrl.outputs import WHOLE, produce
-from agentrl.recipe import SandboxConfig
+from agentrl.prove.image_files import image_files
+from agentrl.prove.leaks import leaks, truths
+from agentrl.prove.source import FamilySource
+from agentrl.recipe import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.sandbox import builds, docker, images, select_backend
@@ -165,14 +168,33 @@ def tasks(family: Path) -> dict[str, Task]:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BOTH)
 async def test_unmodified_folders_hold(backend: Any, family: Path) -> None:
-    opened = TaskFolders(family, root=family.parent)
+    source = FamilySource(tasks=TasksConfig(family=str(family)), root=family.parent)
     results: dict[str, dict[str, CaseResult]] = {}
-    for result in await check_family(opened, SandboxConfig(backend=backend), root=family.parent, count=None, parallel=4, quiet=True):
+    report = await check_family(source, SandboxConfig(backend=backend), count=None, parallel=4, quiet=True)
+    assert all(proof.ok for proof in report.proofs), report.proofs
+    for result in report.cases:
         results.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
     assert set(results) == {"count", "greet"}
     for name, cases in results.items():
         assert set(cases) == {GOLD, NOTHING, *CHEATS}, (name, cases.get(IMAGE))
         assert {case: result.detail for case, result in cases.items() if not result.ok} == {}, name
+
+
+@pytest.mark.parametrize("backend", BOTH)
+async def test_a_solution_that_an_image_brings_is_found(backend: Any, family: Path) -> None:
+    """A Dockerfile that copies too much: the agent would find the solution in its own working directory."""
+    solution = (family / "count" / "solution" / "solve.sh").read_text()
+    (family / "count" / "environment" / "data" / "old.sh").write_text(f"# as last year\n{solution}")
+    found = tasks(family)
+    sandboxes = select_backend(backend, run_label="test", root=family.parent)
+    try:
+        for name, wanted in (("count", {("old.sh", "solution/solve.sh", True)}), ("greet", set())):
+            await sandboxes.prepare(found[name].sandbox)
+            shown = await image_files(found[name].sandbox, sandboxes)
+            sure = [leak for leak in leaks(shown.files, truths(found[name])) if leak.sure]
+            assert {(Path(leak.place).name, leak.truth.origin, leak.sure) for leak in sure} == wanted
+    finally:
+        await sandboxes.close()
 
 
 LOOK = """

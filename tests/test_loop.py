@@ -22,8 +22,10 @@ from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.failure.quarantine import count
 from agentrl.objective import assemble
+from agentrl.preflight import check
 from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task
 from agentrl.rollout import left_out_group
+from agentrl.runfolder import Start
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -176,8 +178,10 @@ async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tm
     """The driver died between storing group 0 and forgetting its episodes; group 1 was still running."""
     _, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", ["rollout.checkpoint_turns=true", "rollout.branching={}"])
     recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap", "warm": 0})})
+    start = Start(recipe=ROOT / "recipes" / "quickstart.py", folder=tmp_path / "run", overrides=())
+    checked = check(recipe, tmp_path, root=ROOT)
     for resume, left in ((False, ()), (True, (1,))):
-        async with loop._opened(recipe, tmp_path / "run", root=ROOT, resume=resume, console=False) as run:
+        async with loop._opened(recipe, start, checked, root=ROOT, console=False) as run:
             assert run.running.groups() == left
             assert run.groups.keeper is run.running and run.groups.branching == recipe.rollout.branching
             if not resume:
@@ -186,5 +190,5 @@ async def test_a_resumed_run_keeps_what_is_running_and_forgets_what_is_stored(tm
                 for index in (0, 1):
                     await run.running.finish(index, 0, group.episodes[0])
     plain = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"checkpoint_turns": False})})
-    async with loop._opened(plain, tmp_path / "run", root=ROOT, resume=True, console=False) as run:
+    async with loop._opened(plain, start, checked, root=ROOT, console=False) as run:
         assert run.groups.keeper is None

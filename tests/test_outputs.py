@@ -120,6 +120,27 @@ async def test_a_listing_only_proposes_names() -> None:
     assert set((await collect(sandbox, ["src/*.py"])).files) == {"src/a.py"}
 
 
+async def test_what_was_listed_and_cannot_be_taken_is_told_in_words_that_can_be_stored() -> None:
+    deep, long = "/".join("d" * 40), "x" * 600
+    collected = await collect(Refusing("s", listing("a", "\udcff", deep, long, "gone"), {"a": b"1"}), ["**", "missing"])
+    assert collected.files == {"a": b"1"}
+    assert set(collected.refused) == {"\\udcff", deep[:100], long[:100], "gone"}
+    json.dumps(dict(collected.refused), ensure_ascii=False).encode()
+
+
+async def test_names_that_lead_nowhere_are_not_tried_without_end() -> None:
+    tried = []
+
+    class Counting(Refusing):
+        async def read(self, path: str, *, max_bytes: int) -> bytes:
+            tried.append(path)
+            return await super().read(path, max_bytes=max_bytes)
+
+    names = [f"f{number}" for number in range(20_000)]
+    collected = await collect(Counting("s", listing(*names), {}), ["*"])
+    assert not collected.files and len(tried) <= OUTPUT_FILES + 1 and len(collected.refused) <= OUTPUT_FILES + 2
+
+
 @pytest.mark.parametrize("said", ["", "{}", "[1, 2]", "[" * 100_000, '["a"'])
 async def test_a_listing_that_is_none_is_the_agents_doing(said: str) -> None:
     collected = await collect(Refusing("s", printing(said), {"a": b"1"}), ["*"])
@@ -159,7 +180,8 @@ async def test_the_whole_working_directory_is_what_differs_from_the_images() -> 
     assert is_exact(WHOLE) is False and matches(WHOLE, "a/b") and example(WHOLE) == "x" and wrong_pattern(WHOLE)
     told = json.dumps([["new", "../x", "a/b"], ["old", "/etc/passwd", "a/../b"]])
     collected = await collect(Refusing("s", printing(told), {"new": b"1", "a/b": b"2", "untold": b"3"}), [WHOLE])
-    assert collected.files == {"new": b"1", "a/b": b"2"} and collected.removed == ("old",) and not collected.refused
+    assert collected.files == {"new": b"1", "a/b": b"2"} and collected.removed == ("old",)
+    assert set(collected.refused) == {"../x"}
     for lie in ("[]", "[[1], []]", '{"a": 1}', "[" * 9999, "[[], [], []]", json.dumps([["new"], None])):
         collected = await collect(Refusing("s", printing(lie), {"new": b"1"}), [WHOLE])
         assert not collected.files and not collected.removed and "cannot be listed" in collected.refused[WHOLE], lie

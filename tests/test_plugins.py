@@ -29,11 +29,32 @@ def test_a_missing_dependency_of_the_module_is_named_itself(tmp_path: Path, monk
         resolve("needy:x")
 
 
-def test_a_file_that_fails_to_import_is_not_kept(tmp_path: Path) -> None:
+def test_a_file_that_fails_to_import_is_named_with_its_line_and_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
-    for wrong, says in (("1 / 0", "ZeroDivisionError: division by zero"), ("raise SystemExit(3)", "SystemExit: 3"), ("def", "SyntaxError")):
-        path.write_text(wrong + "\n")
-        with pytest.raises(PluginError, match=f"importing .*broken.py failed: {says}(.|\n)*fix: repair"):
-            resolve(f"{path}:x")
+    path.write_text("x = 1\ny = 1 / 0\n")
+    with pytest.raises(PluginError, match=r"broken\.py:2: ZeroDivisionError: division by zero\n  fix: "):
+        resolve(f"{path}:x")
     path.write_text("x = 1\n")
     assert resolve(f"{path}:x") == 1
+
+
+SECTION = "from agentrl.recipe import LearnerConfig\n"
+MISTAKES = {
+    "def x(\n": r"mistaken\.py:1: SyntaxError: '\(' was never closed",
+    "\nimport nosuchmodule\n": r"mistaken\.py:2: ModuleNotFoundError: .*\n  fix: install 'nosuchmodule'",
+    "import math\nmath.sqroot(2)\n": r"mistaken\.py:2: AttributeError: module 'math' has no attribute 'sqroot'",
+    f"{SECTION}x = LearnerConfig(lrr=1)\n": r"mistaken\.py:2: LearnerConfig\.lrr: unknown key; did you mean lr\? known here: ",
+    f"{SECTION}x = LearnerConfig(lr='fast')\n": r"mistaken\.py:2: LearnerConfig\.lr: Input should be a valid number.*\(got 'fast'\)",
+    f"{SECTION}x = LearnerConfig(zero_stage=0, lr=0.1)\nx.lrr\n": r"mistaken\.py:3: AttributeError: .*has no attribute 'lrr'",
+    "raise SystemExit(3)\n": r"mistaken\.py:1: SystemExit: 3",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_mistake_in_users_code_is_told_with_its_line(text: str, as_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mistaken.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PluginError, match=MISTAKES[text]) as error:
+        resolve("mistaken:x" if as_module else f"{tmp_path}/mistaken.py:x")
+    assert error.value.fix and len(str(error.value).splitlines()) == 2

@@ -192,7 +192,7 @@ async def test_a_learner_that_halts_is_not_started_again(tmp_path: Path) -> None
     run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path))
     with pytest.raises(LearnerHalted, match="step 3"):
         await loop._watch_learner(run)  # type: ignore[arg-type]
-    assert run.learner.starts == 0
+    assert run.learner.starts == 1
     assert run.tracker.said == ["halted: step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"]
     run.tracker.close()
 

@@ -25,7 +25,7 @@ from agentrl import codec
 from agentrl.errors import LearnerError
 from agentrl.fields import Record
 from agentrl.learner.critic import Critic
-from agentrl.learner.durable import commit_folder, part_folder
+from agentrl.learner.durable import commit_folder, part_folder, writing
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
@@ -64,12 +64,12 @@ def save(
 ) -> Path:
     """Writes `root/000012` durably, then removes all but the newest `keep` and number `spare`. All ranks call it. Returns the folder.
 
-    Raises `LearnerError` when the disk refuses; the checkpoints that were there stay.
+    Raises `DiskFull` or `LearnerError` when the disk refuses; the checkpoints that were there stay.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
     part = final.with_name(f".{final.name}.part")
-    try:
+    with writing(f"checkpoint {final}"):
         if ranks.first:
             part_folder(final)
         ranks.barrier()
@@ -84,8 +84,6 @@ def save(
             commit_folder(part, final)
             _prune(root, keep, spare)
         ranks.barrier()
-    except OSError as error:
-        raise LearnerError(f"cannot write checkpoint {final}: {error.strerror or error}; free space there and resume") from error
     return final
 
 

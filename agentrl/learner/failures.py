@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from agentrl import codec
-from agentrl.errors import LearnerError
+from agentrl.learner.durable import writing
 from agentrl.learner.guard import Setback
 
 FILE = "failures/updates.jsonl"
@@ -19,7 +19,7 @@ class FailureLog:
         self.path = run_dir / FILE
 
     def append(self, setbacks: tuple[Setback, ...]) -> None:
-        """Durable when it returns. Raises `LearnerError` when the disk refuses."""
+        """Durable when it returns. Raises `DiskFull` or `LearnerError` when the disk refuses."""
         if setbacks:
             self._write("ab", setbacks)
 
@@ -37,12 +37,10 @@ class FailureLog:
 
     def _write(self, mode: str, setbacks: tuple[Setback, ...]) -> None:
         target = self.path if mode == "ab" else self.path.with_name(f".{self.path.name}.part")
-        try:
+        with writing(str(self.path)):
             self.path.parent.mkdir(exist_ok=True)
             with target.open(mode) as file:
                 file.writelines(codec.to_json(setback) + b"\n" for setback in setbacks)
                 file.flush()
                 os.fsync(file.fileno())
             target.replace(self.path)
-        except OSError as error:
-            raise LearnerError(f"cannot write {self.path}: {error.strerror or error}; free space there and resume") from error

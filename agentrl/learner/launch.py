@@ -9,10 +9,12 @@ is unpickled by those who read it. Here it listens on the loopback address.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from typing import Any
 
+from agentrl.learner.farewell import Farewell, say
 from agentrl.learner.lifeline import die_with_parent
 
 
@@ -36,9 +38,23 @@ def listen_on_loopback() -> None:
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
     listen_on_loopback()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    torchrun([*sys.argv[2:], "--parent", str(os.getpid())])
+    try:
+        torchrun([*sys.argv[2:], "--parent", str(os.getpid())])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # killed, and could say nothing itself
+            _tell(rank, -failure.exitcode)
+        sys.exit(1)
+
+
+def _tell(rank: int, number: int) -> None:
+    why = " (what the kernel does when memory runs out)" if number == signal.SIGKILL else ""
+    message = f"rank {rank} was killed by signal {number}, {signal.Signals(number).name}{why}"
+    print(message, file=sys.stderr, flush=True)
+    say(sys.argv[sys.argv.index("--mailbox") + 1] if "--mailbox" in sys.argv else None, Farewell(kind="other", message=message))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ import signal
 import sys
 from pathlib import Path
 
-from agentrl.errors import LearnerError, LearnerHalted
+from agentrl.causes import in_log
+from agentrl.errors import LearnerError
+from agentrl.learner.farewell import Mailbox
 from agentrl.recipe import Recipe
+from agentrl.runlock import hold_part
 
 ANNOUNCEMENT = "server.json"  # in the run folder while a server runs: where it is; the learner reads it to send weights over NCCL
-HALTED = "failures/halted.txt"  # in the run folder after the learner stopped on purpose: why
-_TAIL_BYTES = 6000  # torchrun's own farewell takes up to half of it
+_TAIL_BYTES = 1 << 18
 
 
 class LearnerProcess:
@@ -31,6 +33,8 @@ class LearnerProcess:
         self.gpus = gpus
         self.log_path = run_dir / "logs" / "learner.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._mailbox = Mailbox()
+        self._log_start = 0  # bytes in the log before this start
 
     @property
     def alive(self) -> bool:
@@ -44,23 +48,29 @@ class LearnerProcess:
         """Starts the processes and returns at once; the log says when they are ready. Raises `LearnerError` if already started."""
         if self.alive:
             raise LearnerError("the learner is already running")
-        (self.run_dir / HALTED).unlink(missing_ok=True)
+        self._mailbox.empty()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                env=self._environment(),
-                start_new_session=True,
-            )
+        part = hold_part(self.run_dir)
+        try:
+            with self.log_path.open("ab") as output:
+                self._log_start = output.tell()
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=self._environment(),
+                    start_new_session=True,
+                    pass_fds=(part,),
+                )
+        finally:
+            os.close(part)
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
         """Waits for the learner to end by itself.
 
-        Raises `LearnerHalted` when it stopped on purpose, `LearnerError` with the log's tail when it fails, and `TimeoutError` when it
-        still runs after `timeout_s`.
+        Raises `LearnerHalted` when it stopped on purpose, `UserError` when it refuses the model or the recipe, `DiskFull` when there was
+        no room, `LearnerError` with the cause when it fails otherwise, and `TimeoutError` when it still runs after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -72,10 +82,13 @@ class LearnerProcess:
         code = self.returncode
         if code in (None, 0):
             return
-        note = self.run_dir / HALTED
-        if note.exists():
-            raise LearnerHalted(note.read_text(encoding="utf-8"))
-        raise LearnerError(f"the learner ended with exit code {code}; the end of {self.log_path}:\n{self.log_tail()}")
+        if (word := self._mailbox.best()) is not None:
+            raise word.error(self.log_path)
+        cause, fix = in_log(self.log_tail())  # a process that could not say anything: killed, or broken before its first line
+        advice = f"\n  fix: {fix}" if fix else ""
+        raise LearnerError(
+            f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
+        )
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
         """Asks the workers to finish the step in hand, waits `grace_s`, then kills the whole tree. Idempotent."""
@@ -99,18 +112,21 @@ class LearnerProcess:
         await self._process.wait()
 
     def log_tail(self) -> str:
-        """The last lines of the log."""
+        """The end of the log, of this start alone."""
         try:
             with self.log_path.open("rb") as file:
-                file.seek(max(0, self.log_path.stat().st_size - _TAIL_BYTES))
+                file.seek(max(self._log_start, self.log_path.stat().st_size - _TAIL_BYTES))
                 return file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        worker = ["-m", "agentrl.learner.worker", "--run-dir", str(self.run_dir)]
-        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, "--local-addr=127.0.0.1", *worker]
+        launch = [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, "--local-addr=127.0.0.1", "-m"]
+        return [*launch, *self._worker()]
+
+    def _worker(self) -> list[str]:
+        return ["agentrl.learner.worker", "--run-dir", str(self.run_dir), "--mailbox", self._mailbox.address]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner

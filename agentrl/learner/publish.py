@@ -17,9 +17,8 @@ from pathlib import Path
 from torch import Tensor
 
 from agentrl import codec, deltas
-from agentrl.errors import LearnerError
 from agentrl.learner import lora
-from agentrl.learner.durable import commit_folder, part_folder
+from agentrl.learner.durable import commit_folder, part_folder, writing
 from agentrl.learner.engine import PolicyEngine
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
 from agentrl.version import FolderRegistry, sha256_file
@@ -70,20 +69,18 @@ def publish(
     """Exports the engine's weights as version `number`, registers it, and removes the weights of old versions. All ranks call it.
 
     The same engine state gives the same bytes. With `full_every` versions are deltas of their parents where that pays, all but those
-    whose number it divides. Raises `LearnerError` when the disk refuses, `StoreError` when the number is
+    whose number it divides. Raises `DiskFull` or `LearnerError` when the disk refuses, `StoreError` when the number is
     registered with other weights.
     """
     weights = gather(engine)
     probe = Probe(token_ids=rows, logprobs=engine.probe(rows))
     if engine.ranks.first:
-        try:
+        with writing(f"version {number} in {run_dir}"):
             part = part_folder(version_folder(run_dir, number))
             version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
             if full_every is not None:
                 _shrink(part, version, registry.get(parent), whole=number % full_every == 0)
             commit_folder(part, version_folder(run_dir, number))
-        except OSError as error:
-            raise LearnerError(f"cannot write version {number} in {run_dir}: {error.strerror or error}; free space and resume") from error
         registry.add(version)
         registry.prune(keep)
     engine.ranks.barrier()

@@ -44,7 +44,7 @@ class TaskScorer:
                 continue
             verifier = resolve(reference)
             if not callable(verifier):
-                raise PluginError(f"verifier {reference!r} is not callable", fix="see docs/verifiers.md")
+                raise PluginError(f"verifier {reference!r} is not callable", fix="write async def score(task, episode) -> Score")
             self._verifiers[reference] = verifier
 
     async def __call__(self, task: Task, episode: Episode) -> Score:

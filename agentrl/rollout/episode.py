@@ -238,6 +238,7 @@ class EpisodeRunner:
         tool = tools.get(call.name)
         if tool is None:
             return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+        arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
         sandbox = None
         if tool.needs_sandbox:
             started = time.monotonic()
@@ -246,7 +247,6 @@ class EpisodeRunner:
         state.stage = "tool" if sandbox is None else "sandbox"
         started = time.monotonic()
         try:
-            arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
             called = await call_tool(tool, arguments, sandbox, task.limits, turn=len(state.turns))
         finally:
             state.program_s += time.monotonic() - started

@@ -73,14 +73,14 @@ class _Wrong(Exception):
 
 
 def _checked(given: object, limits: Limits) -> ToolOutcome:
-    """The outcome, within bounds. Raises `_Wrong`, with what the agent may be told."""
+    """The outcome within bounds. Raises `_Wrong`, with what the agent may be told."""
     if not isinstance(given, ToolOutcome):
-        raise _Wrong(f"it gave {type(given).__name__}, not a ToolOutcome")
+        raise _Wrong(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
     if given.answer is not None and len(given.answer) > MAX_ANSWER:
         raise _Wrong(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
-    if len(given.output) > limits.tool_output_chars + _CUT_MARK:
-        return replace(given, output=clip(given.output, limits.tool_output_chars))
-    return given
+    if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
+        return given
+    return replace(given, output=clip(given.output, limits.tool_output_chars))
 
 
 def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:

@@ -27,6 +27,17 @@ AGENT_USERS, SERVER_USERS, USERS = 0x70000000, 0x78000000, 0x07FFFFFF
 CORES_FILE = "/sys/devices/system/cpu/online"
 """Where the C library counts cores, whatever cores a program may run on."""
 QUEUED_SIGNALS, QUEUE_BYTES = 4096, 262_144
+SOCKET_SHARE = 8
+"""What TCP and UDP hold in buffers may be this part of a sandbox's memory, and comes on top where the kernel counts it apart (v1)."""
+TERMINALS = 16
+"""Pseudo terminals of a sandbox. The machine has 3,072 for all (`kernel.pty.max` without `kernel.pty.reserve`)."""
+TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
+NETWORK_SETTINGS = {
+    "net.ipv4.tcp_rmem": "4096 16384 1048576",
+    "net.ipv4.tcp_wmem": "4096 16384 1048576",
+    "net.ipv4.tcp_max_tw_buckets": "4096",
+}
+"""Of a sandbox's own network namespace. A connection that nobody has accepted yet is charged to nobody, and keeps to the second size."""
 
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 5, 6, 7, 24
 
@@ -47,6 +58,11 @@ def disk_bytes(spec: SandboxSpec) -> int:
 def inodes(spec: SandboxSpec) -> int:
     """Files and folders that each of the writable places may hold: an empty one still takes kernel memory."""
     return INODES_PER_MEBIBYTE * spec.memory_mb
+
+
+def socket_bytes(spec: SandboxSpec) -> int:
+    """Buffers of TCP and UDP together."""
+    return spec.memory_mb * MEBIBYTE // SOCKET_SHARE
 
 
 def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:

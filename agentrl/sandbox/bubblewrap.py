@@ -156,9 +156,10 @@ class BubblewrapBackend(ChannelBackend):
         return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
-        """What the exec server is told: how many files each place may hold, which bwrap has no option for, and limits."""
+        """What the exec server is told: bounds that bwrap has no option for (files of each place, terminals, sockets), and limits."""
         options = allowance.server_options(name, spec)
         options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
+        options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
         if self._hierarchy is None:
             disk = allowance.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}

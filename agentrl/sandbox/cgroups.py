@@ -13,6 +13,7 @@ from typing import Literal
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
+from agentrl.sandbox import allowance
 
 MOUNT = Path("/sys/fs/cgroup")
 PARENT = "agentrl"
@@ -57,6 +58,7 @@ class Hierarchy:
             for path, value in self._settings(name, spec):
                 path.write_text(str(value))
             self._no_swap(name, spec)
+            self._sockets(name, spec)
         except OSError as error:
             with contextlib.suppress(SandboxError):
                 group.remove()
@@ -96,6 +98,12 @@ class Hierarchy:
             path, value = MOUNT / "memory" / PARENT / name / "memory.memsw.limit_in_bytes", spec.memory_mb << 20
         if path.exists():
             path.write_text(str(value))
+
+    def _sockets(self, name: str, spec: SandboxSpec) -> None:
+        """Buffers of TCP and UDP: v2 counts them as memory, v1 apart from it and once there is a limit, where the kernel has that file."""
+        path = MOUNT / "memory" / PARENT / name / "memory.kmem.tcp.limit_in_bytes"
+        if self.kind == "v1" and path.exists():
+            path.write_text(str(allowance.socket_bytes(spec)))
 
 
 def find() -> Hierarchy | None:

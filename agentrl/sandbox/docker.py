@@ -47,6 +47,18 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
+TERMINALS = {
+    "Type": "volume",
+    "Target": "/dev/pts",
+    "VolumeOptions": {
+        "NoCopy": True,
+        "DriverConfig": {
+            "Name": "local",
+            "Options": {"type": "devpts", "device": "devpts", "o": f"nosuid,noexec,{allowance.TERMINAL_OPTIONS}"},
+        },
+    },
+}
+"""Pseudo terminals of the container's own, in place of the daemon's, which may be all that the machine has. It goes with the container."""
 REQUEST_S = 60.0
 QUICK_S = 15.0
 """For requests that only look or remove."""
@@ -184,6 +196,7 @@ class DockerBackend(ChannelBackend):
         mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
         if spec.runtime:  # one with a kernel of its own shows that kernel's cores
             del mounts[allowance.CORES_FILE]
+        binds = [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()]
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
@@ -197,17 +210,19 @@ class DockerBackend(ChannelBackend):
             },
             "Memory": spec.memory_mb << 20,
             "MemorySwap": spec.memory_mb << 20,
+            "KernelMemoryTCP": allowance.socket_bytes(spec),  # v1 counts it apart from memory
             "PidsLimit": spec.processes + 1,  # the exec server
             "NanoCpus": int(spec.cpus * 1e9),
             "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()],
+            "Mounts": [*binds, *([] if spec.runtime else [TERMINALS])],
+            "Sysctls": allowance.NETWORK_SETTINGS,
             "AutoRemove": True,
             "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
             "CgroupnsMode": "private",
             "ReadonlyPaths": READ_ONLY,
         }
-        if spec.runtime:
-            host["Runtime"] = spec.runtime
+        if spec.runtime:  # its kernel, where it has one of its own, has these for itself
+            host |= {"Runtime": spec.runtime, "Sysctls": {}}
         return {
             "Image": image.tree,
             "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", json.dumps(options)],

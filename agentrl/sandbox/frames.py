@@ -39,8 +39,11 @@ class FrameError(SandboxError):
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """A request frame. Raises `ValueError` when the header or body is larger than a frame may carry."""
-    text = json.dumps(header, separators=(",", ":")).encode()
+    """A request frame. Raises `ValueError` when the header or body is larger than a frame may carry, `TypeError` for what is no JSON."""
+    try:
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("a request nested too deep") from None
     if len(text) > MAX_REQUEST_HEADER:
         raise ValueError(f"a request of {len(text)} bytes is larger than {MAX_REQUEST_HEADER}; pass large data as a file or on stdin")
     if len(body) > 0xFFFFFFFF:

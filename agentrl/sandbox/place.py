@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from agentrl.errors import SandboxError
 from agentrl.records import ExecResult, SandboxSpec
-from agentrl.sandbox import frames
+from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.channel import Channel
 
 log = logging.getLogger(__name__)
 
-SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 GRACE_S = 10.0
 """How much longer than a program's own limit the layer may take to say so."""
 FILE_S = 30.0
 HANG_UP_S = 3.0
-MAX_DEPTH = 64
 
 Destroy = Callable[[bool], Awaitable[None]]
 """Removes what the backend made. The argument: whether the sandbox's own main process is known to have ended."""
@@ -53,36 +51,29 @@ class ChannelSandbox:
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
         """Runs a program with its own pipes. Each of stdout and stderr keeps its first and last `output_bytes / 2` bytes."""
-        if not argv or any("\0" in text for text in (*argv, *(env or {}), *(env or {}).values())):
-            raise ValueError("argv must not be empty, and neither argv nor env may hold NUL characters")
-        program = {"argv": list(argv), "env": dict(env) if env else None}
-        return await self._run("exec", program, stdin, timeout_s=timeout_s, output_bytes=output_bytes)
+        fields = arguments.program(argv, env) | arguments.limits(timeout_s, output_bytes)
+        return await self._run("exec", fields, arguments.content(stdin, "stdin"))
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         """What `python3 -I -c code` gives, from a fork of a warm interpreter that has run nobody's code before.
 
         With `session`, in the interpreter of that name, which lives on and keeps its names; four names in the life of a sandbox.
         """
-        if session and not SESSION_NAME.fullmatch(session):
-            raise ValueError(f"a session is named by up to 64 letters, digits, `_` and `-`, not {session[:100]!r}")
-        program = {"session": session or None}
-        body = code.encode("utf-8", "surrogatepass")
-        result = await self._run("python", program, body, timeout_s=timeout_s, output_bytes=output_bytes)
+        fields = {"session": arguments.session_name(session)} | arguments.limits(timeout_s, output_bytes)
+        result = await self._run("python", fields, arguments.code(code))
         first = bool(session) and session not in self._sessions
         self._sessions |= {session}
         return replace(result, restarted=True) if first and self._restored else result
 
-    async def _run(self, operation: str, program: Mapping[str, object], body: bytes, *, timeout_s: float, output_bytes: int) -> ExecResult:
-        if timeout_s <= 0 or output_bytes < 0:
-            raise ValueError(f"timeout_s must be positive and output_bytes not negative, got {timeout_s} and {output_bytes}")
+    async def _run(self, operation: str, program: Mapping[str, Any], body: bytes) -> ExecResult:
         async with self._turn:
             reply = await self._channel.call(
                 operation,
-                {**program, "timeout_s": timeout_s, "output_bytes": output_bytes},
+                program,
                 body=body,
                 schema=frames.RAN_IN_SESSION if program.get("session") else frames.RAN,
-                max_body=2 * (output_bytes + frames.CUT_MARK_BYTES),
-                timeout_s=timeout_s + GRACE_S,
+                max_body=2 * (program["output_bytes"] + frames.CUT_MARK_BYTES),
+                timeout_s=program["timeout_s"] + GRACE_S,
             )
         try:
             return frames.ran(reply.fields, reply.body)
@@ -92,8 +83,8 @@ class ChannelSandbox:
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Bytes of a regular file; a link anywhere in the path is refused with `ValueError`."""
+        request = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
-            request = {"path": plain(path), "max_bytes": max_bytes}
             reply = await self._channel.call("read", request, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
         return reply.body
 
@@ -103,15 +94,19 @@ class ChannelSandbox:
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
         """Writes several files in one round trip; with none, shows that the sandbox answers."""
-        listing = [[plain(path), len(data)] for path, data in files.items()]
+        contents = arguments.contents(files)
+        listing = [[path, len(data)] for path, data in contents.items()]
         async with self._turn:
-            await self._channel.call("write", {"files": listing}, body=b"".join(files.values()), timeout_s=FILE_S)
+            await self._channel.call("write", {"files": listing}, body=b"".join(contents.values()), timeout_s=FILE_S)
 
     async def snapshot(self) -> bytes:
         """The working directory as a tar archive: regular files, folders, links as links. Programs stand still meanwhile.
 
-        Raises `ValueError` when it holds more than the sandbox's `disk_mb`, 20,000 entries or 64 levels. The archive is
-        hostile data: hand it to `open(snapshot=...)`, never unpack it on the host.
+        Names, permission bits and times are kept, and files that share one content still do. Pipes, sockets and devices are left
+        out. Whatever modes a program has set, a snapshot is made; one that keeps a file under a lease is ended, and all others with it.
+        Raises `ValueError` when the working directory is too large, and for no other reason: more than the sandbox's `disk_mb`,
+        20,000 entries, 64 levels or 20 s of work. The archive is hostile data: hand it to `open(snapshot=...)`, never unpack it
+        on the host.
         """
         limit = (self.spec.disk_mb << 20) + (32 << 20)  # tar headers of 20,000 entries
         async with self._turn:
@@ -123,7 +118,7 @@ class ChannelSandbox:
         """Unpacks a snapshot into the working directory, inside the sandbox. What sessions held is not in it, and they will say so."""
         self._restored = True
         async with self._turn:
-            await self._channel.call("restore", body=archive, timeout_s=2 * FILE_S)
+            await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
         """Stops every program, and its clock; may be called while one runs. Memory stays in use."""
@@ -157,11 +152,3 @@ class ChannelSandbox:
         finally:
             for callback in self._when_closed:
                 callback()
-
-
-def plain(path: str) -> str:
-    """`path` when it is relative and stays in the working directory without `.` or `..`, else `ValueError`."""
-    parts = path.split("/")
-    if len(parts) > MAX_DEPTH or any(part in ("", ".", "..") for part in parts) or "\0" in path:
-        raise ValueError(f"{path!r} is not a plain path relative to the working directory")
-    return path

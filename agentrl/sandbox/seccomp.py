@@ -1,10 +1,13 @@
 """A system call filter for sandboxes, the same under every backend: a classic BPF program that the exec server installs.
 
-It refuses (EPERM) what a program in a sandbox has no use for and kernels have had holes in: new namespaces, mounts, tracing,
-keyrings, BPF, io_uring, modules, and socket families other than local, IPv4 and IPv6. `clone3` answers ENOSYS, because its
-flags are behind a pointer; libraries fall back to `clone`, whose flags are checked. So do System V queues and semaphores, which
-would keep kernel memory after the last program has ended; shared segments may have a page. A wrong architecture kills the
-process.
+It is a list of what is allowed (`agentrl.sandbox.system_calls`), so that a call which kernels have yet to get is refused before
+anyone knows of it. Refusals are those that programs are prepared for: ENOSYS where libraries have another way, EPERM for what
+takes rights, EOPNOTSUPP and the like where the kernel itself would say so. Of some calls it looks at the arguments: no new
+namespaces, no socket families but local and IP, and no socket options, terminal commands or properties of processes that keep kernel
+memory, load modules, or concern more than the caller. A wrong architecture kills the process.
+
+A search by halves finds a call's number in about seven steps; of calls that are allowed whatever their arguments the kernel keeps a
+bitmap, and does not run the filter at all (Linux 5.11 or later).
 """
 
 from __future__ import annotations
@@ -14,69 +17,50 @@ import functools
 import platform
 import socket
 import struct
+from collections.abc import Iterable
 
-_LD_W_ABS, _JEQ, _JSET, _JGE, _RET = 0x20, 0x15, 0x45, 0x35, 0x06
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
-_NR, _ARCH, _ARG0, _ARG1, _ARG1_HIGH = 0, 4, 16, 24, 28  # offsets in struct seccomp_data, low halves first (little-endian)
-_X32_BIT = 0x40000000
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
-_FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+from agentrl.sandbox.system_calls import ALLOWED, DONE, FORBIDDEN, JUDGED, UNSUPPORTED
 
+Block = tuple[bytes, ...]
+Ranges = Iterable[tuple[int, int]]
+
+_LD_W_ABS, _AND, _JA, _JEQ, _JSET, _JGE, _RET = 0x20, 0x54, 0x05, 0x15, 0x45, 0x35, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_FARTHEST = 255  # instructions that a conditional jump can skip
+_NR, _ARCH = 0, 4
+_ARG0, _ARG1, _ARG2 = 16, 24, 32  # offsets in struct seccomp_data of the arguments' low halves (little-endian), high ones 4 further
+_HIGH = 4
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# System call numbers: (x86_64, aarch64); None: does not exist there.
-_DENIED: dict[str, tuple[int | None, int]] = {
-    "ptrace": (101, 117),
-    "syslog": (103, 116),
-    "personality": (135, 92),
-    "acct": (163, 89),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "iopl": (172, 0xFFFF),
-    "ioperm": (173, 0xFFFF),
-    "init_module": (175, 105),
-    "delete_module": (176, 106),
-    "quotactl": (179, 60),
-    "lookup_dcookie": (212, 18),
-    "kexec_load": (246, 104),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "perf_event_open": (298, 241),
-    "fanotify_init": (300, 262),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "setns": (308, 268),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "finit_module": (313, 273),
-    "kexec_file_load": (320, 294),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "pidfd_getfd": (438, 438),
-    "mount_setattr": (442, 442),
-    "quotactl_fd": (443, 443),
-}
-_ABSENT: dict[str, tuple[int, int]] = {"clone3": (435, 435), "semget": (64, 190), "msgget": (68, 186)}
-_CLONE, _SOCKET, _SHMGET = (56, 220), (41, 198), (29, 194)
+
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
+_CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _SEGMENT_BYTES = 4096
+_QUERY_PERSONALITY = 0xFFFFFFFF
+_TCP, _UDP, _SOL_SOCKET, _SOL_IPV6 = 6, 17, 1, 41
+
+# All but 36 to 38 (locks of open files instead of processes: nobody's, so that they cannot be counted), 1024 and 1040 (leases, which
+# hold up who opens a file), 1026 (notices),
+_FCNTL = ((0, 11), (15, 17), (1025, 1025), (1027, 1028), (1030, 1038))
+# Terminals (0x54..) without TIOCSTI, TIOCLINUX, TIOCCONS (another's input and output) and TIOCSETD (loads line disciplines);
+# what sockets are asked for; FICLONE, FICLONERANGE, FS_IOC_GETFLAGS.
+_IOCTL = (
+    *((0x5401, 0x5411), (0x5413, 0x541B), (0x541E, 0x5422), (0x5424, 0x5429), (0x5432, 0x5435), (0x5441, 0x5441), (0x5450, 0x545D)),
+    *((0x5460, 0x5460), (0x80045430, 0x80045430), (0x40045431, 0x40045431), (0x80045438, 0x80045440), (0x802C542A, 0x802C542A)),
+    *((0x402C542B, 0x402C542D), (0x8901, 0x8907), (0x8910, 0x8942), (0x8970, 0x8970)),
+    *((0x40049409, 0x40049409), (0x4020940D, 0x4020940D), (0x80086601, 0x80086601)),
+)
+# PR_{SET,GET}_ PDEATHSIG, DUMPABLE, KEEPCAPS, NAME, SECCOMP (asked only), CAPBSET, SECUREBITS (asked only), TIMERSLACK, CHILD_SUBREAPER,
+# NO_NEW_PRIVS, TID_ADDRESS, THP_DISABLE, CAP_AMBIENT, vector lengths, speculation, tagged addresses, MDWE.
+_PRCTL = ((1, 4), (7, 8), (15, 16), (21, 21), (23, 24), (27, 27), (29, 30), (36, 42), (47, 47), (50, 56), (65, 66))
+# By level; what is missing keeps memory that is charged to nobody (filters, memberships, keys, options) or loads modules.
+_SOCKET_OPTIONS: dict[int, Ranges] = {
+    0: ((1, 2), (8, 8), (10, 13), (15, 15), (24, 24), (32, 34)),
+    _SOL_SOCKET: ((2, 2), (5, 6), (9, 10), (12, 13), (15, 16), (18, 21), (25, 25), (29, 29), (35, 35), (42, 42), (66, 67)),
+    _TCP: ((1, 10), (12, 12), (18, 18), (25, 25)),
+    _SOL_IPV6: ((16, 19), (23, 23), (25, 26), (49, 49), (51, 51), (66, 67)),
+}
+_BUFFER_SIZES = ((7, 8),)
+"""SO_SNDBUF and SO_RCVBUF: as wishes that are heard and not granted. A socket keeps the size that its namespace gives it."""
 
 
 def supported() -> bool:
@@ -89,31 +73,97 @@ def program() -> bytes:
     """The filter for this machine: an array of `struct sock_filter`, as `seccomp(2)` takes it."""
     machine = platform.machine()
     column = 0 if machine == "x86_64" else 1
-    lines = [_op(_LD_W_ABS, _ARCH), _op(_JEQ, _AUDIT_ARCH[machine], 1, 0), _op(_RET, _KILL), _op(_LD_W_ABS, _NR)]
-    if machine == "x86_64":
-        lines += [_op(_JGE, _X32_BIT, 0, 1), _op(_RET, _refuse(errno.ENOSYS))]
-    for absent in _ABSENT.values():
-        lines += [_op(_JEQ, absent[column], 0, 1), _op(_RET, _refuse(errno.ENOSYS))]
-    for numbers in _DENIED.values():
-        number = numbers[column]
-        if number is not None:
-            lines += [_op(_JEQ, number, 0, 1), _op(_RET, _refuse(errno.EPERM))]
-    lines += _when(_CLONE[column], [_op(_LD_W_ABS, _ARG0), _op(_JSET, _NEW_NAMESPACES, 0, 1), _op(_RET, _refuse(errno.EPERM))])
-    families = [_op(_JEQ, family, len(_FAMILIES) - place, 0) for place, family in enumerate(_FAMILIES)]
-    lines += _when(_SOCKET[column], [_op(_LD_W_ABS, _ARG0), *families, _op(_RET, _refuse(errno.EAFNOSUPPORT))])
-    too_large = [_op(_LD_W_ABS, _ARG1_HIGH), _op(_JEQ, 0, 0, 2), _op(_LD_W_ABS, _ARG1), _op(_JGE, _SEGMENT_BYTES + 1, 0, 1)]
-    lines += _when(_SHMGET[column], [*too_large, _op(_RET, _refuse(errno.EINVAL))])
-    lines.append(_op(_RET, _ALLOW))
-    return b"".join(lines)
+    calls: dict[int, Block] = {}
+    for table, block in (
+        (ALLOWED, _allow()),
+        (DONE, _answer(0)),
+        (UNSUPPORTED, _answer(errno.EOPNOTSUPP)),
+        (FORBIDDEN, _answer(errno.EPERM)),
+    ):
+        calls |= {number: block for numbers in table.values() if (number := numbers[column]) is not None}
+    for name, block in _judgements().items():
+        number = JUDGED[name][column]
+        assert number is not None
+        calls[number] = block
+    ranges = {number: (number, block) for number, block in calls.items()}
+    start = (_op(_LD_W_ABS, _ARCH), _op(_JEQ, _AUDIT_ARCH[machine], 1, 0), _op(_RET, _KILL))
+    return b"".join((*start, *_choice(_NR, ranges, _answer(errno.ENOSYS))))
 
 
-def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """`block` for system call `number` (then everything else is allowed), skipped for others."""
-    return [_op(_JEQ, number, 0, len(block) + 1), *block, _op(_RET, _ALLOW)]
+def _judgements() -> dict[str, Block]:
+    """What is done with calls whose arguments count."""
+    no_family, no_protocol = _answer(errno.EAFNOSUPPORT), _answer(errno.EPROTONOSUPPORT)
+    protocols = _permitted(_ARG2, ((0, 0), (_TCP, _TCP), (_UDP, _UDP)), no_protocol)
+    families = {socket.AF_UNIX: _allow(), socket.AF_INET: protocols, socket.AF_INET6: protocols}
+    no_option = _answer(errno.ENOPROTOOPT)
+    levels = {level: _permitted(_ARG2, options, no_option) for level, options in _SOCKET_OPTIONS.items()}
+    levels[_SOL_SOCKET] = _choice(_ARG2, {**_each(_BUFFER_SIZES, _answer(0)), **_each(_SOCKET_OPTIONS[_SOL_SOCKET], _allow())}, no_option)
+    small = (
+        _op(_LD_W_ABS, _ARG1 + _HIGH),
+        _op(_JEQ, 0, 1, 0),
+        *_answer(errno.EINVAL),
+        *_permitted(_ARG1, ((0, _SEGMENT_BYTES),), _answer(errno.EINVAL)),
+    )
+    return {
+        "clone": (
+            *(_op(_LD_W_ABS, _ARG0), _op(_JSET, _NEW_NAMESPACES, 2, 0)),
+            *(_op(_AND, _CLONE_FILES | _CLONE_THREAD), _op(_JEQ, _CLONE_FILES, 0, 1)),  # whose locks would be those of a dead process
+            *(*_answer(errno.EPERM), *_allow()),
+        ),
+        "socket": _choice(_ARG0, {family: (family, block) for family, block in families.items()}, no_family),
+        "socketpair": _permitted(_ARG0, ((socket.AF_UNIX, socket.AF_UNIX),), no_family),
+        "setsockopt": _choice(_ARG1, {level: (level, block) for level, block in levels.items()}, no_option),
+        "fcntl": _permitted(_ARG1, _FCNTL, _answer(errno.EINVAL)),
+        "ioctl": _permitted(_ARG1, _IOCTL, _answer(errno.ENOTTY)),
+        "prctl": _permitted(_ARG0, _PRCTL, _answer(errno.EINVAL)),
+        "shmget": small,
+        "personality": _permitted(_ARG0, ((_QUERY_PERSONALITY, _QUERY_PERSONALITY),), _answer(errno.EPERM)),
+    }
 
 
-def _refuse(code: int) -> int:
-    return 0x00050000 | code
+# Programs -------------------------------------------------------------------------------------------------------------
+
+
+def _permitted(offset: int, ranges: Ranges, otherwise: Block) -> Block:
+    """Allows a call whose argument at `offset` lies in one of `ranges`, both ends included."""
+    return _choice(offset, _each(ranges, _allow()), otherwise)
+
+
+def _each(ranges: Ranges, block: Block) -> dict[int, tuple[int, Block]]:
+    return {first: (last, block) for first, last in ranges}
+
+
+def _choice(offset: int, blocks: dict[int, tuple[int, Block]], otherwise: Block) -> Block:
+    """Does what belongs to the value at `offset`: `blocks` are first value -> (last value, block), and `otherwise` is for all others."""
+    steps: list[tuple[int, Block]] = [(0, otherwise)]  # first value -> block, up to the next one's
+    for first, (last, block) in sorted(blocks.items()):
+        assert first >= steps[-1][0], "ranges overlap"
+        for start, what in ((first, block), (last + 1, otherwise)):
+            if steps[-1][0] == start:
+                steps.pop()
+            if not steps or steps[-1][1] != what:
+                steps.append((start, what))
+    return (_op(_LD_W_ABS, offset), *_search([step for step in steps if step[0] < 1 << 32]))
+
+
+def _search(steps: list[tuple[int, Block]]) -> Block:
+    """Finds by halves the step that the loaded value belongs to."""
+    if len(steps) == 1:
+        return steps[0][1]
+    middle = len(steps) // 2
+    low, high = _search(steps[:middle]), _search(steps[middle:])
+    if len(low) <= _FARTHEST:
+        return (_op(_JGE, steps[middle][0], len(low), 0), *low, *high)
+    return (_op(_JGE, steps[middle][0], 0, 1), _op(_JA, len(low)), *low, *high)
+
+
+def _allow() -> Block:
+    return (_op(_RET, _ALLOW),)
+
+
+def _answer(code: int) -> Block:
+    """Has the call fail with `code`, or answer 0 without being done."""
+    return (_op(_RET, _ERRNO | code),)
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

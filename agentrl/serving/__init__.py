@@ -2,9 +2,8 @@
 
 from agentrl.serving.client import TokenClient
 from agentrl.serving.control import UnsentError
-from agentrl.serving.model_folder import check_model_folder
 from agentrl.serving.nccl import NcclWeightChannel
 from agentrl.serving.server import VLLMServer, serving_device
 from agentrl.serving.swap import FileWeightChannel
 
-__all__ = ["FileWeightChannel", "NcclWeightChannel", "TokenClient", "UnsentError", "VLLMServer", "check_model_folder", "serving_device"]
+__all__ = ["FileWeightChannel", "NcclWeightChannel", "TokenClient", "UnsentError", "VLLMServer", "serving_device"]

@@ -15,17 +15,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from agentrl.errors import ServingError, UserError
+from agentrl.causes import in_log
+from agentrl.errors import DiskFull, ServingError, UserError
+from agentrl.model_folder import check_model_files
 from agentrl.recipe import Recipe
+from agentrl.runlock import hold_part
 from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
-from agentrl.serving.model_folder import check_model_folder
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.weights import WeightsInService
 
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
-_LOG_TAIL_BYTES = 4000
+_LOG_BYTES = 1 << 20  # of the end of a log that are searched for a cause
 
 
 class VLLMServer:
@@ -50,6 +52,7 @@ class VLLMServer:
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
         self._condemned = ""
+        self._log_start = 0  # bytes in the log before this start
 
     @property
     def url(self) -> str:
@@ -70,19 +73,21 @@ class VLLMServer:
     async def start(self) -> None:
         """Starts the process and returns once it has sampled a token.
 
-        Raises `UserError` for what the person can change (model folder, port, installation) and `ServingError`, with the end of
-        the log, when the process dies or `serving.startup_timeout_s` passes.
+        Raises `UserError` for what the person can change (model folder, port, installation) and `ServingError`, with the cause
+        that its log gives, when the process dies or `serving.startup_timeout_s` passes.
         """
         if self._process is not None:
             raise ServingError("the inference server is already started")
         device = serving_device(self.recipe)
-        check_model_folder(self.model)
-        host, port = self.recipe.serving.host, _port(self.recipe.serving.host, self.recipe.serving.port)
+        check_model_files(self.model)
+        host, port = self.recipe.serving.host, free_port(self.recipe.serving.host, self.recipe.serving.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = _scratch_folder(self.run_dir)
         self._control = ControlPlane(f"http://{host}:{port}")
+        part = hold_part(self.run_dir)
         try:
             with self.log_path.open("ab") as log:
+                self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(device, port),
                     env={**os.environ, **self._environment(device, self._scratch)},
@@ -90,17 +95,21 @@ class VLLMServer:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
+                    pass_fds=(part,),
                 )
             async with asyncio.timeout(self.recipe.serving.startup_timeout_s):
                 await self._make_ready()
         except TimeoutError:
             await self.stop()
             raise ServingError(
-                f"the inference server was not ready after {self.recipe.serving.startup_timeout_s:g} s; {self._log_tail()}"
+                f"the inference server was not ready after {self.recipe.serving.startup_timeout_s:g} s; its last words:"
+                f" {self._cause()[0]}\n  all of its output: {self.log_path}"
             ) from None
         except BaseException:
             await self.stop()
             raise
+        finally:
+            os.close(part)
 
     async def alive(self) -> bool:
         """True when process and engine live and the weights are in order. Never waits longer than 15 s."""
@@ -183,7 +192,7 @@ class VLLMServer:
     async def _make_ready(self) -> None:
         while not await self.control.healthy(timeout_s=_HEALTH_TIMEOUT_S):
             if self._process is not None and self._process.returncode is not None:
-                raise ServingError(f"the inference server ended with code {self._process.returncode} while starting; {self._log_tail()}")
+                raise self._ended(self._process.returncode)
             await asyncio.sleep(_POLL_S)
         await self.control.set_version(self.weights.number)
         if self.recipe.serving.weight_transfer != "nccl":
@@ -192,11 +201,22 @@ class VLLMServer:
         body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}}
         await self.control.generate(body, timeout_s=CONTROL_TIMEOUT_S)
 
-    def _log_tail(self) -> str:
+    def _ended(self, code: int) -> ServingError | DiskFull:
+        cause, fix = self._cause()
+        if cause == "the disk is full":
+            return DiskFull(f"the inference server ended while starting: {cause}")
+        if not cause and code < 0:
+            cause = f"it was killed by signal {-code}"
+        advice = f"\n  fix: {fix}" if fix else ""
+        told = f"{cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
+        return ServingError(f"the inference server ended with code {code} while starting: {told}")
+
+    def _cause(self) -> tuple[str, str]:
+        """What its log says since this start, and the fix where there is one."""
         with contextlib.suppress(OSError), self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
-            return f"end of {self.log_path}:\n{log.read().decode(errors='replace')}"
-        return f"see {self.log_path}"
+            log.seek(max(self._log_start, self.log_path.stat().st_size - _LOG_BYTES))
+            return in_log(log.read().decode(errors="replace"))
+        return "", ""
 
 
 def serving_device(recipe: Recipe) -> str:
@@ -230,7 +250,7 @@ def _scratch_folder(run_dir: Path) -> Path:
     return folder
 
 
-def _port(host: str, wanted: int) -> int:
+def free_port(host: str, wanted: int) -> int:
     """A port that was free just now. Raises `UserError` when the wanted one is taken or the host is not this machine's."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

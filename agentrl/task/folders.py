@@ -149,7 +149,10 @@ def _load_all(folder: Path) -> list[FolderTask]:
         raise UserError(f"no folder {folder}", fix="give the folder of a task family, such as sandboxes/chores")
     found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
     if not found:
-        raise TaskError(f"{folder} holds no task folders", fix="make a folder with task.toml for each task; see docs/task-families.md")
+        raise TaskError(
+            f"{folder} holds no task folders",
+            fix="write NAME/task.toml, NAME/instruction.md and NAME/tests/ for each task",
+        )
     tasks, mistakes = [], []
     for path in found:
         try:
@@ -244,7 +247,7 @@ def _grading(folder: Path, description: Description) -> Grading:
     tests = _tree(folder, "tests")
     runs: tuple[Run, ...] = ()
     if "runs.toml" in tests:
-        runs = _parsed(Runs, folder, "tests/runs.toml", "see docs/task-families.md").run
+        runs = _parsed(Runs, folder, "tests/runs.toml", "write [[run]] with name, and argv or call").run
         del tests["runs.toml"]
     mode: Mode = description.verifier.mode or _mode(tests)
     if mode == "shell" and _leaves_a_reward(tests):
@@ -255,7 +258,8 @@ def _grading(folder: Path, description: Description) -> Grading:
         return Grading(mode=mode, tests=pack(tests), runs=runs, timeout_s=description.verifier.timeout_sec, gold=_gold(folder))
     except ValidationError as error:
         problem = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        raise _Mistake("tests", problem, "see docs/task-families.md, which has an example of each mode") from None
+        fix = "judge and pytest need tests/test_*.py with functions test_*, shell and harbor tests/test.sh; only judge has runs.toml"
+        raise _Mistake("tests", problem, fix) from None
 
 
 def _mode(tests: Mapping[str, bytes]) -> Mode:

@@ -38,7 +38,9 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
         ) from error
     for name in ("task", "size", "gold"):
         if not callable(getattr(family, name, None)):
-            raise PluginError(f"tasks.family {config.family!r} has no method {name!r}", fix="see docs/task-families.md")
+            raise PluginError(
+                f"tasks.family {config.family!r} has no method {name!r}", fix="it has task(split, index), size(split), gold(task)"
+            )
     opened: TaskFamily = family
     return opened
 

@@ -25,6 +25,6 @@ def make_learner(host: Path) -> Callable[[Path, Recipe], LearnerProcess]:
 
     class Preloaded(LearnerProcess):
         def _command(self) -> list[str]:
-            return preloaded.command(host, self.recipe.learner.ranks, "agentrl.learner.worker", "--run-dir", str(self.run_dir))
+            return preloaded.command(host, self.recipe.learner.ranks, *self._worker())
 
     return Preloaded

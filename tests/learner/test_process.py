@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import codec
-from agentrl.errors import LearnerError
+from agentrl.errors import DiskFull, LearnerError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.recipe import Recipe
@@ -178,8 +181,9 @@ async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_
     write_run(tmp_path, made, [random_group(index) for index in range(3)])
     learner = make_learner(tmp_path, made)
     await learner.start()
-    with pytest.raises(LearnerError, match="has no turn rewards"):
+    with pytest.raises(UserError, match="has no turn rewards") as error:
         await learner.wait(timeout_s=600)
+    assert "objective.turn_coef=0" in error.value.fix and len(str(error.value).splitlines()) == 2
 
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
@@ -224,10 +228,50 @@ async def test_a_learner_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "000001").mkdir(parents=True)
     learner = LearnerProcess(tmp_path, made)
     await learner.start()
-    with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged"):
+    with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged") as error:
         await learner.wait(timeout_s=600)
+    assert str(learner.log_path) in str(error.value) and len(str(error.value).splitlines()) == 2, "not a page of torchrun's"
     with pytest.raises(LearnerError):
         learner.check()
+
+
+async def test_a_rank_that_is_killed_is_told_as_that(tmp_path: Path) -> None:
+    """It can say nothing itself; what torchrun knows of it is passed on."""
+    made = recipe()
+    write_run(tmp_path, made, [])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    try:
+        await until(lambda: _workers(tmp_path), 600.0)
+        await asyncio.sleep(1.0)
+        os.kill(_workers(tmp_path)[0], signal.SIGKILL)
+        with pytest.raises(LearnerError, match=r"rank 0 was killed by signal 9, SIGKILL \(what the kernel does when memory runs out\)"):
+            await learner.wait(timeout_s=300)
+    finally:
+        await learner.kill()
+
+
+def _workers(run_dir: Path) -> list[int]:
+    lines = ((found.pid, found.info["cmdline"] or []) for found in psutil.process_iter(["cmdline"]))
+    return [
+        pid for pid, words in lines if "agentrl.learner.worker" in words and str(run_dir) in words and "agentrl.learner.launch" not in words
+    ]
+
+
+async def test_a_disk_that_fills_up_under_the_learner_is_told_as_that(tmp_path: Path, make_learner: MakeLearner) -> None:
+    """The first checkpoint does not fit; torch's own writer gives no reason, and the log has no room for one. Mounting takes root."""
+    made = recipe()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path)], check=True)
+    try:
+        write_run(tmp_path, made, [random_group(index) for index in range(3)])
+        with contextlib.suppress(OSError):
+            (tmp_path / "filler").write_bytes(bytes(shutil.disk_usage(tmp_path).free - (200 << 10)))
+        learner = make_learner(tmp_path, made)
+        await learner.start()
+        with pytest.raises(DiskFull, match=r"the learner: .*checkpoint"):
+            await learner.wait(timeout_s=600)
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:

@@ -115,6 +115,14 @@ async def hang(arguments: Mapping[str, Any], sandbox: Any) -> Any:
     await asyncio.sleep(60)
 
 
+async def bytes_out(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+    return ToolOutcome(output=b"", ok=True)  # type: ignore[arg-type]
+
+
+async def number_out(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+    return ToolOutcome(output="", ok=True, answer=3)  # type: ignore[arg-type]
+
+
 class NotAwaited(Own):
     def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> Any:
         return ToolOutcome(output="", ok=True)
@@ -133,12 +141,8 @@ class NotAwaited(Own):
         (Own(deep), "RecursionError", "error: own failed: RecursionError"),
         (Own(hang), "tool_timeout", "error: own gave no result within 0.05 s"),
         (giving(None), "wrong_outcome", "error: own failed: it gave NoneType, not a ToolOutcome"),
-        (giving(lambda: ToolOutcome(output=b"", ok=True)), "ValueError", "error: own failed: ValueError: ToolOutcome.output: must be text"),  # type: ignore[arg-type]
-        (
-            giving(lambda: ToolOutcome(output="", ok=True, answer=3)),
-            "ValueError",
-            "error: own failed: ValueError: ToolOutcome.answer: must",
-        ),  # type: ignore[arg-type]
+        (Own(bytes_out), "ValueError", "error: own failed: ValueError: ToolOutcome.output: must be text, got bytes"),
+        (Own(number_out), "ValueError", "error: own failed: ValueError: ToolOutcome.answer: must be text, got int"),
         (giving(ToolOutcome(output="", ok=True, answer="x" * 2_000_000)), "wrong_outcome", "error: own failed: its answer has 2000000 "),
         (NotAwaited(hang), "TypeError", "error: own failed: TypeError: object ToolOutcome can't be used in 'await'"),
     ],
@@ -154,7 +158,7 @@ async def test_whatever_a_tool_does_the_agent_is_told(tool: Own, kind: str, says
 
 async def test_what_a_tool_gives_is_cut_to_what_can_be_shown_and_stored() -> None:
     called = await call_tool(giving(ToolOutcome(output="a" * 3_000_000 + "\ud83d", ok=True, answer="b\ud83d")), {}, None, LIMITS, turn=1)
-    assert called.failure is None and called.outcome.ok and called.outcome.answer == "b\ufffd"
+    assert called.failure is None and called.outcome.ok is True and called.outcome.answer == "b\ufffd"
     assert len(called.outcome.output) < 500 and "characters cut" in called.outcome.output and called.outcome.output.endswith("a\ufffd")
 
 

@@ -1,13 +1,14 @@
 """The attack suite: it holds on both backends, and it sees an escape when a backend is weak on purpose."""
 
 import os
+import platform
 import re
 
 import pytest
 
 from agentrl.errors import SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import BubblewrapBackend, DockerBackend, list_open, select_backend
+from agentrl.sandbox import BubblewrapBackend, DockerBackend, allowance, list_open, select_backend, server_code
 from agentrl.sandbox.attacks import ATTACK_SPEC, attack, attacks
 from agentrl.sandbox.attacks.cases import HOSTILE_SERVER, KINDS, PROGRAMS, hostile_server_source, program_attack
 from agentrl.sandbox.attacks.host_steps import STEPS
@@ -66,6 +67,23 @@ class WithTheHostsFiles(WithManyFiles):
         return [*super()._view(*arguments), "--ro-bind", "/tmp", "/tmp"]
 
 
+class WithoutFilter(BubblewrapBackend):
+    def _options(self, *arguments):
+        return {**super()._options(*arguments), "filter": ""}
+
+
+class WithAllTerminals(BubblewrapBackend):
+    def _options(self, *arguments):
+        return {**super()._options(*arguments), "terminals": "newinstance,ptmxmode=0666,mode=0620"}
+
+
+class WithTheDaemonsTerminals(DockerBackend):
+    def _container(self, *arguments):
+        container = super()._container(*arguments)
+        mounts = [mount for mount in container["HostConfig"]["Mounts"] if mount["Target"] != "/dev/pts"]
+        return {**container, "HostConfig": {**container["HostConfig"], "Mounts": mounts}}
+
+
 class ContainerOnTheHostsNetwork(DockerBackend):
     def _container(self, *arguments):
         container = super()._container(*arguments)
@@ -76,11 +94,22 @@ class ContainerOnTheHostsNetwork(DockerBackend):
 WEAK = [
     pytest.param(OnTheHostsNetwork, "host_loopback", "connected to", marks=bubblewrap),
     pytest.param(WithTheHostsFiles, "host_through_proc", "a file of the host", marks=bubblewrap),
+    pytest.param(WithTheDaemonsTerminals, "terminals", "gets no terminal", marks=docker),
+    pytest.param(WithoutFilter, "access_lists", "MiB of the kernel's memory", marks=bubblewrap),
+    pytest.param(WithoutFilter, "terminal_commands", "the terminal takes", marks=bubblewrap),
+    pytest.param(WithoutFilter, "newer_calls", "the kernel listens", marks=bubblewrap),
     pytest.param(ContainerOnTheHostsNetwork, "host_loopback", "connected to", marks=docker),
 ]
+if platform.machine() == "x86_64":
+    WEAK += [
+        pytest.param(WithoutFilter, "memory_policies", "policies", marks=bubblewrap),
+        pytest.param(WithoutFilter, "asynchronous_io", "are taken", marks=bubblewrap),
+        pytest.param(WithoutFilter, "filter_budget", "compiled", marks=bubblewrap),
+    ]
 if os.geteuid() == 0:  # bubblewrap without root does not promise these
     WEAK += [
         pytest.param(WithManyFiles, "fill_inodes", "no end", marks=bubblewrap),
+        pytest.param(WithAllTerminals, "terminals", "gets no terminal", marks=bubblewrap),
         pytest.param(OneUser, "same_user_as_the_server", "both user", marks=bubblewrap),
     ]
 
@@ -88,6 +117,28 @@ if os.geteuid() == 0:  # bubblewrap without root does not promise these
 @pytest.mark.parametrize(("weak", "name", "evidence"), WEAK)
 async def test_a_weak_backend_is_seen(weak, name, evidence, root):
     backend = weak(run_label="test", root=root)
+    try:
+        (result,) = await attack(backend, SPEC, only=name)
+    finally:
+        await backend.close()
+    assert result.verdict == "ESCAPED" and evidence in result.evidence, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weak", [pytest.param(DockerBackend, marks=docker), pytest.param(BubblewrapBackend, marks=bubblewrap)])
+@pytest.mark.parametrize(("name", "evidence"), [("file_locks", "in locks"), ("loopback_buffers", "in buffers")])
+async def test_a_sandbox_whose_uncharged_memory_nobody_counts_is_seen(weak, name, evidence, root, monkeypatch):
+    """Also where it is charged and bounded as before there was a count."""
+    source = server_code.source()
+    for count in ("MOST_LOCKS = 4096", "MOST_SOCKETS = 1024"):
+        assert count in source
+        source = source.replace(count, count.partition("=")[0] + "= 1 << 40")
+    monkeypatch.setattr(server_code, "source", lambda: source)
+    monkeypatch.setattr(allowance, "NETWORK_SETTINGS", {})
+    monkeypatch.setattr(allowance, "socket_bytes", lambda spec: 1 << 40)
+    backend = weak(run_label="test", root=root)
+    if backend.name == "bubblewrap" and os.geteuid() != 0 and name == "loopback_buffers":
+        pytest.skip("without control groups it is not promised")
     try:
         (result,) = await attack(backend, SPEC, only=name)
     finally:

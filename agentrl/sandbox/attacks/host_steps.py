@@ -10,6 +10,7 @@ import io
 import tarfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import ExecResult
@@ -73,6 +74,34 @@ async def _user_quotas(scene: Scene) -> str:
     result = await scene.arena.neighbour.python(code, timeout_s=10)
     _hold(result.stdout == "True True\n", f"the neighbour gets no inotify instance or no queued signal: {result.stdout!r}")
     return "the neighbour has its own"
+
+
+@_step
+async def _terminals(scene: Scene) -> str:
+    """While they are held, the sandbox next door and a fresh one get theirs."""
+    code = "import os\nkept = [os.openpty() for _ in range(4)]\nprint(len(kept))"
+    fresh = await scene.backend.open(scene.arena.spec)
+    try:
+        for name, sandbox in (("the neighbour", scene.arena.neighbour), ("a fresh sandbox", fresh)):
+            result = await sandbox.python(code, timeout_s=10)
+            _hold(result.stdout == "4\n", f"{name} gets no terminal: {result.stderr[-200:]!r}")
+    finally:
+        await fresh.close()
+    return "others have theirs"
+
+
+@_step
+async def _asynchronous_io(scene: Scene) -> str:
+    taken, most = (int(Path(f"/proc/sys/fs/aio-{name}").read_text()) for name in ("nr", "max-nr"))
+    _hold(taken < most // 2, f"{taken} of the machine's {most} requests of asynchronous input and output are taken")
+    return f"{taken} of {most} taken"
+
+
+@_step
+async def _filter_budget(scene: Scene) -> str:
+    fresh = await scene.backend.open(scene.arena.spec)
+    await fresh.close()
+    return "a fresh sandbox has its own"
 
 
 @_step
@@ -318,6 +347,6 @@ def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
     out = io.BytesIO()
     for info in members:
         info.size, real = claim or info.size, info.size
-        out.write(info.tobuf(tarfile.GNU_FORMAT))
+        out.write(info.tobuf(tarfile.PAX_FORMAT))
         out.write((b"evil" * 128)[:512] if real else b"")
     return out.getvalue() + bytes(1024)

@@ -20,7 +20,8 @@ from agentrl.errors import AgentRLError, SandboxError
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.attacks.arena import Arena, Broken, Escaped, arena, namespace_of, nothing_left
 from agentrl.sandbox.attacks.cases import Attack, attacks, hostile_server_source
-from agentrl.sandbox.attacks.host_steps import SESSION, STEPS, Scene
+from agentrl.sandbox.attacks.file_steps import STEPS
+from agentrl.sandbox.attacks.host_steps import SESSION, Scene
 from agentrl.sandbox.attacks.hostile_server import PATIENT
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.place import ChannelSandbox

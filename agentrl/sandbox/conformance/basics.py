@@ -311,6 +311,25 @@ async def _files(bench: Bench) -> None:
 
 
 @_check
+async def _words_of_an_agent(bench: Bench) -> None:
+    """What cannot be an argument is a typed error of that call, any name that a file can have can be said, and the sandbox goes on."""
+    async with bench.sandbox() as sandbox:
+        for text in ("\ud800", "a\0b", ""):
+            await _raises(ValueError, sandbox.read(text, max_bytes=10))
+            await _raises(ValueError, sandbox.write(text, b""))
+            await _raises(ValueError, sandbox.exec([text], timeout_s=10))
+            await _raises(ValueError, sandbox.exec(["true"], env={text: "x"}, timeout_s=10))
+        await _raises(ValueError, sandbox.exec(["true"], env={"A=B": "x"}, timeout_s=10))
+        for timeout_s in (0.0, float("nan"), float("inf")):
+            await _raises(ValueError, sandbox.exec(["true"], timeout_s=timeout_s))
+        await sandbox.write("\udcff", b"named")
+        result = await sandbox.exec(["cat", "\udcff"], timeout_s=10)
+        _expect((result.exit_code, result.stdout) == (0, "named"), result)
+        result = await _python(sandbox, "print('\ud800')")
+        _expect(result.exit_code == 1 and "SyntaxError" in result.stderr, result)
+
+
+@_check
 async def _links_are_not_followed(bench: Bench) -> None:
     """A link, pipe or folder where the host reads or writes is refused or replaced, never followed."""
     plant = (
@@ -329,11 +348,12 @@ async def _links_are_not_followed(bench: Bench) -> None:
 
 @_check
 async def _snapshot_round_trip(bench: Bench) -> None:
-    """A snapshot opens into a sandbox with the same files; an oversized working directory is refused."""
+    """A snapshot opens into a sandbox with the same files, also those closed to their owner; an oversized working directory is refused."""
     fill = (
         "import os\n"
         "os.makedirs('a/b'); os.symlink('f', 'a/b/l'); os.mkfifo('pipe')\n"
         "open('a/b/f', 'wb').write(b'x' * 100000); os.chmod('a/b/f', 0o755)\n"
+        "os.mkdir('c'); open('c/d', 'w').write('closed'); os.chmod('c/d', 0); os.chmod('c', 0)\n"
     )
     async with bench.sandbox() as sandbox:
         _expect((await _python(sandbox, fill)).exit_code == 0, "cannot fill")
@@ -347,6 +367,8 @@ async def _snapshot_round_trip(bench: Bench) -> None:
             "print(len(open('a/b/f').read()), os.readlink('a/b/l'), oct(os.stat('a/b/f').st_mode & 0o777), os.path.exists('pipe'))\n"
         )
         await _says(sandbox, look, "100000 f 0o755 False")
+        closed = "import os\nprint(oct(os.stat('c').st_mode)); os.chmod('c', 0o700); print(oct(os.stat('c/d').st_mode))"
+        await _says(sandbox, closed, "0o40000\n0o100000")
     await _raises((ValueError, SandboxError), bench.backend.open(bench.spec, snapshot=b"not an archive" * 100))
 
 

@@ -6,33 +6,24 @@ import contextlib
 import errno
 import os
 import stat
-import struct
 
 from agentrl.sandbox.inside.users import HOME
 from agentrl.sandbox.inside.wire import READ_BYTES, Refused, Sink
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import tarfile
-    from typing import Protocol
-
-    from agentrl.sandbox.inside.wire import Answer, Body, Link, Request
-
-    class Readable(Protocol):
-        def read(self, size: int, /) -> bytes: ...
+    from agentrl.sandbox.inside.wire import Answer, Body, Link, Readable, Request
 
 
-MAX_ENTRIES = 20000
 MAX_DEPTH = 64
+"""Names in a path."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def send_file(link: Link, request: Request, body: Body) -> Answer:
-    folder, name = open_parent(request["path"])
-    try:
+    with FolderPath() as places:
+        folder, name = places.parent(request["path"])
         fd = open_regular(name, folder)
-    finally:
-        os.close(folder)
     sink = Sink(link, request["id"], request["max_bytes"], f"{request['path']} is larger than {request['max_bytes']} bytes")
     with open(fd, "rb", buffering=0) as file:
         sink.room_for(os.fstat(fd).st_size)
@@ -43,56 +34,59 @@ def send_file(link: Link, request: Request, body: Body) -> Answer:
 
 
 def take_files(link: Link, request: Request, body: Body) -> Answer:
-    for path, size in request["files"]:
-        folder, name = open_parent(path, create=True)
-        try:
-            write_file(folder, name, body, size)
-        finally:
-            os.close(folder)
+    with FolderPath() as places:
+        for path, size in request["files"]:
+            write_file(*places.parent(path, create=True), body, size)
     return {}, b""
 
 
-def send_snapshot(link: Link, request: Request, body: Body) -> Answer:
-    """The caller has stopped every program."""
-    import tarfile
+class FolderPath:
+    """The folder that was used last and those above it, held open: the next path as a rule begins as the last one did.
 
-    sink = Sink(link, request["id"], request["max_bytes"], "the working directory is larger than a snapshot may be")
-    with tarfile.open(mode="w|", fileobj=sink, format=tarfile.PAX_FORMAT, bufsize=READ_BYTES) as archive:
-        pack(archive, sink)
-    return {"more": False}, b""
+    Every step is opened in the one before without following links, so nothing leads out of `top`.
+    """
 
+    def __init__(self, top: str = HOME) -> None:
+        self.fds = [os.open(top, FOLDER)]
+        self.names: list[str] = []
 
-def take_snapshot(link: Link, request: Request, body: Body) -> Answer:
-    import tarfile
+    def __enter__(self) -> FolderPath:
+        return self
 
-    try:
-        with tarfile.open(mode="r|", fileobj=body, bufsize=READ_BYTES) as archive:
-            unpack(archive)
-    except (tarfile.TarError, ValueError, OverflowError, EOFError, struct.error) as error:
-        raise Refused("refused", f"not an archive: {error}") from None
-    return {}, b""
+    def __exit__(self, *_: object) -> None:
+        self.leave(0)
+        os.close(self.fds[0])
 
+    def parent(self, path: str, create: bool = False) -> tuple[int, str]:
+        """(descriptor of the folder that holds `path`, last name). The descriptor is good until the next path."""
+        *folders, name = path.split("/")
+        if len(folders) >= MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
+            raise Refused("refused", f"path {path!r} is not a plain relative path")
+        if folders != self.names:
+            same = 0
+            while folders[same : same + 1] == self.names[same : same + 1] != []:
+                same += 1
+            self.leave(same)
+            for part in folders[same:]:
+                self.enter(part, path, create)
+        return self.fds[-1], name
 
-def open_parent(path: str, create: bool = False) -> tuple[int, str]:
-    """(descriptor of the folder that holds `path`, last name), walking from the working directory without following links."""
-    *folders, name = path.split("/")
-    if len(folders) > MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
-        raise Refused("refused", f"path {path!r} is not a plain relative path")
-    fd = os.open(HOME, FOLDER)
-    for part in folders:
+    def enter(self, name: str, path: str, create: bool) -> None:
         try:
             if create:
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o755, dir_fd=fd)
-            deeper = os.open(part, FOLDER, dir_fd=fd)
+                    os.mkdir(name, 0o755, dir_fd=self.fds[-1])
+            self.fds.append(os.open(name, FOLDER, dir_fd=self.fds[-1]))
         except FileNotFoundError:
             raise Refused("not_found", path) from None
         except OSError as error:
-            raise Refused("refused", f"{part!r} in {path!r}: {error.strerror}") from None
-        finally:
-            os.close(fd)
-        fd = deeper
-    return fd, name
+            raise Refused("refused", f"{name!r} in {path!r}: {error.strerror}") from None
+        self.names.append(name)
+
+    def leave(self, level: int) -> None:
+        while len(self.names) > level:
+            self.names.pop()
+            os.close(self.fds.pop())
 
 
 def open_regular(name: str, folder: int) -> int:
@@ -108,7 +102,7 @@ def open_regular(name: str, folder: int) -> int:
     return fd
 
 
-def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644) -> None:
+def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644, mtime: int | None = None) -> None:
     """Replaces whatever is at `name` (a link is removed, not followed) by a new file with the next `size` bytes of `body`."""
     try:
         os.unlink(name, dir_fd=folder)
@@ -118,68 +112,20 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
         raise Refused("refused", f"{name!r} cannot be replaced: {error.strerror}") from None
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
-        with open(fd, "wb") as file:
+        try:
             while size:
-                data = body.read(min(size, READ_BYTES))
+                data = memoryview(body.read(min(size, READ_BYTES)))
                 if not data:
                     raise Refused("refused", f"{name!r} ends early")
                 size -= len(data)
-                file.write(data)
+                while data:
+                    data = data[os.write(fd, data) :]
+            os.fchmod(fd, mode)  # creating it asks the umask
+            if mtime is not None:
+                os.utime(fd, (mtime, mtime))
+        finally:
+            os.close(fd)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise Refused("too_large", f"no room for {name!r}") from None
         raise
-
-
-def pack(archive: tarfile.TarFile, sink: Sink) -> None:
-    """Adds the working directory (regular files, folders, links as links) to `archive`; anything else is left out."""
-    import tarfile
-
-    count = 0
-    todo = [""]
-    while todo:
-        folder = todo.pop()
-        if folder.count("/") >= MAX_DEPTH:
-            raise Refused("too_large", f"the working directory is nested more than {MAX_DEPTH} deep")
-        with os.scandir(HOME + "/" + folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                count += 1
-                if count > MAX_ENTRIES:
-                    raise Refused("too_large", f"the working directory holds more than {MAX_ENTRIES} entries")
-                path = folder + entry.name
-                member = tarfile.TarInfo(path)
-                if entry.is_symlink():
-                    member.type, member.linkname = tarfile.SYMTYPE, os.readlink(entry.path)
-                    archive.addfile(member)
-                elif entry.is_dir(follow_symlinks=False):
-                    member.type, member.mode = tarfile.DIRTYPE, 0o755
-                    archive.addfile(member)
-                    todo.append(path + "/")
-                elif entry.is_file(follow_symlinks=False):
-                    pack_file(archive, member, entry.path, sink)
-
-
-def pack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str, sink: Sink) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
-        info = os.fstat(fd)
-        sink.room_for(info.st_size)
-        member.size, member.mode, member.mtime = info.st_size, info.st_mode & 0o777, int(info.st_mtime)
-        archive.addfile(member, file)
-
-
-def unpack(archive: tarfile.TarFile) -> None:
-    for count, member in enumerate(archive):
-        if count >= MAX_ENTRIES:
-            raise Refused("too_large", f"the archive holds more than {MAX_ENTRIES} entries")
-        folder, name = open_parent(member.name.rstrip("/"), create=True)
-        try:
-            if member.isdir():
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, 0o755, dir_fd=folder)
-            elif member.issym():
-                os.symlink(member.linkname, name, dir_fd=folder)
-            elif member.isreg() and (content := archive.extractfile(member)) is not None:
-                write_file(folder, name, content, member.size, member.mode & 0o777)
-        finally:
-            os.close(folder)

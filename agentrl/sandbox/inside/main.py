@@ -14,6 +14,7 @@ import os
 import socket
 import sys
 
+from agentrl.sandbox.inside.bounds import set_bounds
 from agentrl.sandbox.inside.child import look_like_an_interpreter
 from agentrl.sandbox.inside.server import Server
 from agentrl.sandbox.inside.users import ENVIRONMENT, Users, leave_root, restrict
@@ -54,6 +55,8 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     sock = connect(sys.argv[1])
     os.set_inheritable(sock.fileno(), False)
+    if os.geteuid() == 0:
+        set_bounds(options)
     users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
     restrict(options)
     heed_image()

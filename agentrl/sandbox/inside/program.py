@@ -8,6 +8,8 @@ import os
 import signal
 import time
 
+from agentrl.sandbox.inside.bounds import LOOK_S
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from agentrl.sandbox.inside.spawn import Pipes
@@ -64,6 +66,9 @@ class Program:
         self.status: int | None = None
         self.ended = 0.0
         self.timed_out = False
+        self.never_began = False
+        self.look_at = self.started + LOOK_S
+        self.overdrawn = False  # ended for what is charged to nobody, which counts as memory
 
     def feed(self) -> None:
         """Writes what the program's standard input takes now, and closes it behind the last byte."""
@@ -93,10 +98,14 @@ class Program:
         self.outputs[fd].add(data)
         return False
 
-    def end(self, status: int) -> None:
-        """`status` is of the form that the kernel gives."""
+    def end(self, status: int, as_server: bool = False) -> None:
+        """`status` is of the form that the kernel gives. `as_server`: of a process that was still the server's user.
+
+        One that ended so of its own accord has not come as far as to the program, whose status this is not.
+        """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()
+            self.never_began = as_server and os.WIFEXITED(status)
 
     def close(self) -> None:
         if self.stdin is not None:
@@ -114,7 +123,7 @@ class Program:
             if os.WIFEXITED(self.status):
                 code = os.WEXITSTATUS(self.status)
             elif os.WTERMSIG(self.status) == signal.SIGKILL:
-                reason = "memory" if oom_kills() > self.oom_kills else "killed"
+                reason = "memory" if self.overdrawn or oom_kills() > self.oom_kills else "killed"
             else:
                 code = 128 + os.WTERMSIG(self.status)
         fields = {
@@ -131,6 +140,13 @@ def cannot_start(error: OSError) -> Answer:
     """Processes or descriptors are used up by programs still running: theirs to answer for, as in a shell."""
     text = (f"agentrl: cannot start: {error.strerror}\n").encode()
     return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
+
+
+def kernel_status(ended: os.waitid_result) -> int:
+    """How a process ended, in the form of `waitpid`."""
+    if ended.si_code == os.CLD_EXITED:
+        return ended.si_status << 8
+    return ended.si_status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)
 
 
 def kill_everything(number: int) -> None:

@@ -10,10 +10,13 @@ import select
 import signal
 import time
 
-from agentrl.sandbox.inside.files import send_file, send_snapshot, take_files, take_snapshot
+from agentrl.sandbox.inside.bounds import LOOK_BETWEEN_S, LOOK_S, Watch
+from agentrl.sandbox.inside.files import send_file, take_files
 from agentrl.sandbox.inside.launch import Launch, launches
-from agentrl.sandbox.inside.program import Program, cannot_start, kill_everything
+from agentrl.sandbox.inside.program import Program, cannot_start, kernel_status, kill_everything
+from agentrl.sandbox.inside.requests import judge
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
+from agentrl.sandbox.inside.snapshot import send_snapshot, take_snapshot
 from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
 from agentrl.sandbox.inside.wire import Body, Refused, frame
 
@@ -26,6 +29,8 @@ DRAIN_S = 0.2
 """How long output is still read after a program has ended while something it left behind keeps the pipe open."""
 GONE_S = 5.0
 """How long killed processes may take to disappear; then the server ends, and the kernel ends them."""
+LONGEST_WAIT_S = 3600.0
+"""`poll` counts milliseconds in 31 bits."""
 EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
 
 
@@ -37,6 +42,7 @@ class Server:
         self.through: Waiting | None = None  # has launched a program, which has ended
         self.likely = "python"
         self.sessions: dict[str, Session] = {}
+        self.watch = Watch()
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored for process 1; Python's own handler would end it
@@ -47,17 +53,24 @@ class Server:
 
     def run(self) -> None:
         self.link.send({"id": 0, "ok": True, "version": 1})
+        left = False
         while True:
-            for fd, _ in self.poll.poll():
+            ready = self.poll.poll(1000 * LOOK_BETWEEN_S if left else None)
+            if not ready and self.paused_at is None and self.watch.overdrawn():
+                kill_everything(signal.SIGKILL)
+                self.await_gone()
+            for fd, _ in ready:
                 if fd == self.link.fileno():
                     self.answer(self.link.request())
                     self.have_a_child_wait()
                 elif fd == self.wake:
                     self.reap(None)
+            left = self.watch.somebody_is_left(self.waiting.pid if self.waiting is not None else 0)
 
     def answer(self, request: Request) -> None:
         body = Body(self.link, request["body"])
         try:
+            judge(request)
             if self.paused_at is not None and request["op"] not in ("pause", "resume", "snapshot"):
                 raise Refused("busy", "it is paused")
             operation = OPERATIONS[request["op"]]
@@ -69,7 +82,7 @@ class Server:
         except OSError as error:  # what a program did to its files is its own doing; want of memory or descriptors is ours
             kind = "refused" if request["op"] in ON_FILES and error.errno not in EXHAUSTED else "failed"
             reply, data = {"id": request["id"], "ok": False, "error": kind, "message": str(error)[:500]}, b""
-        except MemoryError as error:
+        except Exception as error:  # want of memory, or a fault of ours: this call has failed, the server goes on
             reply, data = {"id": request["id"], "ok": False, "error": "failed", "message": repr(error)[:500]}, b""
         body.drain()
         self.link.send(reply, data)
@@ -106,8 +119,7 @@ class Server:
             return answer
         child.control.close()
         if launch.said is None:  # killed, so that nobody heard of the program's end
-            kill_everything(signal.SIGKILL)
-            self.await_gone()
+            self.end_programs()
         return answer
 
     def run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
@@ -159,7 +171,11 @@ class Server:
             program.close()
         if program.timed_out:
             self.await_gone()
-        return program.reply()
+        fields, output = program.reply()
+        if program.never_began:
+            said = output[fields["stdout"] :].decode("utf-8", "replace").strip()
+            raise Refused("failed", f"a program was not started: {said or 'its process ended'}")
+        return fields, output
 
     def child(self) -> Waiting:
         """The waiting child, which is no longer waiting then, or a new one."""
@@ -205,6 +221,11 @@ class Server:
         if running and not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
+        if running and self.paused_at is None and now >= program.look_at:
+            program.look_at = now + LOOK_S
+            if self.watch.overdrawn():
+                program.overdrawn = True
+                kill_everything(signal.SIGKILL)
         ready = self.poll.poll(self.wait_ms(program, now))
         for fd, _ in ready:
             if fd == self.link.fileno():
@@ -233,7 +254,7 @@ class Server:
             return 100
         if self.paused_at is not None:
             return None
-        return 1.0 + 1000.0 * max(0.0, program.deadline - now)
+        return 1.0 + 1000.0 * min(LONGEST_WAIT_S, max(0.0, min(program.deadline, program.look_at) - now))
 
     def interrupt(self, request: Request, program: Program) -> None:
         """A request that came while a program runs: pausing and resuming, which also stop its clock."""
@@ -252,13 +273,14 @@ class Server:
             os.read(self.wake, 4096)
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            pid = ended.si_pid
             if program is not None and pid == program.pid:
-                program.end(status)
+                program.end(kernel_status(ended), self.users.is_servers(ended.si_uid))
             for session in self.sessions.values():
                 session.alive = session.alive and session.pid != pid
             if self.waiting is not None and pid == self.waiting.pid:
@@ -304,10 +326,15 @@ class Server:
         if self.paused_at is None:
             kill_everything(signal.SIGSTOP)
         try:
-            return send_snapshot(self.link, request, body)
+            return send_snapshot(self.link, request, self.end_programs)
         finally:
             if self.paused_at is None:
                 kill_everything(signal.SIGCONT)
+
+    def end_programs(self) -> None:
+        """Ends every program and session; nothing of them is left when it returns."""
+        kill_everything(signal.SIGKILL)
+        self.await_gone()
 
     def restore(self, request: Request, body: Body) -> Answer:
         return take_snapshot(self.link, request, body)

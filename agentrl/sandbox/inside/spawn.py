@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from agentrl.sandbox.inside.users import Users
 
+NOT_STARTED, FAULT = 126, 1
+"""How a child ends that fails: before it is the agent's, which the server sees and takes for no program's end, and as the agent."""
 WORK_SIZE = struct.Struct("=Q")
 KINDS_OF_WORK: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
 
@@ -97,7 +99,7 @@ def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
 
 def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoReturn:
     """Makes a forked child the leader of a session with its own pipes, waits, does its work as the agent, and never returns."""
-    status = 70
+    status = NOT_STARTED
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
@@ -126,6 +128,7 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         if kind != "session":
             os.close(CONTROL)
         users.become_agent()
+        status = FAULT
         status = KINDS_OF_WORK[kind](argument)
     except BaseException as error:
         os.write(2, (f"agentrl: {error!r}\n").encode())

@@ -70,6 +70,10 @@ class Users:
             LIBC.setfsuid(self.server)
             LIBC.setfsgid(self.server)
 
+    def is_servers(self, user: int) -> bool:
+        """Whether a process of this user is known not to be the agent's."""
+        return user == self.server != self.agent
+
     def limit_program(self) -> None:
         """What holds for this process, a forked child, from before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))

@@ -10,10 +10,14 @@ import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # not at run time: each import costs every sandbox its start-up time
-    from typing import Any
+    from typing import Any, Protocol
 
     Request = dict[str, Any]
     Answer = tuple[dict[str, Any], bytes]
+
+    class Readable(Protocol):
+        def read(self, size: int, /) -> bytes: ...
+
 
 PREFIX = struct.Struct("!II")
 MAX_HEADER = 4 << 20

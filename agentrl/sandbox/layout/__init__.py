@@ -76,14 +76,14 @@ def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float)
         workdir = working_directory(config.get("WorkingDir") or "")
         said = {"workdir": workdir, "environment": environment(config.get("Env") or (), workdir)}
     except ValueError as error:
-        raise TaskError(f"{dockerfile}: {error}", fix="change it; see docs/task-families.md#task-folders") from None
+        raise TaskError(f"{dockerfile}: {error}", fix=f"correct its ENV and WORKDIR lines; {DEFAULT} is a good WORKDIR") from None
     step = json.dumps(["python3", "-I", "-c", ARRANGE, json.dumps(said)])
     text = f"FROM {tag}\nUSER 0:0\nWORKDIR /\nENV PATH={ENVIRONMENT['PATH']}\nRUN {step}\n"
     printed: list[str] = []
     for item in api.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True, forcerm=True, decode=True, timeout=timeout_s):
         if "error" in item:
             why = printed[-1] if printed else str(item["error"])
-            raise TaskError(f"{dockerfile}: {why}", fix="change what it puts there; see docs/task-families.md#task-folders")
+            raise TaskError(f"{dockerfile}: {why}", fix=f"put the task's files under {DEFAULT} or the WORKDIR, as plain files and folders")
         lines = str(item.get("stream") or "").splitlines()
         printed += [line for line in lines if line.strip() and not line.startswith(_BUILDERS_OWN)]
 

@@ -1,0 +1,72 @@
+"""Draws tasks in a process of its own: `python -m agentrl.prove.elsewhere` takes what to draw on standard input.
+
+The hash seed of the process is another one than its parent's, and the tasks are drawn in another order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.plugins import add_project_root
+from agentrl.prove.source import FamilySource, Place, digests
+from agentrl.recipe import TasksConfig
+from agentrl.records import Split
+
+TIMEOUT_S = 600.0
+
+
+def draw_elsewhere(source: FamilySource, places: Sequence[Place]) -> list[dict[str, tuple[str, str]] | str]:
+    """The digests of the tasks at these places, or why one cannot be made, as another process sees them.
+
+    Raises `RuntimeError` with the process's last words when it cannot open the family.
+    """
+    with tempfile.NamedTemporaryFile(prefix="agentrl-check-") as answer:  # standard output belongs to the family
+        question = {
+            "tasks": source.tasks.model_dump(mode="json"),
+            "seed": source.seed,
+            "root": str(source.root),
+            "places": places,
+            "answer": answer.name,
+        }
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "agentrl.prove.elsewhere"]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(question), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"no end after {TIMEOUT_S:g} s") from None
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-600:] or f"exit code {done.returncode}")
+        told: list[Any] = json.loads(answer.read())
+    return [one if isinstance(one, str) else {name: (pair[0], pair[1]) for name, pair in one.items()} for one in told]
+
+
+def main() -> None:
+    question = json.load(sys.stdin)
+    root = Path(question["root"])
+    add_project_root(root)
+    source = FamilySource(tasks=TasksConfig.model_validate(question["tasks"]), seed=question["seed"], root=root)
+    family = source.open()
+    places = [(Split(split), int(index)) for split, index in question["places"]]
+    drawn: dict[Place, Any] = {}
+    for split, index in sorted(places, key=lambda place: (-place[1], place[0])):
+        try:
+            drawn[split, index] = digests(family.task(split, index))
+        except Exception as error:  # a family is anybody's code
+            drawn[split, index] = f"{type(error).__name__}: {error}"
+    Path(question["answer"]).write_text(json.dumps([drawn[place] for place in places]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Locks every second byte of many files: kernel memory that has no limit and is charged to nobody.
+
+kind: resources
+seconds: 25
+ends: exit, memory, killed
+"""
+
+import fcntl
+import json
+import os
+import struct
+import time
+
+limits = json.load(open("arena.json"))
+workers = limits["processes"] - 6  # the kernel looks through all locks of a file each time: short lists on many files
+
+
+def taken() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) >> 10 for line in file if line.startswith("SUnreclaim"))
+
+
+def lock(worker: int) -> None:
+    files = [os.open(f"{worker}-{number}", os.O_RDWR | os.O_CREAT) for number in range(100)]
+    for at in range(0, 1 << 16, 2):
+        for file in files:
+            fcntl.fcntl(file, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
+
+
+before = taken()
+print("held: locking", flush=True)
+for worker in range(workers):
+    if os.fork() == 0:
+        lock(worker)
+end = time.monotonic() + 15
+lost = 0
+while time.monotonic() < end and lost < limits["memory_mb"] // 3:
+    time.sleep(0.2)
+    lost = taken() - before
+if lost >= limits["memory_mb"] // 3:
+    print(f"ESCAPED: {lost} MiB of the kernel's memory in locks", flush=True)
+os.kill(-1, 9)

@@ -1,0 +1,171 @@
+"""What callers may ask of a sandbox: whatever it is, it becomes a frame that the exec server takes, or a typed error, and never its end."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import arguments, frames
+from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.inside import requests, wire
+from agentrl.sandbox.inside.wire import Refused
+from agentrl.sandbox.place import ChannelSandbox
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(
+    ["", ".", "..", "/", "a/b", "\ud800", "\udcff", "\0", "A=B", "=", "x" * 256, "é" * 128, "/".join("d" * 64), "/".join("d" * 65), "a//b"]
+)
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), ANY_TEXT, st.binary(max_size=8), st.lists(ANY_TEXT, max_size=3), st.just(10**400)
+)
+WORDS = st.lists(ANY_TEXT, max_size=4) | st.lists(ANYTHING, max_size=3).map(tuple) | ANYTHING
+VARIABLES = st.none() | st.dictionaries(ANY_TEXT, ANY_TEXT, max_size=3) | st.dictionaries(ANY_TEXT, ANYTHING, max_size=2) | ANYTHING
+LIMITS = {"timeout_s": st.just(1.0) | ANYTHING, "output_bytes": st.just(1000) | ANYTHING}
+CALLS = {
+    "exec": {"argv": WORDS, "env": VARIABLES, "stdin": st.binary(max_size=4) | ANYTHING, **LIMITS},
+    "python": {"code": ANYTHING, "session": ANYTHING, **LIMITS},
+    "read": {"path": ANYTHING, "max_bytes": st.just(10) | ANYTHING},
+    "write": {"path": ANYTHING, "data": st.binary(max_size=4) | ANYTHING},
+    "write_all": {"files": st.dictionaries(ANY_TEXT, st.binary(max_size=4), max_size=3) | ANYTHING},
+    "restore": {"archive": ANYTHING},
+}
+POSITIONAL = {
+    "exec": ("argv",),
+    "python": ("code",),
+    "read": ("path",),
+    "write": ("path", "data"),
+    "write_all": ("files",),
+    "restore": ("archive",),
+}
+"""Of each method: the arguments that are given by place."""
+CALL = st.sampled_from(sorted(CALLS)).flatmap(lambda name: st.tuples(st.just(name), st.fixed_dictionaries(CALLS[name])))
+TYPED = (ValueError, TypeError)
+
+
+def made(sandbox, call):
+    """The coroutine of one call."""
+    name, given_arguments = call
+    by_place = [given_arguments[key] for key in POSITIONAL[name]]
+    return getattr(sandbox, name)(*by_place, **{key: value for key, value in given_arguments.items() if key not in POSITIONAL[name]})
+
+
+class Taker:
+    """The exec server's first step: reads frames as the real one does, and judges them."""
+
+    def __init__(self):
+        ours, self.theirs = socket.socketpair()
+        self.ours = ours
+        self.judged = []
+
+    async def channel(self):
+        reader, writer = await asyncio.open_unix_connection(sock=self.ours)
+        return Channel(reader, writer, name="test")
+
+    def take(self):
+        link = wire.Link(self.theirs)
+        request = link.request()
+        body = wire.Body(link, request["body"]).read()
+        requests.judge(request)
+        self.judged.append(request)
+        return request, body
+
+
+@given(CALL)
+def test_any_argument_is_a_typed_error_or_a_frame_that_the_server_takes(call):
+    asyncio.run(judged(call))
+
+
+async def judged(call):
+    taker = Taker()
+    channel = await taker.channel()
+    sandbox = ChannelSandbox("test", SandboxSpec(image="none"), channel, None)
+    task = asyncio.create_task(made(sandbox, call))
+    try:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if task.done():
+            with pytest.raises(TYPED):
+                task.result()
+        else:
+            taker.theirs.setblocking(True)
+            taker.take()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await channel.close(0.0)
+        taker.ours.close()
+        taker.theirs.close()
+
+
+JSON = st.recursive(ANYTHING.filter(lambda value: type(value) is not bytes), lambda inner: st.lists(inner, max_size=3), max_leaves=6)
+
+
+@given(st.dictionaries(st.sampled_from(["op", "argv", "env", "path", "files", "session", "timeout_s", "output_bytes", "max_bytes"]), JSON))
+def test_any_request_is_judged_or_refused(request):
+    for operation in [*requests.FIELDS, request.get("op")]:
+        try:
+            requests.judge({**request, "op": operation})
+        except Refused as refused:
+            json.dumps(str(refused)).encode()
+
+
+@pytest.mark.parametrize("name", ["\udcff", "é", "a b", "\x01", "\n", "x" * 255, "é" * 127, "-rf", "\u202e"])
+def test_every_name_that_a_file_can_have_can_be_said(name):
+    assert arguments.plain_path(f"{name}/{name}") == f"{name}/{name}"
+    requests.judge({"op": "read", "path": name, "max_bytes": 1})
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfff", "\udc00", "\udc7f", "x" * 256, "é" * 128])
+def test_what_no_file_can_be_called_is_refused_in_words_that_can_be_stored(name):
+    with pytest.raises(ValueError, match="path") as error:
+        arguments.plain_path(name)
+    str(error.value).encode()
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [([], {}), ([""], {}), (["a\0"], {}), (["a"], {"": "x"}), (["a"], {"A=B": "x"}), (["a"], {"A\0": "x"}), (["a"], {"A": "\ud800"})],
+)
+def test_programs_that_cannot_be_are_refused(argv, env):
+    with pytest.raises(ValueError, match=r"argv|env"):
+        arguments.program(argv, env)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 10**400])
+def test_a_deadline_is_positive_and_finite(value):
+    with pytest.raises(ValueError, match="positive and finite"):
+        arguments.limits(value, 1)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: arguments.plain_path(b"x"),
+        lambda: arguments.program("true", None),
+        lambda: arguments.program([1], None),
+        lambda: arguments.program(["true"], [("A", "B")]),
+        lambda: arguments.code(b"1"),
+        lambda: arguments.session_name(1),
+        lambda: arguments.limits("1", 1),
+        lambda: arguments.limits(True, 1),
+        lambda: arguments.size(1.0, "max_bytes", 10),
+        lambda: arguments.content("text", "stdin"),
+    ],
+)
+def test_another_type_is_a_type_error(work):
+    with pytest.raises(TypeError):
+        work()
+
+
+def test_what_no_header_can_hold_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        frames.encode({"timeout_s": float("nan")})
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(ValueError, match="deep"):
+        frames.encode({"argv": nested})

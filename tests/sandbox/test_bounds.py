@@ -1,0 +1,125 @@
+"""What no control group charges: counted by the exec server, bounded in real sandboxes, and no hindrance to everyday programs."""
+
+import asyncio
+import fcntl
+import os
+import socket
+import struct
+import textwrap
+
+import pytest
+
+from agentrl.sandbox import allowance, select_backend
+from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_SOCKETS, Watch, sockets_in
+from tests.sandbox.building import BOTH, SPEC
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")
+LOCK = f"import fcntl, os, struct\nfile = os.open('locked', os.O_RDWR | os.O_CREAT)\nfor at in range(0, {2 * MOST_LOCKS + 200}, 2):\n"
+LOCK += "    fcntl.fcntl(file, fcntl.F_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, 0, at, 1, 0))\n"
+
+
+@pytest.fixture(params=BOTH)
+async def sandbox(request, root):
+    backend = select_backend(request.param, run_label="test", root=root)
+    sandbox = await backend.open(SPEC)
+    yield sandbox
+    await sandbox.close()
+    await backend.close()
+
+
+def test_locks_are_counted_and_those_of_open_files_are_not(tmp_path):
+    watch = Watch()
+    assert not watch.overdrawn()
+    with open(tmp_path / "file", "w") as one, open(tmp_path / "other", "w") as other:
+        for at in range(0, 2 * MOST_LOCKS + 10, 2):
+            fcntl.fcntl(one, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
+        assert not watch.too_many_locks()  # every process of the machine sees these
+        for at in range(0, 2 * MOST_LOCKS + 10, 2):
+            fcntl.fcntl(other, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
+        assert watch.too_many_locks() and watch.overdrawn()
+    assert not watch.too_many_locks()
+
+
+def test_sockets_are_counted():
+    with open("/proc/net/sockstat", "rb") as file:
+        before = sockets_in(file.read())
+    datagrams = socket.socket(type=socket.SOCK_DGRAM)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()), datagrams:
+        datagrams.bind(("127.0.0.1", 0))
+        with open("/proc/net/sockstat", "rb") as file:
+            assert sockets_in(file.read()) >= before + 3  # also the end that nobody has accepted
+    text = b"sockets: used 992\nTCP: inuse 990 orphan 0 tw 7 alloc 991 mem 8795\nUDP: inuse 5 mem 241\nUDPLITE: inuse 1\nRAW: inuse 9\n"
+    assert sockets_in(text) == 996 < MOST_SOCKETS and sockets_in(b"") == 0
+
+
+async def test_too_many_locks_are_too_much_memory(sandbox):
+    result = await sandbox.python(LOCK + "import time; time.sleep(20)", timeout_s=30)
+    assert (result.exit_code, result.reason) == (None, "memory")
+    result = await sandbox.exec(["python3", "-I", "-c", LOCK + "import time; time.sleep(20)"], timeout_s=30)
+    assert (result.exit_code, result.reason) == (None, "memory")
+    assert (await sandbox.python("6 * 7", timeout_s=20, session="s")).stdout == "42\n"
+    result = await sandbox.python(LOCK + "import time; time.sleep(20)", timeout_s=30, session="s")
+    assert result.reason == "memory" and result.session_ended
+    assert (await sandbox.exec(["echo", "on"], timeout_s=20)).stdout == "on\n"
+
+
+async def test_what_a_program_leaves_behind_is_watched_while_none_runs(sandbox):
+    daemon = "import os, time\nif os.fork() == 0:\n" + textwrap.indent(f"time.sleep(0.7)\n{LOCK}time.sleep(60)\n", "    ")
+    assert (await sandbox.python(daemon, timeout_s=20)).ok
+    others = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
+    assert (await sandbox.python(others, timeout_s=20)).stdout != "[]\n"
+    await asyncio.sleep(6)  # and nothing is asked of it meanwhile
+    assert (await sandbox.python(others, timeout_s=20)).stdout == "[]\n"
+    assert (await sandbox.python("print(1)", timeout_s=20)).stdout == "1\n"
+
+
+@as_root
+async def test_terminals_are_few_and_work(sandbox):
+    code = (
+        "import os, pty\n"
+        "kept = []\n"
+        "try:\n"
+        "    while True: kept.append(os.openpty())\n"
+        "except OSError as error: print(len(kept), error.strerror)\n"
+        "for ends in kept:\n"
+        "    for end in ends: os.close(end)\n"
+        "pid, terminal = pty.fork()\n"
+        "if pid == 0: os.execvp('sh', ['sh', '-c', 'test -t 0 && stty size'])\n"
+        "print(os.read(terminal, 100))\n"
+    )
+    result = await sandbox.python(code, timeout_s=20)
+    assert result.stdout == f"{allowance.TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
+
+
+@as_root
+async def test_sockets_have_the_settings_of_the_sandbox_and_cannot_change_them(sandbox):
+    for name, value in allowance.NETWORK_SETTINGS.items():
+        path = f"/proc/sys/{name.replace('.', '/')}"
+        result = await sandbox.exec(["sh", "-c", f"cat {path}; echo 1 > {path}"], timeout_s=20)
+        assert result.stdout.split() == value.split() and result.exit_code != 0
+    code = (
+        "import socket\n"
+        "end = socket.socket()\n"
+        "before = end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)\n"
+        "end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)\n"
+        "print(before, end.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) == before)\n"
+    )
+    assert (await sandbox.python(code, timeout_s=20)).stdout == "16384 True\n"
+
+
+async def test_everyday_programs_do_not_notice(sandbox):
+    code = (
+        "import asyncio, multiprocessing, os, shutil, sqlite3, subprocess, tarfile, threading, urllib.request, http.server\n"
+        "os.makedirs('a/b'); open('a/b/f', 'w').write('x' * 200_000)\n"
+        "shutil.copytree('a', 'c'); shutil.copy2('a/b/f', 'd'); tarfile.open('t.tgz', 'w:gz').add('a')\n"
+        "base = sqlite3.connect('base'); base.execute('create table t (x)'); base.execute('insert into t values (1)'); base.commit()\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, 2]))\n"
+        "server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), http.server.SimpleHTTPRequestHandler)\n"
+        "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
+        "for _ in range(20): size = len(urllib.request.urlopen(f'http://127.0.0.1:{server.server_port}/a/b/f').read())\n"
+        "print(size, asyncio.run(asyncio.sleep(0, 5)))\n"
+        "script = 'cp -a a e && sed -i s/x/y/ e/b/f && tar xzf t.tgz -C e && sync && echo fine'\n"
+        "print(subprocess.run(script, shell=True, capture_output=True, text=True))\n"
+    )
+    result = await sandbox.python(code, timeout_s=60)
+    assert result.ok and "[1, 2]\n200000 5\n" in result.stdout and "stdout='fine\\n', stderr=''" in result.stdout, result
