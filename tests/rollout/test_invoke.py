@@ -317,7 +317,7 @@ same_name: Tool = Own(hang)
 def test_what_is_no_tool_is_refused_by_name(name: str, says: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((f"{__file__}:{name}", "submit"))
-    assert says in str(error.value) and f":{name}'" in str(error.value) and "docs/task-families.md" in str(error.value)
+    assert says in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool has name" in str(error.value)
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
