@@ -103,7 +103,7 @@ class ChannelSandbox:
         """The working directory as a tar archive: regular files, folders, links as links. Programs stand still meanwhile.
 
         Names, permission bits and times are kept, and files that share one content still do. Pipes, sockets and devices are left
-        out. Whatever modes a program has set, a snapshot is made; one that keeps a file under a lease is ended, and all others with it.
+        out, and modes that close a file to its owner are no obstacle.
         Raises `ValueError` when the working directory is too large, and for no other reason: more than the sandbox's `disk_mb`,
         20,000 entries, 64 levels or 20 s of work. The archive is hostile data: hand it to `open(snapshot=...)`, never unpack it
         on the host.

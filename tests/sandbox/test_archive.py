@@ -52,9 +52,9 @@ class Pieces:
         self.sent.append(bytes(data))
 
 
-def packed(top, limit=1 << 30, end_programs=lambda: None):
+def packed(top, limit=1 << 30):
     sink = Pieces(limit)
-    packer = Packer(ArchiveOut(sink), end_programs)
+    packer = Packer(ArchiveOut(sink))
     packer.pack(os.open(top, FOLDER))
     return b"".join(sink.sent) + packer.out.last()
 

@@ -104,7 +104,7 @@ async def test_a_snapshot_is_made_of_whatever_is_left_and_comes_back_as_it_was(b
     await answers(copy)
 
 
-async def test_a_lease_is_ended_with_its_holder(backend):
+async def test_no_lease_keeps_a_file_from_being_captured(backend):
     sandbox = await left(backend, LEASE)
     archive = await in_time(sandbox.snapshot())
     copy = await backend.open(SPEC, snapshot=archive)

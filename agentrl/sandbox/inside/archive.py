@@ -21,6 +21,7 @@ MOST_SIZE = 0o77777777777
 LONG_NAME, FILE, HARD_LINK, LINK, FOLDER_ENTRY = b"x", b"0", b"1", b"2", b"5"
 MAX_LONG_NAMES = 1 << 16
 """Bytes of pax records before one entry: a path of the deepest folder, with the longest names, and a link's target."""
+END = bytes(BLOCK)
 OWNERS = b"0000000\0" * 2
 MAGIC = b"ustar\00000"
 
@@ -106,6 +107,7 @@ class ArchiveIn:
 
     def __init__(self, source: Readable) -> None:
         self.source = source
+        self.ahead, self.at = b"", 0  # read already, in large pieces, and how far it is used up
         self.left = 0  # of the content of the entry in hand
         self.padding = 0
 
@@ -139,15 +141,18 @@ class ArchiveIn:
         return data
 
     def exactly(self, size: int) -> bytes:
-        data = self.source.read(size) if size else b""
-        if len(data) < size:
-            raise wrong("it ends early")
-        return data
+        while len(self.ahead) - self.at < size:
+            more = self.source.read(READ_BYTES)
+            if not more:
+                raise wrong("it ends early")
+            self.ahead, self.at = self.ahead[self.at :] + more, 0
+        self.at += size
+        return self.ahead[self.at - size : self.at]
 
     def block(self) -> Entry | None:
         """An entry as its block has it; None for the block of zeros at the end."""
         data = self.exactly(BLOCK)
-        if not any(data):
+        if data == END:
             return None
         if sum(data[:148]) + sum(data[156:]) + 8 * 32 != octal(data[148:156]) or data[257:265] != MAGIC:
             raise wrong("a block that is no header")
@@ -174,7 +179,7 @@ class ArchiveIn:
 
 def octal(field: bytes) -> int:
     digits = field.rstrip(b"\0 ")
-    if not all(48 <= digit < 56 for digit in digits):
+    if digits and not (digits.isdigit() and max(digits) < 56):
         raise wrong("a number that is none")
     return int(digits or b"0", 8)
 

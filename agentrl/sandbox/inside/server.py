@@ -119,7 +119,8 @@ class Server:
             return answer
         child.control.close()
         if launch.said is None:  # killed, so that nobody heard of the program's end
-            self.end_programs()
+            kill_everything(signal.SIGKILL)
+            self.await_gone()
         return answer
 
     def run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
@@ -326,15 +327,10 @@ class Server:
         if self.paused_at is None:
             kill_everything(signal.SIGSTOP)
         try:
-            return send_snapshot(self.link, request, self.end_programs)
+            return send_snapshot(self.link, request, body)
         finally:
             if self.paused_at is None:
                 kill_everything(signal.SIGCONT)
-
-    def end_programs(self) -> None:
-        """Ends every program and session; nothing of them is left when it returns."""
-        kill_everything(signal.SIGKILL)
-        self.await_gone()
 
     def restore(self, request: Request, body: Body) -> Answer:
         return take_snapshot(self.link, request, body)

@@ -1,8 +1,9 @@
 """Snapshots: the working directory as an archive, and back.
 
 Whatever an agent has made of its files, a snapshot of them succeeds, unless it is too large: more bytes, entries, levels or seconds
-than a snapshot may have. So an agent cannot opt out of being captured by a mode, a lease or a name. Its programs stand still
-meanwhile, but come to that one by one, so that what was seen a moment ago may be gone, or something else.
+than a snapshot may have. So an agent cannot opt out of being captured by a mode or a name (leases, which keep readers waiting, are
+refused by the filter of system calls). Its programs stand still meanwhile, but come to that one by one, so that what was seen a
+moment ago may be gone, or something else.
 
 Files and folders are opened by name in a folder that is open, never by a path and never through a link: time is linear, however
 deep the tree, and nothing leads out of it.
@@ -24,7 +25,7 @@ from agentrl.sandbox.inside.wire import READ_BYTES, Refused, Sink
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from agentrl.sandbox.inside.wire import Answer, Body, Link, Request
 
@@ -35,15 +36,14 @@ SNAPSHOT_S = 20.0
 READABLE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 """What opening says of an entry that has gone, or become something else, since the folder was read."""
-LEASE_S, LEASE_PAUSE_S = 2.0, 0.005
 PERMISSIONS = 0o777
 FRESH_FOLDER = 0o755
 
 
-def send_snapshot(link: Link, request: Request, end_programs: Callable[[], None]) -> Answer:
-    """The caller has stopped every program; `end_programs` ends them."""
+def send_snapshot(link: Link, request: Request, body: Body) -> Answer:
+    """The caller has stopped every program."""
     sink = Sink(link, request["id"], request["max_bytes"], "the working directory is larger than a snapshot may be")
-    packer = Packer(ArchiveOut(sink), end_programs)
+    packer = Packer(ArchiveOut(sink))
     packer.pack(os.open(HOME, FOLDER))
     return {"more": False}, packer.out.last()
 
@@ -59,8 +59,8 @@ def take_snapshot(link: Link, request: Request, body: Body) -> Answer:
 class Packer:
     """Writes a tree to an archive."""
 
-    def __init__(self, out: ArchiveOut, end_programs: Callable[[], None]) -> None:
-        self.out, self.end_programs = out, end_programs
+    def __init__(self, out: ArchiveOut) -> None:
+        self.out = out
         self.entries = 0
         self.names: dict[tuple[int, int], bytes] = {}  # of files that have several, the first one packed
         self.deadline = time.monotonic() + SNAPSHOT_S
@@ -133,9 +133,9 @@ class Packer:
 
     @contextlib.contextmanager
     def opened(self, folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[int, os.stat_result | None]]:
-        """(descriptor, what it is) of an entry, whatever its mode and whoever has a lease on it; (-1, None) when it has gone."""
+        """(descriptor, what it is) of an entry, whatever its mode; (-1, None) when it has gone."""
         try:
-            fd, info = self.open_leased(folder, name, flags, needed)
+            fd, info = open_anyhow(folder, name, flags, needed)
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -147,21 +147,6 @@ class Packer:
             if info.st_mode & needed != needed:
                 os.fchmod(fd, stat.S_IMODE(info.st_mode))
             os.close(fd)
-
-    def open_leased(self, folder: int, name: str, flags: int, needed: int) -> tuple[int, os.stat_result]:
-        """As `open_anyhow`. Who holds a lease on a file has 45 s to give it back, and loses it with its life."""
-        try:
-            return open_anyhow(folder, name, flags, needed)
-        except BlockingIOError:
-            self.end_programs()
-        until = time.monotonic() + LEASE_S
-        while True:
-            try:
-                return open_anyhow(folder, name, flags, needed)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(LEASE_PAUSE_S)  # the kernel is still clearing up after the holder
 
 
 def open_anyhow(folder: int, name: str, flags: int, needed: int) -> tuple[int, os.stat_result]:
