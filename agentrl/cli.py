@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from agentrl import __version__
 from agentrl.ending import explain, stopped
 from agentrl.errors import RecipeError, UserError
+from agentrl.fuzzing.commands import EXAMPLE, fuzz
 from agentrl.plugins import add_project_root, resolve
 from agentrl.recipe import Recipe, SandboxConfig, TasksConfig, apply_overrides
 from agentrl.runfolder import Start, check_same, claimed, given_before, holds_run, merged
@@ -40,6 +41,7 @@ app = typer.Typer(
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(tune_app, name="tune")
+app.command("fuzz", epilog=EXAMPLE)(fuzz)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker or bubblewrap (overrides the recipe).")]

@@ -19,7 +19,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import zstandard
@@ -188,19 +188,32 @@ def _build(links: list[Path], target: Path) -> None:
 
 def _stride(path: Path) -> int:
     """Bytes of the numbers that a safetensors file is mostly made of; 1 when that cannot be told."""
+    sizes: Counter[int] = Counter()
+    try:
+        for entry in tensors(path).values():
+            start, end = entry["data_offsets"]
+            sizes[_SIZES.get(entry["dtype"], 1)] += int(end) - int(start)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return 1
+    return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def tensors(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> dtype, shape and data_offsets of each tensor of a safetensors file, from its header alone; entries are not checked.
+
+    Raises `ValueError` when it is not safetensors (format: https://github.com/huggingface/safetensors#format).
+    """
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT + 1
         text = file.read(length) if length <= _HEADER_LIMIT else b""
-    sizes: Counter[int] = Counter()
     try:
-        for name, entry in json.loads(text).items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                sizes[_SIZES.get(entry["dtype"], 1)] += end - start
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return 1
-    return sizes.most_common(1)[0][0] if sizes else 1
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise ValueError(f"{path} is not a safetensors file")
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _array(data: bytes) -> NDArray[np.uint8]:

@@ -164,6 +164,8 @@ def _tests(path: str, source: bytes, *, judge: bool) -> Iterator[str]:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests/{path}: {error}") from None
+    except (RecursionError, MemoryError):  # the parser's own stack
+        raise ValueError(f"tests/{path}: is nested too deep to be read") from None
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
             if judge and (wrong := [name.arg for name in node.args.args if name.arg not in JUDGE_ARGUMENTS]):

@@ -17,12 +17,13 @@ LONGEST_FILE = 600
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "fields", "errors", "destinations"}),
-    frozenset({"protocols", "codec", "deltas", "usercode", "causes", "runlock"}),
+    frozenset({"protocols", "codec", "deltas", "toml", "usercode", "causes", "runlock"}),
     frozenset({"section", "recipe", "plugins", "outputs", "grading", "model_folder"}),
     frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
     frozenset({"learner", "supervised"}),
     frozenset(
         {
+            "fuzzing",
             "loop",
             "cluster",
             "served",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,10 +127,11 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
     finally:
         await sandbox.close()
     lines = _report(done, secret)
-    if not lines or "loaded" not in lines[0]:
+    loaded = lines[0].get("loaded") if lines else None
+    if not isinstance(loaded, list) or not _are_texts(loaded):
         return Outcome(broken=_ending(done), untouched=True)
-    said = {line["test"]: line["error"] for line in lines[1:]}
-    complete = set(lines[0]["loaded"]) == set(said) and done.exit_code == 0
+    said = _texts({line.get("test"): line.get("error") for line in lines[1:] if _are_texts([line.get("test")])})
+    complete = len(said) == len(lines) - 1 and set(loaded) == set(said) and done.exit_code == 0
     return Outcome(said=said, broken="" if complete else _ending(done))
 
 
@@ -207,10 +208,11 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
     finally:
         await sandbox.close()
     lines = _report(done, secret)
-    if len(lines) != 1 or "tests" not in lines[0]:
+    tests = lines[0].get("tests") if len(lines) == 1 else None
+    if not isinstance(tests, dict):
         return Outcome(broken=_ending(done))
-    said: dict[str, str] = lines[0]["tests"]
-    stopped = plan.mode == "pytest" and not set(plan.expected()) <= set(said)
+    said = _texts(tests)
+    stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.expected()) <= set(said))
     return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "")
 
 
@@ -226,21 +228,40 @@ async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], remov
     finally:
         await sandbox.close()
     lines = _report(done, secret)
-    if len(lines) != 1:
+    txt, as_json, code = [lines[0].get(name) for name in ("txt", "json", "exit")] if len(lines) == 1 else ("", "", None)
+    if not isinstance(txt, str | None) or not isinstance(as_json, str | None) or not isinstance(code, int):
         return Outcome(broken=_ending(done))
-    value, wrong = reward(lines[0]["txt"], lines[0]["json"])
-    ending = f"exit code {lines[0]['exit']}; {done.stderr.strip()[-800:]}".rstrip("; ")
+    value, wrong = reward(txt, as_json)
+    ending = f"exit code {code}; {done.stderr.strip()[-800:]}".rstrip("; ")
     if value is None:
         return Outcome(broken=f"{wrong}: {ending}")
     return Outcome(reward=value, said={"test.sh": "" if value == 1 else f"{wrong or f'reward {value:g}'}: {ending}"})
 
 
 def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:
-    """The lines of a report. It is empty when anything else is among them: nobody but the reporting program has that stdout."""
-    lines = [line.partition(" ") for line in done.stdout.splitlines()]
-    if done.truncated or any(mark != secret for mark, _, _ in lines):
+    """The lines of a report, each an object; none when anything else is among them: only the reporting program has that stdout."""
+    *texts, rest = done.stdout.split("\n")
+    lines = [text.partition(" ") for text in texts]
+    if done.truncated or rest or any(mark != secret for mark, _, _ in lines):
         return []
-    return [json.loads(text) for _, _, text in lines]
+    try:
+        found = [json.loads(text) for _, _, text in lines]
+    except (ValueError, RecursionError):
+        return []
+    return found if all(isinstance(line, dict) for line in found) else []
+
+
+def _are_texts(said: Iterable[object]) -> bool:
+    return all(isinstance(text, str) for text in said)
+
+
+def _texts(said: Mapping[Any, object]) -> dict[str, str]:
+    """Those entries of a report that are a test and what it said, as text that can be stored."""
+    return {
+        name.encode("utf-8", "replace").decode(): error.encode("utf-8", "replace").decode()
+        for name, error in said.items()
+        if isinstance(name, str) and isinstance(error, str)
+    }
 
 
 def _ending(done: ExecResult) -> str:

@@ -22,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentrl import toml
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.sandbox import build_context, builds, giving_up
 from agentrl.sandbox.build_context import BuildContext
@@ -125,17 +125,17 @@ def load_image(folder: Path, *, cache: Path | None = None) -> Image:
 def _read(path: Path) -> ImageRecipe:
     example = f'write {path} with the lines: suite = "bookworm" and packages = ["python3"]'
     try:
-        return ImageRecipe.model_validate(tomllib.loads(path.read_text()))
+        return ImageRecipe.model_validate(toml.loads(path.read_text()))
     except FileNotFoundError:
         raise UserError(f"no sandbox image at {path.parent}: {path} does not exist, nor a Dockerfile", fix=example) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}", fix=example) from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}", fix=example) from None
     except ValidationError as error:
         lines = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         wrong = dict.fromkeys(str(item["loc"][0]) for item in error.errors())
         raise UserError(f"{path}: {lines}", fix="; ".join(_FORMS.get(key, f"remove {key}; known keys: {_KEYS}") for key in wrong)) from None
+    except ValueError as error:
+        raise UserError(f"{path} {error}", fix=example) from None
 
 
 def _name(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
 # vLLM answers -9999 for a logprob that is NaN or minus infinity; a token that was sampled has neither.
 _IMPOSSIBLE_LOGPROB = -9000.0
+_VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
@@ -152,7 +154,7 @@ def _logprobs(choice: _Choice) -> tuple[float, ...]:
 def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:
     spans, edge = [], 0
     for span in choice.weight_versions:
-        if span.start != edge or span.end <= span.start or not span.version.isdecimal():
+        if span.start != edge or span.end <= span.start or not _VERSION.fullmatch(span.version):
             raise ServingError(f"weight-version spans are not a cover of the tokens by numbered versions: {choice.weight_versions}")
         spans.append(VersionSpan(version=int(span.version), start=span.start, end=span.end))
         edge = span.end

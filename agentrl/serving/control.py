@@ -53,14 +53,7 @@ class ControlPlane:
             raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
         except httpx.HTTPError as error:
             raise ServingError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        if response.status_code != httpx.codes.OK:
-            raise ServingError(f"{self.url}{path} answered {response.status_code}: {response.text[:_EXCERPT]}")
-        if not response.content:
-            return None
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ServingError(f"{self.url}{path} did not answer JSON: {response.text[:_EXCERPT]!r}") from error
+        return decoded(response, f"{self.url}{path}")
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """True when the server answers and its engine lives."""
@@ -96,8 +89,7 @@ class ControlPlane:
 
     async def version(self) -> str:
         """The name of the weights in service, "default" before one was given."""
-        answer = await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S)
-        return str(answer["weight_version"])
+        return weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
         """Has every worker load a Hugging Face folder by itself: vLLM's own slow road, independent of the weight-transfer backend."""
@@ -112,6 +104,26 @@ class ControlPlane:
         # On a connection of its own: when the engine refuses, the server hangs up after its 500, and the next call must not
         # meet that connection in the pool.
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
+
+
+def decoded(response: httpx.Response, where: str) -> Any:
+    """The decoded JSON of a 200 answer, None when it is empty. Raises `ServingError`."""
+    if response.status_code != httpx.codes.OK:
+        raise ServingError(f"{where} answered {response.status_code}: {response.text[:_EXCERPT]}")
+    if not response.content:
+        return None
+    try:
+        return response.json()
+    except (ValueError, RecursionError) as error:
+        raise ServingError(f"{where} did not answer JSON: {response.text[:_EXCERPT]!r}") from error
+
+
+def weight_version(answer: Any) -> str:
+    """The version in an answer of `/weight_info`. Raises `ServingError`."""
+    version = answer.get("weight_version") if isinstance(answer, dict) else None
+    if not isinstance(version, str):
+        raise ServingError(f"/weight_info names no version: {str(answer)[:_EXCERPT]}")
+    return version
 
 
 class UnsentError(ServingError):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from agentrl import deltas
-
-_HEADER_LIMIT = 100 * 2**20  # the format's own bound on its JSON header
 
 
 def weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path, first_folder: Path) -> list[Path]:
@@ -40,7 +37,7 @@ def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 
     Raises `ValueError` when one is not safetensors (format: https://github.com/huggingface/safetensors#format).
     """
-    return {name: shape for path in paths for name, shape in _header(path).items()}
+    return {name: _shape(path, entry) for path in paths for name, entry in deltas.tensors(path).items()}
 
 
 def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
@@ -87,13 +84,8 @@ class WeightCopy:
             raise ValueError(f"{parent} is not the parent that the delta was made from")
 
 
-def _header(path: Path) -> dict[str, tuple[int, ...]]:
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT + 1
-        text = file.read(length) if length <= _HEADER_LIMIT else b""
-    try:
-        header = json.loads(text)
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a safetensors file") from None
+def _shape(path: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    shape = entry.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{path} is not a safetensors file")
+    return tuple(shape)

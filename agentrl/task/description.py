@@ -10,12 +10,11 @@ outputs = ["report.json"]         # ours: the files that are judged, as agentrl.
 
 from __future__ import annotations
 
-import tomllib
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agentrl import destinations
+from agentrl import destinations, toml
 from agentrl.grading import MAX_TEST_SECONDS, Mode, Run
 from agentrl.outputs import WHOLE, wrong_pattern
 from agentrl.records import Limits, SandboxSpec, Split
@@ -172,11 +171,7 @@ class Runs(BaseModel):
 def parse(kind: type[M], text: str) -> M:
     """A model from TOML. Raises `ValueError` with one line for each wrong key: its name, what is wrong, what is allowed."""
     try:
-        return kind.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"is not TOML: {error}") from None
-    except RecursionError:
-        raise ValueError("is nested too deep to be read") from None
+        return kind.model_validate(toml.loads(text))
     except ValidationError as error:
         raise ValueError("\n".join(_line(kind, item) for item in error.errors())) from None
 

@@ -127,6 +127,10 @@ class ArchiveIn:
                 raise wrong("it ends before an entry")
             return None
         entry.name, entry.target = names.get(b"path", entry.name), names.get(b"linkpath", entry.target)
+        if b"\0" in entry.name or b"\0" in entry.target:
+            raise wrong("a zero byte in a name")
+        if max(entry.size, entry.mtime) > MOST_SIZE:
+            raise wrong("a number longer than they are written")
         if entry.kind not in (FILE, HARD_LINK, LINK, FOLDER_ENTRY):
             raise wrong(f"an entry of kind {entry.kind!r}")
         if entry.size and entry.kind != FILE:
