@@ -304,7 +304,9 @@ def run_folder(
     """
     named = written if resume else apply_overrides(written, list(given))  # a typo is told before a folder is made
     name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
-    with claimed(wanted, root / "runs", f"{name}-eval" if evaluating else name, resume=resume, command=shlex.join(sys.argv)) as folder:
+    verb, suffix = ("eval", "-eval") if evaluating else ("train", "")
+    doing = shlex.join(["agentrl", verb, str(recipe), *given])
+    with claimed(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder:
         start = Start(recipe=recipe, folder=folder, overrides=merged(given_before(folder) if resume else (), given))
         loaded = apply_overrides(written, list(start.overrides))
         if resume and (changes := check_same(folder, loaded)):

@@ -150,7 +150,7 @@ def _check_of(hint: Any) -> Check:
     if hint in _SINGLE:
         return _SINGLE[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint
+        return _one_of(hint)
     if isinstance(hint, type) and issubclass(hint, Record):
         return _record_of(hint)
     raise TypeError(f"a record cannot have a field of type {hint}")
@@ -165,6 +165,18 @@ def _record_of(kind: type[Any]) -> Check:
         if not isinstance(value, kind):
             raise ValueError(f"must be a {kind.__name__}, got {type(value).__name__}")
         return value
+
+    return check
+
+
+def _one_of(kind: type[Enum]) -> Check:
+    known = {member.value: member for member in kind}
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value in known:
+            return known[value]
+        got = ascii(value[:80]) if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"must be one of {', '.join(known)}, got {got}")
 
     return check
 

@@ -205,7 +205,7 @@ async def _pipeline(run: Run) -> None:
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
-    """Rollouts, swaps and the learner, which `learning` watches, side by side until version `stop_at` serves."""
+    """Rollouts, swaps and the learner, which `learning` watches if one is needed, side by side until version `stop_at` serves."""
     run.tracker.stage("train", f"{run.stop_at} steps")
     run.last_step_at, run.learning = time.monotonic(), True
     async with asyncio.TaskGroup() as parts:
@@ -213,8 +213,9 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
         await _swap_versions(run)
         rollouts.cancel()
     run.learning = False
-    if learning is not None:
-        learning.cancel()
+    if learning is None:  # resumed when all steps were made
+        return
+    learning.cancel()
     if run.served.version >= run.recipe.steps:
         with suppress(TimeoutError):  # it has made its last step and is about to end by itself
             await run.learner.wait(timeout_s=20.0)

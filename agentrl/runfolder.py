@@ -61,7 +61,7 @@ def merged(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str) -> Iterator[Path]:
+def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
     """The run folder, with this process as its one driver: `wanted`, else in `runs` the first free of `name`, `name-2`, ...
 
     With `resume` it is the last of them that holds a run. Two that start at once get different ones. Raises `UserError` for a
@@ -78,9 +78,8 @@ def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command
         if resume and not holds_run(folder):
             raise _no_run(folder)
         if not resume and holds_run(folder):
-            raise UserError(
-                f"{folder} already holds a run", fix=f"continue it with --resume, or choose another --run-dir (or delete {folder})"
-            )
+            go_on = "continue it with --resume, or " if resumable else ""
+            raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
         yield folder
 
 

@@ -74,7 +74,7 @@ def parsed(line: str) -> tuple[str, list[int]] | None:
     found = LINE.match(line)
     if found is None:
         return None
-    words = re.split(r"[,)]\s*", found[2].split(" <unfinished")[0])[:3]
+    words = re.split(r" <unfinished|\)\s+=", found[2])[0].split(", ")[:3]
     return found[1], [value(word) for word in words]
 
 

@@ -14,7 +14,7 @@ from agentrl import loop
 from agentrl.errors import InfrastructureError, ServingError, StoreError
 from agentrl.evaluate import evaluate
 from agentrl.failure.quarantine import count
-from agentrl.records import Blame, Episode, PolicyVersion, Score, Split, Task
+from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -47,19 +47,39 @@ async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(t
     assert ["KeyError" in reason for reason in done.left_out_reasons] == [True]
 
 
-async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path) -> None:
-    async def score(task: Task, episode: Episode) -> Score:
-        odd: Any = object()
-        return Score(value=1.0, parts={"odd": odd} if episode.id.startswith("g000001-0") else {})
+async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record that exists is known to be such a one; a fault of the encoder would end the run all the same."""
 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
-        run.groups = replace(run.groups, score=score)
+        put = run.store.put
+
+        def encode(group: Group) -> bool:
+            if group.index == 1 and group.scored:
+                raise ValueError("circular reference")
+            return put(group)
+
+        monkeypatch.setattr(run.store, "put", encode)
         await loop._roll_out(run)
         groups = run.store.groups(range(2))
     assert [len(group.scored) for group in groups] == [3, 0] and all(len(group.episodes) == 3 for group in groups)
     (failure,) = groups[1].episodes[0].episode.failures
-    assert (failure.stage, failure.blame, failure.kind) == ("store", Blame.INFRASTRUCTURE, "PydanticSerializationError")
+    assert (failure.stage, failure.blame, failure.kind) == ("store", Blame.INFRASTRUCTURE, "ValueError")
     assert groups[1].fault is None and count(tmp_path) == 0, "nothing is wrong with the task"
+
+
+async def test_a_score_that_no_record_holds_costs_its_episode(tmp_path: Path) -> None:
+    async def score(task: Task, episode: Episode) -> Score:
+        odd: Any = object()
+        return Score(value=1.0, parts={"odd": odd} if episode.id.startswith("g000001-0") else {})
+
+    recipe = make_recipe(max_retries=0)
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        run.groups = replace(run.groups, score=score)
+        await loop._roll_out(run)
+        groups = run.store.groups(range(2))
+    assert [len(group.scored) for group in groups] == [3, 2]
+    (failure,) = groups[1].episodes[0].episode.failures
+    assert (failure.stage, failure.blame, failure.kind) == ("score", Blame.INFRASTRUCTURE, "ValueError")
 
 
 async def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
+from agentrl import codec
 from agentrl.fields import Record
 from agentrl.records import (
     Blame,
@@ -23,6 +24,17 @@ from agentrl.records import (
     ToolCall,
     ToolResult,
     Trajectory,
+)
+
+TASK = Task(
+    id="t",
+    family="f",
+    prompt=(Message(role="user", content="q"),),
+    tools=(),
+    sandbox=SandboxSpec(image="i"),
+    verifiers=(),
+    data={},
+    split=Split.TRAIN,
 )
 
 
@@ -50,6 +62,8 @@ def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacemen
         (lambda: Trajectory(agent="a", turns=("t",)), "Trajectory.turns: must be a Turn, got str"),
         (lambda: Episode(id="e", task_id="", task_key="", trajectories=(), outputs={"\udcff": b""}), "Episode.outputs: .* surrogate"),
         (lambda: Episode(id="e", task_id="", task_key="", trajectories=(), outputs={"a": "b"}), "Episode.outputs: must be bytes, got str"),
+        (lambda: replace(TASK, split="test" * 1000), r"Task.split: must be one of train, heldout, heldout_real, got '[tes]{80}'$"),
+        (lambda: replace(TASK, split=10**5000), "Task.split: must be one of train, heldout, heldout_real, got int"),
         (lambda: Score(value=float("nan")), "Score.value: is NaN"),
         (lambda: Score(value="1"), "Score.value: must be a number, got str"),
         (lambda: Score(value=10**400), "Score.value: must be a number"),
@@ -89,35 +103,13 @@ def test_nobody_changes_what_is_kept() -> None:
 
 
 def test_a_task_of_whole_numbers_keeps_its_key_over_the_wire() -> None:
-    from agentrl import codec
-
-    task = Task(
-        id="t",
-        family="f",
-        prompt=(Message(role="user", content="q"),),
-        tools=(),
-        sandbox=SandboxSpec(image="i", cpus=2),
-        verifiers=(),
-        data={"rows": (1, 2)},
-        split=Split.TRAIN,
-        limits=Limits(wall_s=60),
-    )
+    task = replace(TASK, sandbox=SandboxSpec(image="i", cpus=2), data={"rows": (1, 2)}, limits=Limits(wall_s=60))
     assert codec.from_json(Task, codec.to_json(task)).key == task.key
 
 
 def test_binary_files_are_base64() -> None:
     with pytest.raises(ValueError, match="binary file 'a' is not base64"):
-        Task(
-            id="t",
-            family="f",
-            prompt=(Message(role="user", content="q"),),
-            tools=(),
-            sandbox=SandboxSpec(image="i"),
-            verifiers=(),
-            data={},
-            split=Split.TRAIN,
-            binary_files={"a": "é"},
-        )
+        replace(TASK, binary_files={"a": "é"})
 
 
 def test_a_field_that_could_hold_anything_is_no_field_of_a_record() -> None:

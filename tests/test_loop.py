@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from agentrl.cli import load_recipe
 from agentrl.errors import TaskError
 from agentrl.experience import SqliteStore
 from agentrl.failure.quarantine import count
+from agentrl.learner import LearnerProcess
 from agentrl.objective import assemble
 from agentrl.preflight import check
 from agentrl.records import Blame, EpisodeState, Failure, Group, Limits, SwapReport, Task
@@ -171,6 +173,15 @@ async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path
         assert error.group_contains(TaskError, match=r"3 tasks are wrong in themselves, 2 are allowed(.|\n)*task-0: (.|\n)*--resume")
         for index in run.store.indices():
             assert run.store.groups([index])[0].fault is not None, "what was found out is stored"
+
+
+async def test_a_run_that_ended_in_its_last_evaluation_needs_no_learner_to_go_on(tmp_path: Path) -> None:
+    """All steps were made and the driver died: there is nothing left to wait for."""
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("")), make_recipe(), Family()) as run:
+        run.served = SimpleNamespace(version=run.recipe.steps)  # type: ignore[assignment]
+        run.learner = LearnerProcess(tmp_path, run.recipe)
+        await loop._learn(run, None)
+        assert run.learner.returncode is None and not run.learning
 
 
 @pytest.mark.bubblewrap

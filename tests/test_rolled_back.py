@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl import codec, loop, measure, served
-from agentrl.errors import LearnerHalted, SwapError
+from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.learner.failures import FailureLog
 from agentrl.learner.guard import Setback
@@ -179,21 +179,32 @@ async def test_a_version_that_cannot_be_loaded_and_was_not_taken_back_still_ends
     await close(run)
 
 
-async def test_a_learner_that_halts_is_not_started_again(tmp_path: Path) -> None:
+HALTED = "step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"
+
+
+@pytest.mark.parametrize(
+    ("error", "starts", "said"),
+    [
+        (LearnerHalted(HALTED), 1, [f"halted: {HALTED}"]),
+        (UserError("this kind of model cannot be trained", fix="take another"), 1, []),
+        (DiskFull("no room"), 1, []),
+        (LearnerError("rank 0 was killed"), 4, []),
+    ],
+)
+async def test_a_learner_is_started_again_only_where_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
     class Learner:
         starts = 0
 
         async def wait(self) -> None:
-            raise LearnerHalted("step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1")
+            raise error
 
         async def start(self) -> None:
             self.starts += 1
 
     run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path))
-    with pytest.raises(LearnerHalted, match="step 3"):
+    with pytest.raises(type(error), match=str(error).splitlines()[0]):
         await loop._watch_learner(run)  # type: ignore[arg-type]
-    assert run.learner.starts == 1
-    assert run.tracker.said == ["halted: step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"]
+    assert (run.learner.starts, run.tracker.said) == (starts, said)
     run.tracker.close()
 
 

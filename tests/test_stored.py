@@ -63,7 +63,7 @@ def test_a_field_holds_what_can_be_stored_or_is_refused(kind: type[Any], data: s
 
 @pytest.mark.slow
 @given(kind=st.sampled_from(KINDS), data=st.data())
-@settings(drawn, max_examples=5000)
+@settings(drawn, max_examples=1000)
 def test_records_of_all_kinds_at_length(kind: type[Any], data: st.DataObject) -> None:
     read_back(kind, data)
     refused_or_read_back(kind, data)

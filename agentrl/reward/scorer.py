@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl import usercode
@@ -61,11 +61,9 @@ class TaskScorer:
             parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
         total = sum(score.value for score in scores.values() if score.value is not None)
         evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
-        turn_rewards = _mean_turns(list(scores.values()))
-        try:
-            return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=turn_rewards)
-        except ValueError as error:  # plus and minus infinity
-            return Score(value=None, reason=f"the verifiers' scores have no mean: {error}")
+        if not math.isfinite(total):
+            return Score(value=None, reason="the verifiers' scores are too large for a mean")
+        return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         for attempt in range(self.max_retries + 1):
@@ -115,42 +113,21 @@ class _Wrong(Exception):
 
 
 def _checked(given: object, turns: Sequence[int]) -> Score:
-    """The score as plain numbers and bounded text. Raises `_Wrong`.
+    """The score, within bounds. Raises `_Wrong`.
 
     Args:
         turns: how many turns each trajectory has, for which there may be rewards.
     """
     if not isinstance(given, Score):
         raise _Wrong(f"{type(given).__name__}, not a Score")
-    try:
-        value = None if given.value is None else _number(given.value)
-        parts = {_text(name, 200): _number(part) for name, part in dict(given.parts).items()}
-        rewards = tuple(tuple(_number(turn) for turn in line) for line in given.turn_rewards)
-        evidence, reason = _text(given.evidence, MAX_EVIDENCE), _text(given.reason, 2000)
-        blame = None if given.blame is None else Blame(given.blame)
-    except Exception as error:
-        raise _Wrong(f"a Score that cannot be kept: {usercode.describe(error)}") from None
-    if len(parts) > MAX_PARTS:
-        raise _Wrong(f"{len(parts)} parts, at most {MAX_PARTS} are kept")
-    if rewards and [len(line) for line in rewards] != list(turns):
+    numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
+    if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
+        raise _Wrong(f"{odd} for a number")
+    if len(given.parts) > MAX_PARTS:
+        raise _Wrong(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
+    if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
         raise _Wrong(f"turn rewards that do not fit the episode's turns {list(turns)}")
-    return Score(value=value, parts=parts, evidence=evidence, reason=reason, turn_rewards=rewards, blame=blame)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes):
-        raise TypeError(f"{type(value).__name__} in the place of a number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no score")
-    return number
-
-
-def _text(text: object, limit: int) -> str:
-    """Text that a record can hold: at most `limit` characters, and no half one."""
-    if not isinstance(text, str):
-        raise TypeError(f"{type(text).__name__} in the place of text")
-    return text[:limit].encode("utf-8", "replace").decode()
+    return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
 
 
 def _needs_sandboxes(verifier: object) -> bool:

@@ -146,7 +146,8 @@ def _checked(reference: str, tool: Any) -> Tool:
     """A user's tool, if it is one."""
     problem = _problem(tool)
     if problem:
-        raise PluginError(f"tool {reference!r} {problem}", fix="see the tools in docs/task-families.md")
+        fix = "a tool has name, needs_sandbox (True or False), schema and an async __call__(arguments, sandbox, limits)"
+        raise PluginError(f"tool {reference!r} {problem}", fix=fix)
     return cast(Tool, tool)
 
 

@@ -33,8 +33,8 @@ TERMINALS = 16
 """Pseudo terminals of a sandbox. The machine has 3,072 for all (`kernel.pty.max` without `kernel.pty.reserve`)."""
 TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}"
 NETWORK_SETTINGS = {
-    "net.ipv4.tcp_rmem": "4096 16384 1048576",
-    "net.ipv4.tcp_wmem": "4096 16384 1048576",
+    "net.ipv4.tcp_rmem": "4096 16384 262144",
+    "net.ipv4.tcp_wmem": "4096 16384 262144",
     "net.ipv4.tcp_max_tw_buckets": "4096",
 }
 """Of a sandbox's own network namespace. A connection that nobody has accepted yet is charged to nobody, and keeps to the second size."""

@@ -47,6 +47,8 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
+SHARING = ("", "crun", "runc")
+"""Runtimes whose containers share the host's kernel, the daemon's own first."""
 TERMINALS = {
     "Type": "volume",
     "Target": "/dev/pts",
@@ -194,7 +196,8 @@ class DockerBackend(ChannelBackend):
         """The body of the daemon's create request."""
         options = allowance.server_options(name, spec)
         mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
-        if spec.runtime:  # one with a kernel of its own shows that kernel's cores
+        shared = spec.runtime in SHARING
+        if not shared:  # one with a kernel of its own shows that kernel's cores, and has terminals and buffers for itself
             del mounts[allowance.CORES_FILE]
         binds = [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()]
         host = {
@@ -214,15 +217,15 @@ class DockerBackend(ChannelBackend):
             "PidsLimit": spec.processes + 1,  # the exec server
             "NanoCpus": int(spec.cpus * 1e9),
             "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [*binds, *([] if spec.runtime else [TERMINALS])],
-            "Sysctls": allowance.NETWORK_SETTINGS,
+            "Mounts": [*binds, *([TERMINALS] if shared else [])],
+            "Sysctls": allowance.NETWORK_SETTINGS if shared else {},
             "AutoRemove": True,
             "IpcMode": "none",  # a namespace of its own; /dev/shm is mounted above, with a bound on its files
             "CgroupnsMode": "private",
             "ReadonlyPaths": READ_ONLY,
         }
-        if spec.runtime:  # its kernel, where it has one of its own, has these for itself
-            host |= {"Runtime": spec.runtime, "Sysctls": {}}
+        if spec.runtime:
+            host["Runtime"] = spec.runtime
         return {
             "Image": image.tree,
             "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", json.dumps(options)],

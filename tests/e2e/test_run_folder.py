@@ -49,7 +49,7 @@ def resume_command(output: str) -> list[str]:
 @pytest.mark.usefixtures("nothing_left")
 def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Path) -> None:
     run = small_disk / "run"
-    small = ("steps=3", *SMALL, "evaluation.heldout=4", "evaluation.heldout_real=0")
+    small = ("steps=6", *SMALL, "evaluation.heldout=4", "evaluation.heldout_real=0")
     arguments = ("train", RECIPE, *small, "--run-dir", str(run), "--sandbox", "bubblewrap")
     process = start(*arguments)
     wait_for(lambda: (run / "recipe.json").exists(), process, timeout=600)
@@ -67,14 +67,14 @@ def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Pa
 
     filler.unlink()
     command = resume_command(output)
-    assert "steps=3" in command and "--resume" in command
+    assert "steps=6" in command and "--resume" in command
     killed = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     wait_for(lambda: descendants(killed, "agentrl.learner.worker") != [], killed, timeout=600)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     last = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert last.returncode == 0, last.stdout + last.stderr
-    assert summary(run)["finished"] and steps_logged(run) == [1, 2, 3]
+    assert summary(run)["finished"] and steps_logged(run) == [1, 2, 3, 4, 5, 6]
     with sqlite3.connect(run / "experience.sqlite") as store:
         consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
-    assert consumed == [(index, index // 4) for index in range(12)]
+    assert consumed == [(index, index // 4) for index in range(24)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agentrl import usercode
 from agentrl.errors import PluginError, SandboxError, TaskError
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, ScoredEpisode, Split, Task, Trajectory, Turn
@@ -135,11 +136,70 @@ async def endless(task: Task, episode: Episode) -> Score:
     return Score(value=float("inf"))
 
 
-async def bottomless(task: Task, episode: Episode) -> Score:
-    return Score(value=float("-inf"))
+async def huge(task: Task, episode: Episode) -> Score:
+    return Score(value=1e308)
 
 
-async def test_scores_without_a_mean_are_no_score() -> None:
-    score = await TaskScorer()(task("endless", "bottomless"), EPISODE)
-    assert score.value is None and "have no mean" in score.reason
-    assert (await TaskScorer()(task("endless"), EPISODE)).value == float("inf")
+huge_too = huge
+
+
+async def wordy(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0, evidence="x" * 3_000_000, parts={"a": 1.0})
+
+
+async def crowded(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0, parts={f"part {number}": 1.0 for number in range(2000)})
+
+
+async def exits(task: Task, episode: Episode) -> Score:
+    raise SystemExit("enough")
+
+
+async def cancels(task: Task, episode: Episode) -> Score:
+    raise asyncio.CancelledError
+
+
+async def stubborn(task: Task, episode: Episode) -> Score:
+    for _ in range(3):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+    return Score(value=1.0)
+
+
+def not_async(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("endless", "verifier gave inf for a number"),
+        ("crowded", "verifier gave 2000 parts"),
+        ("exits", "verifier raised SystemExit: enough"),
+        ("cancels", "verifier raised CancelledError"),
+        ("not_async", "verifier raised TypeError: object Score can't be used in 'await' expression"),
+    ],
+)
+async def test_whatever_a_verifier_does_its_episode_is_unscored(name: str, reason: str) -> None:
+    score = await TaskScorer()(task("full", name), EPISODE)
+    assert score.value is None and reason in score.reason
+
+
+async def test_a_verifier_that_ignores_its_deadline_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usercode, "GRACE_S", 0.02)
+    score = await TaskScorer(timeout_s=0.02)(task("stubborn"), EPISODE)
+    assert score.value is None and "within 0.02 s" in score.reason and len(asyncio.all_tasks()) == 1
+
+
+async def test_a_score_is_bounded_and_its_mean_finite() -> None:
+    score = await TaskScorer()(task("wordy"), EPISODE)
+    assert score.value == 1.0 and len(score.evidence) == 20_000
+    assert "too large" in (await TaskScorer()(task("huge", "huge_too"), EPISODE)).reason
+
+
+async def test_a_fault_of_the_machine_in_a_group_is_one() -> None:
+    verifier = InSandboxes(1, ExceptionGroup("several", [SandboxError("gone")]))
+    scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
+    assert (await scorer(replace(task(), verifiers=("v",)), EPISODE)).value == 1.0 and len(verifier.seen) == 2

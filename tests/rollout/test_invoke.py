@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from agentrl.rollout import Capture, ToolOutcome, invoke, load_tools
 from agentrl.rollout.episode import MAX_TOOL_FAILURES
 from agentrl.rollout.invoke import call_tool
 from agentrl.rollout.tools import Tool, function_schema
+from agentrl.sandbox import select_backend
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -102,7 +104,7 @@ def raising(error: BaseException) -> Own:
 
 def giving(value: Any) -> Own:
     async def does(arguments: Mapping[str, Any], sandbox: Any) -> Any:
-        return value
+        return value() if callable(value) else value
 
     return Own(does)
 
@@ -245,6 +247,43 @@ async def test_a_tool_that_hangs_beside_its_sandbox_leaves_it_whole(
     assert [failure.kind for failure in episode.failures] == ["tool_timeout"]
 
 
+async def sleepy(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    await sandbox.exec(["sleep", "30"], timeout_s=60.0)
+    raise AssertionError("the deadline passes before")
+
+
+async def lists(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    await sandbox.write("note", b"seen")
+    read = (await sandbox.read("note", max_bytes=10)).decode()
+    return ToolOutcome(output=read + (await sandbox.exec(["ls"], timeout_s=5.0)).stdout, ok=True)
+
+
+sleeps_inside, lists_files = Own(sleepy, name="sleepy", needs_sandbox=True), Own(lists, name="lists", needs_sandbox=True)
+
+
+@pytest.mark.bubblewrap
+async def test_in_a_real_sandbox(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool works there as it should, and one that is cut short ends the episode typed, with nothing left of the sandbox."""
+    monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 2.0)
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
+    policy = ScriptedPolicy.saying(tokenizer, asking("x", "lists"), asking("x", "sleepy"), SUBMIT)
+    mine = replace(with_tools(task, "lists_files", "sleeps_inside"), sandbox=SandboxSpec(image="image"), outputs=("a.csv",))
+    try:
+        episode = await make_runner(policy, backend).run(mine, episode_id="e")
+        assert backend._open == {}
+    finally:
+        await backend.close()
+    (trajectory,) = episode.trajectories
+    assert [turn.tool_results[0].output for turn in trajectory.turns] == [
+        "seena.csv\nnote\n",
+        "error: sleepy gave no result within 2.05 s",
+    ]
+    assert (trajectory.stop_reason, episode.left_out, episode.outputs) == ("tool_timeout", False, {})
+    assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.POLICY, "tool_timeout")]
+
+
 async def hides(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
     try:
         await sandbox.read(arguments["text"], max_bytes=10)
@@ -317,7 +356,7 @@ same_name: Tool = Own(hang)
 def test_what_is_no_tool_is_refused_by_name(name: str, says: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((f"{__file__}:{name}", "submit"))
-    assert says in str(error.value) and f":{name}'" in str(error.value) and "docs/task-families.md" in str(error.value)
+    assert says in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool has name" in str(error.value)
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,22 @@ async def test_terminals_are_few_and_work(sandbox):
     )
     result = await sandbox.python(code, timeout_s=20)
     assert result.stdout == f"{allowance.TERMINALS} No space left on device\nb'0 0\\r\\n'\n", result.stderr
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("runtime", ["runc", ""])
+async def test_runtimes_that_share_the_kernel_share_the_bounds(runtime, root):
+    backend = select_backend("docker", run_label="test", root=root)
+    try:
+        sandbox = await backend.open(replace(SPEC, runtime=runtime))
+        code = "import os\nkept = []\ntry:\n    while True: kept.append(os.openpty())\nexcept OSError: print(len(kept))\n"
+        assert (await sandbox.python(code, timeout_s=20)).stdout == f"{allowance.TERMINALS}\n"
+        settings = await sandbox.exec(["cat", "/proc/sys/net/ipv4/tcp_rmem"], timeout_s=20)
+        assert settings.stdout.split() == allowance.NETWORK_SETTINGS["net.ipv4.tcp_rmem"].split()
+        await sandbox.write("file", b"x")
+        await sandbox.close()
+    finally:
+        await backend.close()
 
 
 @as_root

@@ -1,9 +1,13 @@
 """The hand-made system call filter, interpreted in Python: what it lets through, and how it refuses the rest."""
 
 import errno
+import importlib.util
+import os
 import platform
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,3 +196,41 @@ def test_the_kernel_takes_it():
             assert place + 1 + max(if_true, if_false) < len(CODE)
         elif operation == 0x05:
             assert place + 1 + value < len(CODE)
+
+
+# The script that shows what programs call ------------------------------------------------------------------------------
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("system_calls_script", SCRIPTS / "system_calls.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_reads_what_strace_writes():
+    calls = script()
+    assert calls.parsed("29526 ioctl(0, 0x5401, 0x7ffccb1c5ab0)  = -1 ENOTTY (x)") == ("ioctl", [0, 0x5401, 0x7FFCCB1C5AB0])
+    assert calls.parsed("7 mkdir(0x5581, 0777) = 0") == ("mkdir", [0x5581, 0o777])
+    assert calls.parsed("7 fcntl(3, 0x400 <unfinished ...>") == ("fcntl", [3, 0x400])
+    assert calls.parsed('7 openat(-100, "x", 0) = 3') == ("openat", [(1 << 64) - 100, 0, 0])
+    assert calls.parsed("7 <... read resumed>) = 1") is None and calls.parsed("7 +++ exited with 0 +++") is None
+    assert calls.refusal("ioctl", [0, 0x5401, 0]) == "" and calls.refusal("ioctl", [0, 0x5412, 0]) == "ENOTTY"
+    assert calls.refusal("a_call_to_come", []) == "ENOSYS" and calls.refusal("sync", []) == "done without"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["everyday.py", "compilers.sh", "shell.sh", "shell.bash", "versions.sh", "scripts.pl", "scripts.js"])
+def test_everyday_programs_work_under_the_filter(workload, tmp_path):
+    calls = script()
+    path = SCRIPTS / "workloads" / workload
+    if path not in calls.workloads():
+        pytest.skip(f"{workload} needs a program that is not installed")
+    command = [sys.executable, str(SCRIPTS / "system_calls.py"), "--filtered", *calls.RUN_BY[path.suffix], str(path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stdout[-500:] + result.stderr[-1000:]

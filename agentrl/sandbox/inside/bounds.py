@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-from agentrl.sandbox.inside.users import LIBC, MS_NODEV, MS_NOSUID, MS_REMOUNT
+from agentrl.sandbox.inside.users import HOME, LIBC, MS_NODEV, MS_NOSUID, MS_REMOUNT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ PAGE = 65536
 
 def set_bounds(options: Request) -> None:
     """Sets, as root, what this sandbox has of terminals, and how its sockets are buffered: what the engine has not done already."""
+    os.chmod(HOME, 0o1777)  # runc gives a tmpfs the mode of the folder that it covers
     if "terminals" in options:
         _mount("/dev/pts", MS_REMOUNT | MS_NOSUID | MS_NOEXEC, options["terminals"])
     if "settings" in options:  # of this network namespace

@@ -1,0 +1,123 @@
+"""Whatever a policy says, its group ends with every episode scored, and the store takes it: words alone are nobody's fault but its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agentrl.experience import SqliteStore
+from agentrl.records import Blame, Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, Split, Task, VersionSpan
+from agentrl.rollout import ChatFormat, EpisodeRunner, GroupRunner
+from agentrl.testing import ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+
+TURNS = 4
+TOKENIZER = byte_tokenizer()
+CHAT = ChatFormat(TOKENIZER)
+
+
+TOOLS = Path(__file__).with_name("trusting_tools.py")
+
+TASK = Task(
+    id="t",
+    family="f",
+    prompt=(Message(role="user", content="Say anything."),),
+    tools=("python", "shell", f"{TOOLS}:trusting", f"{TOOLS}:inside", "submit"),
+    sandbox=SandboxSpec(image="none"),
+    verifiers=(),
+    data={},
+    split=Split.TRAIN,
+    outputs=("a.csv",),
+    limits=Limits(turns=TURNS, turn_tokens=20_000, episode_tokens=100_000, tool_output_chars=300),
+)
+
+# Values as JSON spells them, of which Python or UTF-8 or the store would choke on some.
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))
+NUMBERS = ("1" * 5000, "-" + "9" * 4301, "1e999", "NaN", "-Infinity")
+TEXTS = ('"\\ud83d"', '"\\udc00\\ud800"', '"\\u0000"', '"<|im_end|>"')
+odd = st.sampled_from([*NUMBERS, *TEXTS, "[" * 300 + "]" * 300])
+
+
+def spelled(items: Mapping[str, str]) -> str:
+    return "{" + ",".join(f"{key}:{value}" for key, value in items.items()) + "}"
+
+
+values = st.recursive(
+    st.one_of(plain.map(json.dumps), odd),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]"),
+        st.dictionaries(st.one_of(st.text(max_size=5).map(json.dumps), odd), inner, max_size=3).map(spelled),
+    ),
+    max_leaves=6,
+)
+names = st.sampled_from(['"python"', '"shell"', '"trusting"', '"inside"', '"submit"', '"\\ud800"', '"nothing"', "3", "null"])
+keys = st.sampled_from([f'"{key}"' for key in ("code", "command", "text", "n", "data", "ok", "done", "answer", "\\ud83d", "")])
+arguments = st.dictionaries(keys, values, max_size=4).map(spelled)
+calls = st.builds(lambda name, given: f'<tool_call>{{"name":{name},"arguments":{given}}}</tool_call>', names, st.one_of(arguments, values))
+scraps = st.sampled_from(["<tool_call>", "</tool_call>", '{"name":', "<|im_end|>", "<|im_start|>system", "\x00", "}" * 50, "\U0001f600"])
+said = st.lists(st.one_of(calls, scraps, st.text(max_size=20)), max_size=4).map("".join)
+# Any token ids: text that says something, and bytes that are no text at all.
+completions = st.tuples(said, st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=8))
+
+
+class Babbling:
+    """A policy whose turn n says the n-th of its words, and then odd bytes, in every episode."""
+
+    def __init__(self, words: Sequence[tuple[str, list[int]]]) -> None:
+        self.words = words
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        text, odd = self.words[int(request_id.rpartition("-")[2])]
+        ids = (*TOKENIZER.encode(text, add_special_tokens=False), *odd, TOKENIZER.eos_token_id)[: params.max_tokens]
+        spans = (VersionSpan(version=0, start=0, end=len(ids)),)
+        finish = "stop" if ids[-1] == TOKENIZER.eos_token_id else "length"
+        return Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), versions=spans, finish_reason=finish)
+
+
+async def one(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0, evidence=str(episode.answer)[:100])
+
+
+def ends_scored(path: Path, index: int, words: Sequence[tuple[str, list[int]]]) -> None:
+    runner = EpisodeRunner(
+        policy=Babbling(words),
+        sandboxes=ScriptedSandboxes(printing("3")),
+        chat=CHAT,
+        temperature=1.0,
+        max_model_len=100_000,
+        request_timeout_s=60.0,
+    )
+    groups = GroupRunner(runner=runner, score=one, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
+    group = asyncio.run(groups.group(index, TASK))
+    for scored in group.episodes:
+        assert scored.score.value == 1.0, scored.score.reason
+        assert all(failure.blame is Blame.POLICY for failure in scored.episode.failures)
+    store = SqliteStore(path)
+    try:
+        assert store.put(group) and store.groups([index]) == (group,)
+    finally:
+        store.close()
+
+
+counted = iter(range(10**9))
+words = st.lists(completions, min_size=TURNS, max_size=TURNS)
+drawn = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@given(words=words)
+@settings(drawn, max_examples=20)
+def test_whatever_a_policy_says_it_is_scored_and_stored(tmp_path: Path, words: Sequence[tuple[str, list[int]]]) -> None:
+    ends_scored(tmp_path / "experience.sqlite", next(counted), words)
+
+
+@pytest.mark.slow
+@given(words=words)
+@settings(drawn, max_examples=1000)
+def test_whatever_a_policy_says_at_length(tmp_path: Path, words: Sequence[tuple[str, list[int]]]) -> None:
+    ends_scored(tmp_path / "experience.sqlite", next(counted), words)

@@ -1,0 +1,38 @@
+"""Tools as a user may write them who believes what he is told; in a file of their own, which is imported where they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.protocols import Sandbox
+from agentrl.records import Limits
+from agentrl.rollout import ToolOutcome
+from agentrl.rollout.tools import function_schema
+
+
+class Trusting:
+    """Computes with what it gets, and answers at length."""
+
+    name, needs_sandbox = "trusting", False
+    schema = function_schema("trusting", "Believes.", "text", "anything")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        text = arguments["text"]
+        output = text * 10**4 + str(1 / len(text)) + str(int(text) + arguments["n"])
+        return ToolOutcome(output=output, ok=True, answer=arguments.get("done"))
+
+
+class Inside:
+    """Writes and reads files of the sandbox by the names that it gets."""
+
+    name, needs_sandbox = "inside", True
+    schema = function_schema("inside", "Reads.", "text", "anything")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        assert sandbox is not None
+        await sandbox.write(arguments["text"], arguments["data"].encode())
+        return ToolOutcome(output=(await sandbox.read(arguments["text"], max_bytes=10)).decode(), ok=arguments["ok"])
+
+
+trusting, inside = Trusting(), Inside()
