@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.errors import UserError
 from agentrl.recipe import Recipe
+
+T = TypeVar("T")
 
 _HEADER_LIMIT = 100 << 20  # bytes of a safetensors header, safetensors' own bound
 _INDEX = "model.safetensors.index.json"
@@ -63,8 +66,8 @@ def check_safetensors(path: Path) -> None:
         text = file.read(length)
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
-        wanted = 8 + length + max(ends, default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        wanted = 8 + length + max(map(operator.index, ends), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError, RecursionError):
         raise UserError(f"{path} has a damaged header", fix=again) from None
     if size != wanted:
         raise UserError(f"{path} is {'cut off' if size < wanted else 'damaged'}: {size} bytes of {wanted}", fix=again)
@@ -73,18 +76,18 @@ def check_safetensors(path: Path) -> None:
 def check_model(folder: Path, recipe: Recipe) -> None:
     """Raises `UserError` for a model that cannot be trained as the recipe says: its kind, context, weights or vocabulary do not fit."""
     config = read_json(folder / "config.json")
-    inner = config.get("text_config") or config
+    inner = _value(config, "text_config", dict) or config
     _check_architecture(config, inner)
-    longest, stretched = inner.get("max_position_embeddings"), _stretched(inner)
+    longest, stretched = _value(inner, "max_position_embeddings", int), _stretched(inner)
     if longest is not None and not stretched and recipe.policy.max_model_len > longest:
         raise UserError(
             f"policy.max_model_len={recipe.policy.max_model_len}, but the model in {folder} has a context of {longest} tokens",
             fix=f"set policy.max_model_len={longest} or less",
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "integers")
+    if quantized := _value(config, "quantization_config", dict):
+        method = quantized.get("quant_method", "integers")
         raise UserError(f"the weights in {folder} are quantized ({method}) and cannot be trained", fix="use the model's float weights")
-    vocabulary, largest = inner.get("vocab_size"), _largest_token(folder / "tokenizer.json")
+    vocabulary, largest = _value(inner, "vocab_size", int), _largest_token(folder / "tokenizer.json")
     if vocabulary is not None and largest is not None and largest >= vocabulary:
         raise UserError(
             f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
@@ -104,7 +107,7 @@ def _check_architecture(config: dict[str, Any], inner: dict[str, Any]) -> None:
         )
     if config.get("is_encoder_decoder"):
         raise UserError(f"policy.model: model type {kind!r} has an encoder and a decoder", fix="use a causal language model")
-    named = next(iter(config.get("architectures") or ()), "")
+    named = next(iter(_value(config, "architectures", list) or ()), "")
     if isinstance(named, str) and named.endswith(_NO_WORDS):
         raise UserError(f"policy.model: a {named} writes no text", fix="use a causal language model (...ForCausalLM)")
     if why := _more_than_attention(inner):
@@ -121,7 +124,7 @@ def _more_than_attention(config: dict[str, Any]) -> str:
     if found := sorted(key for key in config if key.startswith(_STATEFUL) and config[key]):
         return f"{found[0]} is set"
     scaled = [
-        f"{key}={config[key]:g}" for key, plain in _NOT_PLAIN.items() if isinstance(config.get(key), int | float) and config[key] != plain
+        f"{key}={config[key]}" for key, plain in _NOT_PLAIN.items() if isinstance(config.get(key), int | float) and config[key] != plain
     ]
     return scaled[0] if scaled else ""
 
@@ -129,8 +132,9 @@ def _more_than_attention(config: dict[str, Any]) -> str:
 def _check_index(folder: Path) -> None:
     index = read_json(folder / _INDEX).get("weight_map")
     named = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
-    if lacking := [name for name in named if not (folder / name).is_file()]:
-        raise UserError(f"policy.model: {folder} lacks {', '.join(lacking)}", fix="download or copy the missing shards")
+    there = {path.name for path in folder.iterdir()}
+    if lacking := [name for name in named if name not in there]:
+        raise UserError(f"policy.model: {folder} lacks {', '.join(lacking)[:500]}", fix="download or copy the missing shards")
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -140,8 +144,7 @@ def _has_chat_template(folder: Path) -> bool:
 
 def _stretched(config: dict[str, Any]) -> bool:
     """Whether positions are scaled, so that the context is longer than the configuration's number."""
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return "factor" in scaling
+    return "factor" in (_value(config, "rope_scaling", dict) or _value(config, "rope_parameters", dict) or {})
 
 
 def _largest_token(path: Path) -> int | None:
@@ -149,17 +152,28 @@ def _largest_token(path: Path) -> int | None:
     if not path.is_file():
         return None
     tokenizer = read_json(path)
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))  # a list: its places are the ids
-    return max([*ids, *(added["id"] for added in tokenizer.get("added_tokens", []))], default=None)
+    try:
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))  # a list: its places are the ids
+        return max(map(operator.index, [*ids, *(added["id"] for added in tokenizer.get("added_tokens", []))]), default=None)
+    except (AttributeError, KeyError, TypeError):
+        raise UserError(f"{path} does not number its tokens", fix=_SAVE_AGAIN) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model folder. Raises `UserError`."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}", fix=_SAVE_AGAIN) from None
     if not isinstance(found, dict):
         raise UserError(f"{path} is not a JSON object", fix=_SAVE_AGAIN)
     return found
+
+
+def _value(config: dict[str, Any], key: str, kind: type[T]) -> T | None:
+    """A value of config.json, None where there is none. Raises `UserError` where it is something else than a `kind`."""
+    value = config.get(key)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise UserError(f"policy.model: config.json: {key} is a {type(value).__name__}, not a {kind.__name__}", fix=_SAVE_AGAIN)
+    return value

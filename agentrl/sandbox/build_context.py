@@ -167,4 +167,9 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
 def _ignored(folder: Path) -> PatternMatcher:
     path = folder / ".dockerignore"
     lines = path.read_text(errors="replace").splitlines() if path.is_file() and not path.is_symlink() else []
-    return PatternMatcher([line.strip() for line in lines if line.strip() and not line.startswith("#")])
+    ignored = PatternMatcher([line.strip() for line in lines if line.strip() and not line.startswith("#")])
+    try:
+        ignored.matches("x")  # makes a regular expression of each pattern
+    except re.error as error:
+        raise TaskError(f"{path} holds a pattern that is none: {error}", fix="write ranges in order, such as [a-z]") from None
+    return ignored

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ServingError, UserError
+from agentrl.fuzzing import mutators
 from agentrl.fuzzing.catalog import find
 from agentrl.fuzzing.child import attempt
 from agentrl.grading import KEY, Grading, pack
@@ -27,6 +28,17 @@ ANSWER: dict[str, object] = {
     "weight_versions": [{"version": "12", "start": 0, "end": 1}],
     "finish_reason": "stop",
 }
+
+
+def far_future() -> bytes:
+    """An archive whose one file was changed in a year that takes twelve octal digits."""
+    made = bytearray(mutators.archive([("a", b"0", b"x")]))
+    made[136:148] = b"7" * 12
+    made[148:156] = b" " * 8
+    made[148:156] = b"%06o\0 " % sum(made[:512])
+    return bytes(made)
+
+
 ENDLESS = {"version": "1" * 4301, "start": 0, "end": 1}
 FAR = {"version": "1", "start": 0, "end": 1 << 63}
 FINDINGS = {
@@ -44,6 +56,19 @@ FINDINGS = {
     "a test nested too deeply": ("tasks", b"judged/one/tests/test_sum.py\ndef test_a(): " + b"-" * 9000 + b"1\n"),
     "a test of one endless chain": ("tasks", b"judged/one/tests/test_sum.py\nx" + b".a" * 9000 + b"\n"),
     "a header nested too deeply": ("weights", b"model.safetensors\n" + struct.pack("<Q", 3000) + b"[" * 3000),
+    "a config.json of lists": ("weights", b'config.json\n{"model_type": "a", "architectures": 1.5, "num_attention_heads": 2}'),
+    "a config.json of texts": ("weights", b'config.json\n{"model_type": "a", "text_config": [1], "num_attention_heads": 2}'),
+    "a context that is a list": ("weights", b'config.json\n{"model_type": "a", "num_heads": 2, "max_position_embeddings": [[]]}'),
+    "a vocabulary that is a list": ("weights", b'config.json\n{"model_type": "a", "num_heads": 2, "vocab_size": [[]]}'),
+    "a quantization that is a list": ("weights", b'config.json\n{"model_type": "a", "num_heads": 2, "quantization_config": [1]}'),
+    "a scaling that is a number": ("weights", b'config.json\n{"model_type": "a", "num_heads": 2, "rope_scaling": 1.5}'),
+    "a config.json nested too deeply": ("weights", b"config.json\n" + b"[" * 3000),
+    "a token without a number": ("weights", b'tokenizer.json\n{"added_tokens": [{}]}'),
+    "a token that is a list": ("weights", b'tokenizer.json\n{"model": {"vocab": {"a": [], "b": 1}}}'),
+    "a vocabulary that is a number": ("weights", b'tokenizer.json\n{"model": {"vocab": 7}}'),
+    "a shard with an endless name": ("weights", b'model.safetensors.index.json\n{"weight_map": {"a": "' + b"x" * 3000 + b'"}}'),
+    "a name with a zero byte in an archive": ("archive", mutators.archive([("a\0b", b"0", b"x"), ("n" * 120 + "\0", b"0", b"x")])),
+    "a time of more digits than a snapshot writes": ("archive", far_future()),
     "a version with endless digits": ("completions", json.dumps({"choices": [{**ANSWER, "weight_versions": [ENDLESS]}]}).encode()),
     "an answer nested too deeply": ("completions", b"[" * 3000),
     "a place of more than 63 bits": ("completions", json.dumps({"choices": [{**ANSWER, "weight_versions": [FAR]}]}).encode()),

@@ -113,3 +113,10 @@ def test_steps_are_counted_as_the_daemon_counts_them():
     text = "# syntax=x\n\nARG A=1\nFROM a\n# note\nRUN one && \\\n  # inside\n\n  two\n  COPY a b\n"
     assert instructions(text) == [(3, "ARG A=1"), (4, "FROM a"), (6, "RUN one && two"), (10, "COPY a b")]
     assert instructions("# escape=`\nFROM a\nRUN one `\n  two \\\nCMD x") == [(2, "FROM a"), (3, "RUN one two \\"), (5, "CMD x")]
+
+
+def test_a_pattern_of_dockerignore_that_is_none_is_told(tmp_path):
+    (tmp_path / "Dockerfile").write_text("FROM scratch\n")
+    (tmp_path / ".dockerignore").write_text("[a-z].log\nkeep[z-a]\n")
+    with pytest.raises(TaskError, match=r"dockerignore holds a pattern that is none(.|\n)*fix: write ranges in order"):
+        build_context.read(tmp_path)

@@ -1,20 +1,26 @@
-"""The files of a version: a delta and its record, the header of a safetensors file, an adapter. A damaged one is a `ValueError`."""
+"""Files with weights: a version's delta and its record, safetensors headers, an adapter, and the folder of a user's own model.
+
+A damaged one is a `ValueError`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import zstandard
 
 from agentrl import codec, deltas
 from agentrl.deltas import Delta
+from agentrl.errors import UserError
 from agentrl.fuzzing import mutators
 from agentrl.fuzzing.mutators import join, split
 from agentrl.fuzzing.target import Check, Target, must, one_in
+from agentrl.model_folder import check_model, check_model_files
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import ADAPTER, WHOLE_MODEL
 from agentrl.serving.weight_files import check_same_shapes, tensor_shapes, weight_paths
 
@@ -35,6 +41,30 @@ def _model(numbers: bytes) -> bytes:
 PARENT, CHILD = _model(bytes(4 * _NUMBERS)), _model(bytes(range(256))[: 4 * _NUMBERS])
 
 
+_CONFIG = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_attention_heads": 2,
+    "max_position_embeddings": 4096,
+    "vocab_size": 8,
+    "rope_scaling": None,
+    "layer_types": ["full_attention"],
+    "text_config": {"num_attention_heads": 2, "rope_parameters": {"factor": 2.0}, "vocab_size": 8},
+    "quantization_config": None,
+    "logit_scale": 1.0,
+}
+_TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<|im_end|>"}]}
+MODEL: Mapping[str, bytes] = {
+    "config.json": json.dumps(_CONFIG).encode(),
+    "tokenizer.json": json.dumps(_TOKENIZER).encode(),
+    "tokenizer_config.json": b'{"chat_template": "{{ messages }}", "eos_token": "<|im_end|>"}',
+    "model.safetensors.index.json": b'{"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}',
+    "model-00001-of-00001.safetensors": PARENT,
+}
+"""The files of a model folder: path -> content."""
+RECIPE = Recipe(name="fuzz", policy=PolicyConfig(model="-"), tasks=TasksConfig(family="sandboxes.tables:Tables"))
+
+
 def prepare(scratch: Path) -> Check:
     parent, child = scratch / "000000", scratch / "000001"
     for folder in (parent, child):
@@ -44,6 +74,10 @@ def prepare(scratch: Path) -> Check:
     delta = deltas.encode(parent / WHOLE_MODEL, scratch / WHOLE_MODEL, child, number=0)
     assert delta is not None, "files of one length"
     frames = (child / deltas.FRAMES).read_bytes()
+    model = scratch / "model"
+    model.mkdir()
+    for name, content in MODEL.items():
+        (model / name).write_bytes(content)
 
     def check(data: bytes) -> None:
         label, body = split(data)
@@ -54,6 +88,8 @@ def prepare(scratch: Path) -> Check:
             _made(child, body)
         elif label in (WHOLE_MODEL, ADAPTER):
             _header(scratch / label, body)
+        elif label in MODEL:
+            _model_folder(model, label, body)
 
     return check
 
@@ -105,6 +141,18 @@ def _header(path: Path, data: bytes) -> None:
     (path.parent / deltas.FRAMES).unlink()
 
 
+def _model_folder(folder: Path, name: str, data: bytes) -> None:
+    """A model of the user's own with one file that is not as it should be: it is taken, or the mistake is told."""
+    (folder / name).write_bytes(data)
+    try:
+        check_model_files(folder)
+        check_model(folder, RECIPE)
+    except UserError as error:
+        must(bool(error.message and error.fix), "an error that says nothing")
+    finally:
+        (folder / name).write_bytes(MODEL[name])
+
+
 def seeds() -> Sequence[bytes]:
     packed = zstandard.ZstdCompressor().compress(bytes(len(CHILD)))
     adapter = {
@@ -118,16 +166,25 @@ def seeds() -> Sequence[bytes]:
         join(ADAPTER, struct.pack("<Q", len(text)) + text + bytes(4)),
         *(join(deltas.FRAMES, one) for one in (struct.pack("<I", len(packed)) + packed, struct.pack("<I", 0), b"")),
         join(deltas.RECORD, codec.to_json(record)),
+        *(join(name, content) for name, content in MODEL.items()),
     ]
 
 
+_MODEL_MUTATORS = {name: mutators.json_text if name.endswith(".json") else mutators.safetensors for name in MODEL}
+
 target = Target(
     name="weights",
-    about="deltas and safetensors files of a version",
+    about="deltas and safetensors files of a version; the files of a model folder",
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.labelled(
-        {WHOLE_MODEL: mutators.safetensors, ADAPTER: mutators.safetensors, deltas.FRAMES: None, deltas.RECORD: mutators.json_text}
+        {
+            WHOLE_MODEL: mutators.safetensors,
+            ADAPTER: mutators.safetensors,
+            deltas.FRAMES: None,
+            deltas.RECORD: mutators.json_text,
+            **_MODEL_MUTATORS,
+        }
     ),
     words=(
         b"\x28\xb5\x2f\xfd",
