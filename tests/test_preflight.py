@@ -295,3 +295,23 @@ def test_a_family_that_gives_no_task_is_refused_before_anything_is_loaded(gives:
     tasks = TasksConfig(family=f"{__file__}:Own", options={"gives": gives})
     with pytest.raises(UserError, match=says):
         open_tasks(RECIPE.but(tasks=tasks), root=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer"),
+    [
+        ({"max_position_embeddings": "many"}, {}),
+        ({"quantization_config": "int4"}, {}),
+        ({"architectures": 3}, {}),
+        ({"text_config": [1]}, {}),
+        ({"vocab_size": 3}, {"model": {"vocab": {"a": "b"}}}),
+        ({"vocab_size": 3}, {"model": [], "added_tokens": {"id": 1}}),
+    ],
+)
+def test_a_model_folder_with_values_of_wrong_types_is_refused(
+    config: dict[str, object], tokenizer: dict[str, object], tmp_path: Path
+) -> None:
+    folder = _described(tmp_path / "m", {**KIND, **config}, tokenizer)
+    with pytest.raises(UserError, match="holds a value of a wrong type") as error:
+        check_model(folder, RECIPE)
+    assert "save_pretrained" in error.value.fix
