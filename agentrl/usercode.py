@@ -102,14 +102,14 @@ class _Factory:
     """Makes tasks as `before` does, asyncio itself where that is None."""
 
     def __init__(self, before: Any) -> None:
-        self._before = before or asyncio.Task
+        self._before = before
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, *, context: Context | None = None, **options: Any) -> Any:
         theirs = _theirs.get() if context is None else context.get(_theirs, False)
         if context is not None:
             options["context"] = context
         work = _Contained(coro) if theirs and asyncio.iscoroutine(coro) else coro
-        if self._before is asyncio.Task:
+        if self._before is None:
             return asyncio.Task(work, loop=loop, **options)
         return self._before(loop, work, **options)
 
