@@ -311,3 +311,7 @@ async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_o
         await sandboxes.close()
     broke = "tool tests.prove.bad_families:breaker makes its sandbox fail, so that the episode is left out: the exec server is gone"
     assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
+
+
+def test_a_family_that_exits_ends_no_proof() -> None:
+    assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
