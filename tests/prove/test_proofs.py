@@ -81,7 +81,7 @@ def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
     assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
     told = [(one.severity, one.what) for one in found.findings[1:]]
     assert told == [("note", "another seed gives the same training tasks: the family makes no use of its seed")]
-    with pytest.raises(ValueError, match="Task.data: 'answer': a set is not JSON"):
+    with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
 
