@@ -37,6 +37,7 @@ from agentrl.rollout.tools import load_tools, show
 from agentrl.sandbox import conformance, open_sandboxes, select_backend
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.sandbox.select import BackendName
+from agentrl.task import make_task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -240,7 +241,7 @@ def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
     """Those that can be made; the others are told by the proof of purity."""
     for place in ((split, index) for split, size in wanted.items() for index in range(size)):
         try:
-            task = family.task(*place)
+            task = make_task(family, *place)
             task.key  # noqa: B018 - a task that has none cannot be stored
         except Exception as error:  # a family is anybody's code
             log.info("%s cannot be made: %s", place_name(place), error)
