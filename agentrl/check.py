@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from agentrl import cheats, codec
-from agentrl.errors import SandboxError, SandboxTimeout, UserError
+from agentrl import cheats, codec, usercode
+from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
 from agentrl.observe.left_out import printable
 from agentrl.outputs import example, produce
 from agentrl.protocols import SandboxBackend, TaskFamily
@@ -37,6 +37,7 @@ from agentrl.rollout.tools import load_tools, show
 from agentrl.sandbox import conformance, open_sandboxes, select_backend
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.sandbox.select import BackendName
+from agentrl.task import make_task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -240,7 +241,7 @@ def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
     """Those that can be made; the others are told by the proof of purity."""
     for place in ((split, index) for split, size in wanted.items() for index in range(size)):
         try:
-            task = family.task(*place)
+            task = make_task(family, *place)
             task.key  # noqa: B018 - a task that has none cannot be stored
         except Exception as error:  # a family is anybody's code
             log.info("%s cannot be made: %s", place_name(place), error)
@@ -338,12 +339,20 @@ class _Prover:
     async def _gold(self, task: Task, episode: Episode) -> tuple[Episode, str]:
         load_tools(task.tools)
         limit = task.limits.wall_s if task.outputs else task.limits.tool_timeout_s
-        result, collected = await produce(task, self.family.gold(task), self.sandboxes, timeout_s=limit)
+        result, collected = await produce(task, self._solution(task), self.sandboxes, timeout_s=limit)
         self.left[task.id] = sorted(collected.files)
         shown = show(result, task.limits)
         refused = "".join(f"; {path}: {reason}" for path, reason in collected.refused.items())
         problem = "" if result.ok else f"gold solution failed: {shown}{refused}"
         return replace(episode, answer=shown, outputs=collected.files, removed=collected.removed), problem
+
+    def _solution(self, task: Task) -> str:
+        try:
+            return self.family.gold(task)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # the family's code may raise anything, and must not end the check
+            raise TaskError(f"task {task.id!r}: the family gives no gold solution: {usercode.describe(error)}") from error
 
 
 async def _retried(act: Callable[[], Awaitable[T]]) -> T:

@@ -15,6 +15,7 @@ from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
 from agentrl.rollout import GroupRunner, left_out_group, task_fault
+from agentrl.task import make_task
 from agentrl.transcript import transcript
 
 
@@ -76,7 +77,7 @@ async def evaluate(
 def _made(family: TaskFamily, split: Split, index: int) -> Task | Failure:
     """The task, or what is wrong with it: the other tasks are evaluated all the same."""
     try:
-        return family.task(split, index)
+        return make_task(family, split, index)
     except Exception as error:  # a family may raise anything
         usercode.report(f"{split} task {index}", error)
         return task_fault(error)

@@ -265,7 +265,7 @@ async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]
     size = run.recipe.rollout.group_size
     try:
         task = run.schedule.task(index)
-    except Exception as error:  # a family may raise anything; the task is a pure function of the index, so it always will
+    except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
         if not isinstance(error, UserError):
             usercode.report(f"task of group {index}", error)
         return left_out_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None

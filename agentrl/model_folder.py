@@ -75,6 +75,16 @@ def check_safetensors(path: Path) -> None:
 
 def check_model(folder: Path, recipe: Recipe) -> None:
     """Raises `UserError` for a model that cannot be trained as the recipe says: its kind, context, weights or vocabulary do not fit."""
+    try:
+        _check_model(folder, recipe)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise UserError(
+            f"policy.model: config.json or tokenizer.json in {folder} holds a value of a wrong type: {type(error).__name__}: {error}",
+            fix=_SAVE_AGAIN,
+        ) from error
+
+
+def _check_model(folder: Path, recipe: Recipe) -> None:
     config = read_json(folder / "config.json")
     inner = _value(config, "text_config", dict) or config
     _check_architecture(config, inner)

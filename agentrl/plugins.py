@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.causes import place, short
+from agentrl.causes import leaves, place, short, shown
 from agentrl.errors import PluginError, UserError
 from agentrl.section import describe
 
@@ -59,7 +59,9 @@ def _import(name: str, reference: str) -> ModuleType:
                 f"{reference!r}: no module named {error.name!r}", fix="run from the project's root, or name a file: ./path/file.py:attr"
             ) from None
         raise _failed(reference, error) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if _interrupted(error):
+            raise
         raise _failed(reference, error) from error
 
 
@@ -79,16 +81,22 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, Exception | SystemExit):
-            raise _failed(reference, error) from error
-        raise
+        if _interrupted(error):
+            raise
+        raise _failed(shown(str(path)), error) from error
     return module
+
+
+def _interrupted(error: BaseException) -> bool:
+    """Whether a person ended it with ctrl-C, and nothing else went wrong."""
+    return all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error))
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
     """What user code raised while it was imported, at which line of it, and what to do. Errors of ours keep their own fix."""
     at = place(error) or reference
     if isinstance(error, SyntaxError):
+        at = at if error.filename is not None else reference  # of a zero byte Python says neither file nor line
         return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
     if isinstance(error, ValidationError):
         return PluginError(f"{at}: {describe(error)}", fix="correct it there; the lines above name the key and what it takes")

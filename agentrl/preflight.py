@@ -17,7 +17,7 @@ from agentrl.gpus import Placement, place
 from agentrl.model_folder import check_model, check_model_files, read_json
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import Recipe
-from agentrl.records import ADAPTER, WHOLE_MODEL, Split
+from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import load_tools
 from agentrl.runfolder import check_disk
@@ -83,21 +83,43 @@ def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     except AgentRLError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise PluginError(
             f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.place(error)})", fix="correct it there"
         ) from error
     try:
+        _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
     except AgentRLError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.place(error)})", fix="correct it there"
         ) from error
+    if not isinstance(first, Task):
+        raise TaskError(
+            f"the first task of {recipe.tasks.family!r} is no Task, but of type {type(first).__name__}",
+            fix="return agentrl.records.Task(...) from its task()",
+        )
     scorer.load(first.verifiers)
     load_tools(first.tools)
     return family, scorer
+
+
+def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
+    """Raises `UserError` where a split that the recipe uses is empty, or its size no number."""
+    evaluation = recipe.evaluation
+    needed = {Split.TRAIN: 1, Split.HELDOUT: evaluation.heldout, Split.HELDOUT_REAL: evaluation.heldout_real}
+    for split, count in needed.items():
+        size: object = family.size(split) if count else None
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise PluginError(
+                f"tasks.family {recipe.tasks.family!r}: size({split}) gave {type(size).__name__}, not a number of tasks",
+                fix="return how many tasks the split has, or None where it has no end",
+            )
+        if size is not None and size < 1:
+            instead = "" if split is Split.TRAIN else f", or set evaluation.{split}=0"
+            raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
 
 
 def open_chat(model: Path) -> ChatFormat:

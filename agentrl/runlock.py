@@ -24,6 +24,7 @@ from agentrl.errors import RunFolderBusy, UserError
 
 DRIVER, PARTS = ".driver.lock", ".parts.lock"
 _READ_TRIES = 20  # of 10 ms: a holder writes its name at once after it got the lock
+_REMOVED_TRIES = 100  # of making a folder that somebody removes; /proc says that there is no such folder however often it is made
 _PATIENCE_S = 1.0  # before a person is told what is waited for
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -72,14 +73,19 @@ def hold_part(folder: Path) -> int:
 
 def _taken(folder: Path) -> int:
     """The driver's lock, open. A folder that its last driver just removed is made again."""
-    path = folder / DRIVER
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(folder)!a} cannot be used as a run folder: its name is not UTF-8", fix="choose another --run-dir") from None
+    path, lacking = folder / DRIVER, 0
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
-            continue  # removed between the two calls
         except OSError as error:
+            lacking += 1
+            if isinstance(error, FileNotFoundError) and lacking < _REMOVED_TRIES:
+                continue  # removed between the two calls
             raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose another --run-dir") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

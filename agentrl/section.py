@@ -35,6 +35,8 @@ class Section(BaseModel):
         """
         data = self.model_dump(mode="json")
         for item in (*overrides, changes):
+            if not isinstance(item, str | Mapping):
+                raise RecipeError(f"but({_cut(item)}): neither text nor a mapping", fix='write recipe.but("learner.lr=1e-4")')
             pairs = [_pair(item)] if isinstance(item, str) else item.items()
             for key, value in pairs:
                 _assign(data, type(self), key, value)
@@ -81,9 +83,15 @@ def describe(error: ValidationError) -> str:
             path.insert(0, error.title)
         message = item["msg"].removeprefix("Value error, ")
         if item["loc"] and item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict):
-            message = f"{message} (got {item['input']!r})"  # of a whole section the message names the keys
+            message = f"{message} (got {_cut(item['input'])})"  # of a whole section the message names the keys
         lines.append(f"{'.'.join(path) or 'recipe'}: {message}")
     return "\n".join(lines)
+
+
+def _cut(value: object) -> str:
+    """A wrong value as a person needs to see it: its beginning, where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
 def unknown(key: str, known: Iterable[str], *, what: str = "key") -> str:
@@ -115,6 +123,8 @@ def _pair(override: str) -> tuple[str, Any]:
 
 def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any) -> None:
     """Lays one value over the data of a section, or raises `RecipeError` for a key that does not exist."""
+    if not isinstance(dotted, str):
+        raise RecipeError(f"{_cut(dotted)} is no key", fix='write a key as text, such as "learner.lr"')
     *parents, leaf = dotted.split(".")
     node = data
     for depth, part in enumerate(parents):

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
 from typing import Any, Generic, TypeVar
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,15 @@ _FRAMES = 40  # of a traceback, the innermost
 _KINDS = 512  # of faults that are told apart in the log
 
 _seen: dict[tuple[str, ...], int] = {}
+_theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether code that is not ours runs, or began what runs
 
 
 class Overdue(Exception):
     """A call gave no result before its deadline. No `TimeoutError`: the code that was called may raise one of its own."""
+
+
+class Exited(Exception):
+    """A task that such code had started raised SystemExit. asyncio would have left the event loop with it, and ended the run."""
 
 
 async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S) -> T:
@@ -45,8 +51,10 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
 
     Raises:
         Overdue: no result after `timeout_s`.
-        BaseException: whatever `code` raises; also SystemExit, and a cancellation that nobody but the code itself has asked for.
+        RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed.
+        BaseException: whatever else `code` raises; also SystemExit, and a cancellation that nobody but the code itself has asked for.
     """
+    _contain(asyncio.get_running_loop())
     steps = _Steps(code)
     task: asyncio.Task[tuple[T | None, BaseException | None]] = asyncio.create_task(_caught(steps), name=what)
     try:
@@ -60,6 +68,8 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
         if steps.longest_s > HELD_S:
             _held(what, steps.longest_s)
     value, error = task.result()
+    if isinstance(error, GeneratorExit):
+        raise RuntimeError(f"{what} raised GeneratorExit") from error
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # None is T's own here
@@ -67,6 +77,7 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
 
 async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
     """What the code gives or raises, as a value: a task that ended with SystemExit would take the event loop with it."""
+    _theirs.set(True)
     try:
         return await steps, None
     except asyncio.CancelledError as error:
@@ -77,6 +88,56 @@ async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
         raise
     except BaseException as error:
         return None, error
+
+
+def _contain(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on a task that user code starts on this loop ends with `Exited` where it would end with SystemExit."""
+    before = loop.get_task_factory()
+    if isinstance(before, _Factory):
+        return
+    loop.set_task_factory(_Factory(before))
+
+
+class _Factory:
+    """Makes tasks as `before` does, asyncio itself where that is None."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, *, context: Context | None = None, **options: Any) -> Any:
+        theirs = _theirs.get() if context is None else context.get(_theirs, False)
+        if context is not None:
+            options["context"] = context
+        work = _Contained(coro) if theirs and asyncio.iscoroutine(coro) else coro
+        if self._before is None:
+            return asyncio.Task(work, loop=loop, **options)
+        return self._before(loop, work, **options)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises `Exited` instead of SystemExit."""
+
+    def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
+        self._code = code
+        self.__qualname__ = getattr(code, "__qualname__", type(code).__name__)  # for whoever prints the task
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._code.send(value)
+        except SystemExit as error:
+            raise Exited(f"SystemExit: {text_of(error, 300)}") from error
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._code.throw(*error)
+        except SystemExit as exit_:
+            raise Exited(f"SystemExit: {text_of(exit_, 300)}") from exit_
+
+    def close(self) -> None:
+        self._code.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._code.__await__()
 
 
 async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: float) -> None:
@@ -145,10 +206,13 @@ def cancellations() -> int:
 
 def cause(error: BaseException, *kinds: type[E]) -> E | None:
     """The first exception of these kinds in `error`: itself, or one of a group that a TaskGroup made."""
-    if isinstance(error, kinds):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for one in error.exceptions if (found := cause(one, *kinds)) is not None), None)
+    pending = [error]
+    while pending:  # without recursion: groups may be nested deeper than Python's stack is
+        one = pending.pop()
+        if isinstance(one, kinds):
+            return one
+        if isinstance(one, BaseExceptionGroup):
+            pending += reversed(one.exceptions)
     return None
 
 
@@ -164,7 +228,7 @@ def text_of(error: BaseException, limit: int = 2000) -> str:
     """The text of an exception, printable and bounded, its lines kept."""
     try:
         return printable(str(error), limit)
-    except Exception:  # a number too long to print, a __str__ of its own
+    except BaseException:  # a number too long to print, a __str__ of its own that may raise anything
         return "(its text cannot be shown)"
 
 

@@ -10,12 +10,19 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl import cheats
-from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _retried, check_family, render
+from agentrl.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, check_family, render
 from agentrl.cli import app
 from agentrl.errors import SandboxError
 from agentrl.prove.findings import Finding, Proof
 from agentrl.prove.source import FamilySource
 from agentrl.recipe import SandboxConfig, TasksConfig
+from agentrl.records import Task
+from agentrl.reward import TaskScorer
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+from .driving import Family as Driving
+from .driving import make_task
 
 ROOT = Path(__file__).resolve().parents[1]
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
@@ -154,3 +161,13 @@ async def test_a_fault_of_the_sandboxes_is_tried_again_and_ends_the_check_when_i
     calls = -9
     with pytest.raises(SandboxError):
         await _retried(act)
+
+
+async def test_a_family_that_leaves_instead_of_giving_a_gold_solution_fails_its_case() -> None:
+    class Leaves(Driving):
+        def gold(self, task: Task) -> str:
+            raise SystemExit(0)
+
+    prover = _Prover(family=Leaves(), sandboxes=ScriptedSandboxes(printing("42")), scorer=TaskScorer(), parallel=1)
+    result = await prover.case(make_task(0), GOLD)
+    assert (result.ok, result.value) == (False, None) and "gives no gold solution: SystemExit: 0" in result.detail

@@ -204,13 +204,15 @@ def test_a_serving_delta_keeps_its_parents_whatever_is_pruned(registry: FolderRe
 
 def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry, tmp_path: Path) -> None:
     home = registry.folder / "000002"
-    for name in ("config.json", "tokenizer_config.json", "update.json"):
-        (home / name).write_text("{}")
+    kept = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*kept, "update.json"):
+        if name != deltas.WEIGHTS:
+            (home / name).write_text("{}")
     export_model(home, tmp_path / "model", base=registry.folder / "000000")
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == kept
     assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()
     assert find_model(str(home), tmp_path) == home
     place_base_version(home, tmp_path / "base")
-    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["config.json", "model.safetensors", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == kept
     assert (home / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)

@@ -149,3 +149,14 @@ print(root.name, recipe.name, recipe.steps, recipe.learner.lr, open_family(recip
     (project / "recipes" / "wrong.py").write_text('from recipes.near import recipe as base\nrecipe = base.but("learner.lrr=1")\n')
     done = agentrl(tmp_path, "-m", "agentrl", "train", "mine/recipes/wrong.py")
     assert done.returncode == 2 and "learner.lrr: unknown key; did you mean lr?" in done.stderr
+
+
+def test_what_is_no_override_is_refused_in_words() -> None:
+    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+    odd: Any
+    for odd in (3, None, ["steps=3"], {3: 4}):
+        with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is no key"):
+            base.but(odd)
+    with pytest.raises(RecipeError) as error:
+        base.but("steps=" + "9" * 5000)
+    assert len(str(error.value)) < 600

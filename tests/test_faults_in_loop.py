@@ -47,6 +47,24 @@ async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(t
     assert ["KeyError" in reason for reason in done.left_out_reasons] == [True]
 
 
+@pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is no Task, but of type dict"), (SystemExit(0), "SystemExit: 0")])
+async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_that_task(tmp_path: Path, gives: Any, says: str) -> None:
+    def broken(index: int) -> Any:
+        if index == 1 and isinstance(gives, SystemExit):
+            raise gives
+        return gives if index == 1 else None
+
+    recipe = make_recipe(groups_per_step=3, group_size=2)
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
+        await loop._roll_out(run)
+        groups = run.store.groups(range(3))
+        done = await evaluate(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
+    assert [len(group.scored) for group in groups] == [2, 0, 2] and count(tmp_path) == 1
+    fault = groups[1].fault
+    assert fault is not None and fault.blame is Blame.TASK and says in fault.message
+    assert (done.episodes, done.left_out) == (3, 1) and [says in reason for reason in done.left_out_reasons] == [True]
+
+
 async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No record that exists is known to be such a one; a fault of the encoder would end the run all the same."""
 

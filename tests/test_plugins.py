@@ -58,3 +58,23 @@ def test_a_mistake_in_users_code_is_told_with_its_line(text: str, as_module: boo
     with pytest.raises(PluginError, match=MISTAKES[text]) as error:
         resolve("mistaken:x" if as_module else f"{tmp_path}/mistaken.py:x")
     assert error.value.fix and len(str(error.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (b"recipe = \0\n", r"odd\.py: SyntaxError: source code string cannot contain null bytes"),
+        (b"class Own(BaseException): pass\nraise Own('oh')\n", r"odd\.py:2: Own: oh"),
+        (b"raise BaseExceptionGroup('both', [KeyError(), KeyboardInterrupt()])\n", r"odd\.py:1: BaseExceptionGroup: both"),
+    ],
+)
+def test_whatever_a_file_raises_is_told_with_its_place(source: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_bytes(source)
+    with pytest.raises(PluginError, match=says):
+        resolve(f"{tmp_path / 'odd.py'}:recipe")
+
+
+def test_ctrl_c_in_a_file_stays_ctrl_c(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        resolve(f"{tmp_path / 'odd.py'}:recipe")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import UserError
 from agentrl.model_folder import check_model, check_safetensors
-from agentrl.preflight import check, export_model, find_model, place_base_version
+from agentrl.preflight import check, export_model, find_model, open_tasks, place_base_version
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,3 +258,60 @@ def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "base" / "model.safetensors")
     assert sorted(weights) == ["layer1", "layer2"] and weights["layer2"].tolist() == [2.0, 2.0]
     assert sorted(p.name for p in (tmp_path / "base").iterdir()) == MODEL_FILES
+
+
+class Own:
+    """A family that does what `gives` says, for a task or a size."""
+
+    def __init__(self, *, seed: int = 0, gives: str = "") -> None:
+        self.gives = gives
+        if gives == "exit at once":
+            raise SystemExit("bye")
+
+    def size(self, split: str) -> object:
+        return {"text": "many", "none": 0, "none held out": 0 if split == "heldout" else None}.get(self.gives)
+
+    def task(self, split: str, index: int) -> object:
+        if self.gives == "exit":
+            raise SystemExit(0)
+        return {"id": "1"}
+
+    def gold(self, task: object) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("gives", "says"),
+    [
+        ("exit at once", r"cannot be opened: SystemExit: bye \(.*test_preflight.py:\d+\)"),
+        ("exit", r"the first task .* cannot be made: SystemExit: 0 \("),
+        ("dict", "the first task .* is no Task, but of type dict"),
+        ("text", r"size\(train\) gave str, not a number"),
+        ("none", "no tasks in split train"),
+        ("none held out", "(?s)no tasks in split heldout.*fix: add some, or set evaluation.heldout=0"),
+    ],
+)
+def test_a_family_that_gives_no_task_is_refused_before_anything_is_loaded(gives: str, says: str) -> None:
+    tasks = TasksConfig(family=f"{__file__}:Own", options={"gives": gives})
+    with pytest.raises(UserError, match=says):
+        open_tasks(RECIPE.but(tasks=tasks), root=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer"),
+    [
+        ({"max_position_embeddings": "many"}, {}),
+        ({"quantization_config": "int4"}, {}),
+        ({"architectures": 3}, {}),
+        ({"text_config": [1]}, {}),
+        ({"vocab_size": 3}, {"model": {"vocab": {"a": "b"}}}),
+        ({"vocab_size": 3}, {"model": [], "added_tokens": {"id": 1}}),
+    ],
+)
+def test_a_model_folder_with_values_of_wrong_types_is_refused(
+    config: dict[str, object], tokenizer: dict[str, object], tmp_path: Path
+) -> None:
+    folder = _described(tmp_path / "m", {**KIND, **config}, tokenizer)
+    with pytest.raises(UserError, match="holds a value of a wrong type") as error:
+        check_model(folder, RECIPE)
+    assert "save_pretrained" in error.value.fix

@@ -169,3 +169,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be used as a run folder"), driving(tmp_path / "file" / "run", command="mine"):
         pass
+
+
+@pytest.mark.parametrize(("folder", "why"), [("/proc/no-such-run", "No such file"), ("/tmp/\udcff", "not UTF-8")])
+def test_a_folder_that_cannot_be_made_or_named_is_refused(folder: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as error, driving(Path(folder), command="mine"):
+        pytest.fail("there is no such folder")
+    assert str(error.value).isascii()

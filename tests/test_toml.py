@@ -1,47 +1,35 @@
-"""TOML of somebody else: one kind of error, and time that grows with its length only."""
+"""TOML of a stranger is data or a `ValueError`, in time that grows with its length and not with its square."""
 
 from __future__ import annotations
 
-import time
 import tomllib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl import toml
+from agentrl.toml import MAX_LEVELS, loads
 
 
-@pytest.mark.parametrize("key", ["a" + ".a" * 16_000, "[a" + ".a" * 16_000 + "]\nb", "x = {b" + ' . "a"' * 9_000, "'a'" + ".'a'" * 9_000])
-def test_a_key_of_endless_names_is_refused_at_once(key: str) -> None:
-    started = time.process_time()
-    with pytest.raises(ValueError, match="nested too deep"):
-        toml.loads(f"{key} = 1")
-    assert time.process_time() - started < 0.5
+@pytest.mark.parametrize("key", ["a." * MAX_LEVELS + "a", '"a" . ' * MAX_LEVELS + "a", "'a.b'.x" + ".c" * MAX_LEVELS])
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "a = {{ {} = 1 }}"])
+def test_a_key_of_many_parts_is_refused_before_it_costs_quadratic_time(key: str, line: str) -> None:
+    with pytest.raises(ValueError, match=rf"a key of \d+ parts; it may have {MAX_LEVELS}"):
+        loads(line.format(key))
 
 
-@pytest.mark.parametrize(
-    "text", ["a" * 65536, "," * 65536, '"' * 65536, "[" * 65536, "{a." * 20000, ",'" * 30000, "a.,a" * 16000, "a " * 30000]
-)
-def test_looking_for_such_keys_takes_time_proportional_to_the_text(text: str) -> None:
-    started = time.process_time()
-    toml._LONG_KEY.search(text)
-    assert time.process_time() - started < 0.5
+@pytest.mark.parametrize("text", ['a = "{}"', "a = '{}'", 'a = """\n{}"""', "a = 1 # {}", "a = [{}0.5]"])
+def test_dots_elsewhere_are_no_parts_of_a_key(text: str) -> None:
+    filled = text.format("0.5, " * 300 if "[" in text else "x." * 300)
+    assert loads(filled) == tomllib.loads(filled)
 
 
-def test_a_key_of_many_names_and_a_text_of_many_numbers_are_read() -> None:
-    key = "a" + ".a" * (toml.MAX_PARTS - 1)
-    assert toml.loads(f"{key} = 1") == tomllib.loads(f"{key} = 1")
-    numbers = " ".join(f"{number}.5" for number in range(400))
-    assert toml.loads(f'a = """\n{numbers}\n{"." * 400}\n"""')["a"] == f"{numbers}\n{'.' * 400}\n"
-
-
-@given(st.text(alphabet="ab.=[]{}\"'\n 1,#", max_size=80))
-def test_what_is_read_is_what_the_library_reads(text: str) -> None:
+@given(st.text(alphabet="a.=\"'[]{}# \n\\1", max_size=60))
+def test_what_toml_takes_is_taken(text: str) -> None:
     try:
         wanted = tomllib.loads(text)
-    except ValueError:
-        with pytest.raises(ValueError, match=r"TOML|deep"):
-            toml.loads(text)
+    except tomllib.TOMLDecodeError:
+        with pytest.raises(ValueError, match="is not TOML"):
+            loads(text)
     else:
-        assert toml.loads(text) == wanted
+        assert loads(text) == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl import usercode
 from agentrl.errors import SandboxError
-from agentrl.usercode import Overdue, call, cause, describe, printable, report
+from agentrl.usercode import Exited, Overdue, call, cause, describe, printable, report
 
 
 async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
@@ -26,12 +27,54 @@ async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
 
     assert await call(lambda: give(3), what="w", timeout_s=5.0) == 3
     assert await call(lambda: give(None), what="w", timeout_s=5.0) is None
-    for error in (KeyError("x"), SystemExit(3), GeneratorExit(), RecursionError(), asyncio.CancelledError(), TimeoutError(), MemoryError()):
+    for error in (KeyError("x"), SystemExit(3), RecursionError(), asyncio.CancelledError(), TimeoutError(), MemoryError()):
         with pytest.raises(type(error)):
             await call(lambda error=error: throw(error), what="w", timeout_s=5.0)  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match="w raised GeneratorExit"):
+        await call(lambda: throw(GeneratorExit()), what="w", timeout_s=5.0)
     assert usercode.cancellations() == 0
     with pytest.raises(TypeError, match="await"):
         await call(lambda: 3, what="w", timeout_s=5.0)  # type: ignore[arg-type,return-value]
+
+
+def test_a_task_that_the_code_starts_cannot_leave_the_event_loop_with_systemexit() -> None:
+    late: list[asyncio.Task[None]] = []
+
+    async def leave() -> None:
+        await asyncio.sleep(0)
+        raise SystemExit(0)  # as argparse does for --help
+
+    async def grouped() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(leave())
+
+    async def gathered() -> None:
+        await asyncio.gather(leave(), asyncio.sleep(0))
+
+    async def forgotten() -> int:
+        late.append(asyncio.create_task(leave()))
+        late.append(asyncio.create_task(leave()))
+        late[-1].cancel()  # before it has begun
+        return 3
+
+    async def all_of_them() -> None:
+        for code, kind in ((grouped, ExceptionGroup), (gathered, Exited)):
+            with pytest.raises(kind) as error:
+                await call(code, what="w", timeout_s=5.0)
+            assert cause(error.value, Exited) is not None and describe(error.value) == "Exited: SystemExit: 0"
+        assert await call(forgotten, what="w", timeout_s=5.0) == 3
+        assert "leave" in repr(late[0])
+        found = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(one) for one in found] == [Exited, asyncio.CancelledError]
+
+    asyncio.run(all_of_them())
+    with pytest.raises(SystemExit):  # a task of our own means it
+        asyncio.run(_ours(leave))
+
+
+async def _ours(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await call(lambda: asyncio.sleep(0), what="w", timeout_s=5.0)
+    await asyncio.create_task(leave())
 
 
 async def test_a_call_without_end_is_ended() -> None:
@@ -102,7 +145,7 @@ def test_a_fault_is_logged_in_full_once_and_then_counted(caplog: Any) -> None:
 
 class Speechless(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("no words")
+        raise SystemExit("no words")
 
 
 def test_the_text_of_an_exception_is_bounded_and_never_raises() -> None:
@@ -127,3 +170,8 @@ def test_our_own_errors_are_found_in_groups() -> None:
     assert cause(inner, SandboxError) is inner
     assert cause(ExceptionGroup("a", [KeyError(), ExceptionGroup("b", [inner])]), SandboxError) is inner
     assert cause(ExceptionGroup("a", [KeyError()]), SandboxError) is None
+    deep: Exception = inner
+    for _ in range(5000):
+        deep = ExceptionGroup("a", [deep])
+    assert cause(deep, SandboxError) is inner and cause(deep, KeyError) is None
+    report("tool deep", deep)

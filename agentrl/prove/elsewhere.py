@@ -18,6 +18,7 @@ from agentrl.plugins import add_project_root
 from agentrl.prove.source import FamilySource, Place, digests
 from agentrl.recipe import TasksConfig
 from agentrl.records import Split
+from agentrl.task import make_task
 
 TIMEOUT_S = 600.0
 
@@ -62,7 +63,7 @@ def main() -> None:
     drawn: dict[Place, Any] = {}
     for split, index in sorted(places, key=lambda place: (-place[1], place[0])):
         try:
-            drawn[split, index] = digests(family.task(split, index))
+            drawn[split, index] = digests(make_task(family, split, index))
         except Exception as error:  # a family is anybody's code
             drawn[split, index] = f"{type(error).__name__}: {error}"
     Path(question["answer"]).write_text(json.dumps([drawn[place] for place in places]), encoding="utf-8")

@@ -9,6 +9,7 @@ from agentrl.prove.elsewhere import draw_elsewhere
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
 from agentrl.prove.source import FamilySource, Place, digests, place_name
 from agentrl.records import Split
+from agentrl.task import make_task
 
 NAME = "the same seed, split and index give the same task"
 _FAR = tuple(10_007 * number for number in range(1, 9))  # of a split without end, besides the first tasks
@@ -44,7 +45,7 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 def _draw(family: TaskFamily, place: Place) -> Drawn:
     try:
-        return digests(family.task(*place))
+        return digests(make_task(family, *place))
     except Exception as error:  # a family is anybody's code
         return f"{type(error).__name__}: {error}"
 

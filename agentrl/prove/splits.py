@@ -14,6 +14,7 @@ from agentrl.protocols import TaskFamily
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
 from agentrl.prove.source import FamilySource, place_name
 from agentrl.records import Split, Task
+from agentrl.task import make_task
 
 NAME = "no held-out task is a training task"
 SAMPLE = 2000
@@ -56,7 +57,7 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
         if time.monotonic() - started > DRAW_S:
             break
         try:
-            task = family.task(split, index)
+            task = make_task(family, split, index)
             json.dumps(asdict(task))
         except Exception:  # a family is anybody's code
             continue

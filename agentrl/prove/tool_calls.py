@@ -64,7 +64,7 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend) -> list[
         wrong = _wrong_schema(tool)
     except (UserError, AttributeError) as error:
         return [Finding(severity="failure", what=f"tool {reference} does not load: {error}")]
-    except Exception as error:  # a tool is anybody's code
+    except (Exception, SystemExit) as error:  # a tool is anybody's code
         return [Finding(severity="failure", what=f"tool {reference} does not load: {type(error).__name__}: {error}")]
     found = [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong]
     properties = {} if wrong else tool.schema["function"].get("parameters", {}).get("properties", {})
@@ -141,7 +141,7 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | Non
         return f"{_BROKE}: {clipped(str(error), 200)}"
     except TimeoutError:
         return f"gives no outcome within {limit:g} s"
-    except Exception as error:  # a tool is anybody's code
+    except (Exception, SystemExit) as error:  # a tool is anybody's code
         return f"raises {type(error).__name__}"
     if not isinstance(outcome, ToolOutcome):
         return f"gives {type(outcome).__name__}, not a ToolOutcome"

@@ -30,6 +30,7 @@ MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000
 MAX_DEPTH = 64
 PIECE = 1 << 20
+_DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 
 
 class BuildContext(BaseModel):
@@ -62,22 +63,33 @@ def read(folder: Path) -> BuildContext:
 
 def instructions(text: str) -> list[tuple[int, str]]:
     """(line number, instruction) of each step of a Dockerfile, in the order in which the daemon counts them."""
-    directive = re.match(r"(?:\s*#[^\n]*=[^\n]*\n)*\s*#\s*escape\s*=\s*(`|\\)\s*(?:\n|$)", text, re.IGNORECASE)
-    escape = directive[1] if directive is not None else "\\"
-    found: list[tuple[int, str]] = []
+    lines = text.splitlines()
+    escape = _escape(lines)
+    found: list[tuple[int, list[str]]] = []
     going_on = False
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         said = line.strip()
         if not said or said.startswith("#"):
             continue
         more = said.endswith(escape)
         said = said[:-1].rstrip() if more else said
         if going_on:
-            found[-1] = (found[-1][0], f"{found[-1][1]} {said}".strip())
+            found[-1][1].append(said)
         else:
-            found.append((number, said))
+            found.append((number, [said]))
         going_on = more
-    return found
+    return [(number, " ".join(parts).strip()) for number, parts in found]
+
+
+def _escape(lines: list[str]) -> str:
+    """The character that continues a line: a backslash, unless a parser directive at the top says otherwise."""
+    for line in lines:
+        directive = _DIRECTIVE.fullmatch(line.strip())
+        if directive is None:
+            break
+        if directive[1].lower() == "escape" and directive[2] in ("`", "\\"):
+            return directive[2]
+    return "\\"
 
 
 def _pack(folder: Path, target: IO[bytes] | None) -> str:

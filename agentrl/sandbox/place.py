@@ -121,7 +121,7 @@ class ChannelSandbox:
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
-        """Stops every program, and its clock; may be called while one runs. Memory stays in use."""
+        """Stops every program, and its clock; may be called while one runs. Memory stays in use. Who is woken all the same is killed."""
         self._channel.stop_clocks()
         await self._channel.call("pause", timeout_s=GRACE_S)
 

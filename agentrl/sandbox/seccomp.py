@@ -1,10 +1,10 @@
 """A system call filter for sandboxes, the same under every backend: a classic BPF program that the exec server installs.
 
 It is a list of what is allowed (`agentrl.sandbox.system_calls`), so that a call which kernels have yet to get is refused before
-anyone knows of it. Refusals are those that programs are prepared for: ENOSYS where libraries have another way, EPERM for what
-takes rights, EOPNOTSUPP and the like where the kernel itself would say so. Of some calls it looks at the arguments: no new
-namespaces, no socket families but local and IP, and no socket options, terminal commands or properties of processes that keep kernel
-memory, load modules, or concern more than the caller. A wrong architecture kills the process.
+anyone knows of it. Refusals are those that programs are prepared for: ENOSYS where libraries have another way, EPERM for what takes
+rights, EOPNOTSUPP and the like where the kernel itself would say so. Of some calls it looks at the arguments: no new namespaces, no
+socket families but local and IP, no huge pages (one store for the machine), and no socket options, terminal commands or properties of
+processes that keep kernel memory, load modules, or concern more than the caller. A wrong architecture kills the process.
 
 A search by halves finds a call's number in about seven steps; of calls that are allowed whatever their arguments the kernel keeps a
 bitmap, and does not run the filter at all (Linux 5.11 or later).
@@ -28,13 +28,20 @@ _LD_W_ABS, _AND, _JA, _JEQ, _JSET, _JGE, _RET = 0x20, 0x54, 0x05, 0x15, 0x45, 0x
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _FARTHEST = 255  # instructions that a conditional jump can skip
 _NR, _ARCH = 0, 4
-_ARG0, _ARG1, _ARG2 = 16, 24, 32  # offsets in struct seccomp_data of the arguments' low halves (little-endian), high ones 4 further
+_ARG0, _ARG1, _ARG2, _ARG3 = (
+    16,
+    24,
+    32,
+    40,
+)  # offsets in struct seccomp_data of the arguments' low halves (little-endian), high ones 4 further
 _HIGH = 4
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}
 _CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _SEGMENT_BYTES = 4096
+_SHM_HUGETLB, _MFD_HUGETLB, _MAP_HUGETLB = 0o4000, 0x4, 0x40000
+_SOCKET_TYPE = 0xF
 _QUERY_PERSONALITY = 0xFFFFFFFF
 _TCP, _UDP, _SOL_SOCKET, _SOL_IPV6 = 6, 17, 1, 41
 
@@ -42,20 +49,21 @@ _TCP, _UDP, _SOL_SOCKET, _SOL_IPV6 = 6, 17, 1, 41
 # hold up who opens a file), 1026 (notices),
 _FCNTL = ((0, 11), (15, 17), (1025, 1025), (1027, 1028), (1030, 1038))
 # Terminals (0x54..) without TIOCSTI, TIOCLINUX, TIOCCONS (another's input and output) and TIOCSETD (loads line disciplines);
-# what sockets are asked for; FICLONE, FICLONERANGE, FS_IOC_GETFLAGS.
+# what sockets are asked for, without bridges (which load a module); FICLONE, FICLONERANGE, FS_IOC_GETFLAGS.
 _IOCTL = (
     *((0x5401, 0x5411), (0x5413, 0x541B), (0x541E, 0x5422), (0x5424, 0x5429), (0x5432, 0x5435), (0x5441, 0x5441), (0x5450, 0x545D)),
     *((0x5460, 0x5460), (0x80045430, 0x80045430), (0x40045431, 0x40045431), (0x80045438, 0x80045440), (0x802C542A, 0x802C542A)),
-    *((0x402C542B, 0x402C542D), (0x8901, 0x8907), (0x8910, 0x8942), (0x8970, 0x8970)),
+    *((0x402C542B, 0x402C542D), (0x8901, 0x8907), (0x8910, 0x893F), (0x8942, 0x8942), (0x8970, 0x8970)),
     *((0x40049409, 0x40049409), (0x4020940D, 0x4020940D), (0x80086601, 0x80086601)),
 )
 # PR_{SET,GET}_ PDEATHSIG, DUMPABLE, KEEPCAPS, NAME, SECCOMP (asked only), CAPBSET, SECUREBITS (asked only), TIMERSLACK, CHILD_SUBREAPER,
 # NO_NEW_PRIVS, TID_ADDRESS, THP_DISABLE, CAP_AMBIENT, vector lengths, speculation, tagged addresses, MDWE.
 _PRCTL = ((1, 4), (7, 8), (15, 16), (21, 21), (23, 24), (27, 27), (29, 30), (36, 42), (47, 47), (50, 56), (65, 66))
-# By level; what is missing keeps memory that is charged to nobody (filters, memberships, keys, options) or loads modules.
+# By level; what is missing keeps memory that is charged to nobody (filters, memberships, keys, options; SO_RCVLOWAT raises the buffers of
+# connections that nobody has accepted) or loads modules.
 _SOCKET_OPTIONS: dict[int, Ranges] = {
     0: ((1, 2), (8, 8), (10, 13), (15, 15), (24, 24), (32, 34)),
-    _SOL_SOCKET: ((2, 2), (5, 6), (9, 10), (12, 13), (15, 16), (18, 21), (25, 25), (29, 29), (35, 35), (42, 42), (66, 67)),
+    _SOL_SOCKET: ((2, 2), (5, 6), (9, 10), (12, 13), (15, 16), (19, 21), (25, 25), (29, 29), (35, 35), (42, 42), (66, 67)),
     _TCP: ((1, 10), (12, 12), (18, 18), (25, 25)),
     _SOL_IPV6: ((16, 19), (23, 23), (25, 26), (49, 49), (51, 51), (66, 67)),
 }
@@ -93,8 +101,8 @@ def program() -> bytes:
 def _judgements() -> dict[str, Block]:
     """What is done with calls whose arguments count."""
     no_family, no_protocol = _answer(errno.EAFNOSUPPORT), _answer(errno.EPROTONOSUPPORT)
-    protocols = _permitted(_ARG2, ((0, 0), (_TCP, _TCP), (_UDP, _UDP)), no_protocol)
-    families = {socket.AF_UNIX: _allow(), socket.AF_INET: protocols, socket.AF_INET6: protocols}
+    kinds = _kinds({socket.SOCK_STREAM: _TCP, socket.SOCK_DGRAM: _UDP}, no_protocol)
+    families = {socket.AF_UNIX: _allow(), socket.AF_INET: kinds, socket.AF_INET6: kinds}
     no_option = _answer(errno.ENOPROTOOPT)
     levels = {level: _permitted(_ARG2, options, no_option) for level, options in _SOCKET_OPTIONS.items()}
     levels[_SOL_SOCKET] = _choice(_ARG2, {**_each(_BUFFER_SIZES, _answer(0)), **_each(_SOCKET_OPTIONS[_SOL_SOCKET], _allow())}, no_option)
@@ -102,7 +110,7 @@ def _judgements() -> dict[str, Block]:
         _op(_LD_W_ABS, _ARG1 + _HIGH),
         _op(_JEQ, 0, 1, 0),
         *_answer(errno.EINVAL),
-        *_permitted(_ARG1, ((0, _SEGMENT_BYTES),), _answer(errno.EINVAL)),
+        *_choice(_ARG1, {0: (_SEGMENT_BYTES, _without(_ARG2, _SHM_HUGETLB, errno.EPERM))}, _answer(errno.EINVAL)),
     )
     return {
         "clone": (
@@ -117,6 +125,8 @@ def _judgements() -> dict[str, Block]:
         "ioctl": _permitted(_ARG1, _IOCTL, _answer(errno.ENOTTY)),
         "prctl": _permitted(_ARG0, _PRCTL, _answer(errno.EINVAL)),
         "shmget": small,
+        "mmap": _without(_ARG3, _MAP_HUGETLB, errno.ENOMEM),
+        "memfd_create": _without(_ARG1, _MFD_HUGETLB, errno.EINVAL),
         "personality": _permitted(_ARG0, ((_QUERY_PERSONALITY, _QUERY_PERSONALITY),), _answer(errno.EPERM)),
     }
 
@@ -127,6 +137,19 @@ def _judgements() -> dict[str, Block]:
 def _permitted(offset: int, ranges: Ranges, otherwise: Block) -> Block:
     """Allows a call whose argument at `offset` lies in one of `ranges`, both ends included."""
     return _choice(offset, _each(ranges, _allow()), otherwise)
+
+
+def _without(offset: int, flag: int, code: int) -> Block:
+    """Allows a call unless `flag` is set in the argument at `offset`."""
+    return (_op(_LD_W_ABS, offset), _op(_JSET, flag, 1, 0), *_allow(), *_answer(code))
+
+
+def _kinds(protocols: dict[socket.SocketKind, int], no_protocol: Block) -> Block:
+    """Sockets of these types, each with its protocol or none named: for another pair the kernel runs modprobe, as the host's root."""
+    unknown, raw = _answer(errno.ESOCKTNOSUPPORT), _answer(errno.EPERM)
+    blocks = {int(kind): _permitted(_ARG2, ((0, 0), (number, number)), no_protocol) for kind, number in protocols.items()}
+    steps: list[tuple[int, Block]] = [(0, unknown), *blocks.items(), (int(socket.SOCK_RAW), raw), (int(socket.SOCK_RAW) + 1, unknown)]
+    return (_op(_LD_W_ABS, _ARG1), _op(_AND, _SOCKET_TYPE), *_search(steps))
 
 
 def _each(ranges: Ranges, block: Block) -> dict[int, tuple[int, Block]]:

@@ -46,8 +46,8 @@ dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59 poll:7:- ppoll:271:73 sel
 epoll_create1:291:20 epoll_ctl:233:21 epoll_wait:232:- epoll_pwait:281:22 epoll_pwait2:441:441 eventfd:284:- eventfd2:290:19
 signalfd:282:- signalfd4:289:74 timerfd_create:283:85 timerfd_settime:286:86 timerfd_gettime:287:87
 # memory
-mmap:9:222 mprotect:10:226 munmap:11:215 brk:12:214 mremap:25:216 msync:26:227 mincore:27:232 madvise:28:233 mlock:149:228
-mlock2:325:284 munlock:150:229 mlockall:151:230 munlockall:152:231 memfd_create:319:279 membarrier:324:283 pkey_alloc:330:289
+mprotect:10:226 munmap:11:215 brk:12:214 mremap:25:216 msync:26:227 mincore:27:232 madvise:28:233 mlock:149:228
+mlock2:325:284 munlock:150:229 mlockall:151:230 munlockall:152:231 membarrier:324:283 pkey_alloc:330:289
 pkey_free:331:290 pkey_mprotect:329:288 shmat:30:196 shmdt:67:197 shmctl:31:195
 # processes and threads
 fork:57:- vfork:58:- execve:59:221 execveat:322:281 exit:60:93 exit_group:231:94 wait4:61:260 waitid:247:95 set_tid_address:218:96
@@ -76,7 +76,8 @@ sendto:44:206 recvfrom:45:207 sendmsg:46:211 recvmsg:47:212 sendmmsg:307:269 rec
 """What programs call, whatever the arguments."""
 
 JUDGED = _table("""
-clone:56:220 socket:41:198 socketpair:53:199 setsockopt:54:208 fcntl:72:25 ioctl:16:29 prctl:157:167 shmget:29:194
+clone:56:220 socket:41:198 socketpair:53:199 setsockopt:54:208 fcntl:72:25 ioctl:16:29 prctl:157:167 shmget:29:194 mmap:9:222
+memfd_create:319:279
 personality:135:92
 """)
 """What depends on arguments (see `agentrl.sandbox.seccomp`)."""

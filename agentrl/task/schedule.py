@@ -59,6 +59,30 @@ def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
     return list({(task.sandbox.image, task.sandbox.runtime): task.sandbox for task in tasks}.values())
 
 
+def make_task(family: TaskFamily, split: Split, index: int) -> Task:
+    """One task of a family.
+
+    Raises:
+        TaskError: what the family gives is no task, or it raised SystemExit.
+        Exception: whatever else the family raises.
+    """
+    fix = "mend the family's task()"
+    try:
+        task: object = family.task(split, index)
+    except UserError:
+        raise
+    except (ValueError, SystemExit) as error:  # of a ValueError: what the family says of it is no task; see agentrl.records
+        told = error if isinstance(error, ValueError) else f"SystemExit: {error}"
+        raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {told}", fix=fix) from error
+    if not isinstance(task, Task):
+        raise TaskError(f"{_named(family)}: {split} task {index} is no Task, but of type {type(task).__name__}", fix=fix)
+    return task
+
+
+def _named(family: TaskFamily) -> str:
+    return str(getattr(family, "name", type(family).__name__))
+
+
 @dataclass(frozen=True)
 class GroupSchedule:
     """Group index -> training task. Finite splits are walked in a new seeded order each epoch; endless ones in order.
@@ -75,17 +99,12 @@ class GroupSchedule:
         if size is None:
             return self._made(group_index)
         if size == 0:
-            raise RecipeError(f"task family {self.family.name!r} has no training tasks")
+            raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
         epoch, position = divmod(group_index, size)
         return self._made(self._order(epoch, size)[position])
 
     def _made(self, index: int) -> Task:
-        try:
-            return self.family.task(Split.TRAIN, index)
-        except UserError:
-            raise
-        except ValueError as error:  # what the family says of it is no task; see agentrl.records
-            raise TaskError(f"{self.family.name}: training task {index} cannot be made: {error}", fix="mend the family's task()") from error
+        return make_task(self.family, Split.TRAIN, index)
 
     def _order(self, epoch: int, size: int) -> list[int]:
         if epoch not in self._orders:

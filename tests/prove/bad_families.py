@@ -177,3 +177,12 @@ class Breaker(_Own):
 
 
 breaker = Breaker("breaker")
+
+
+class Leaves(Good):
+    """Ends its process for one task."""
+
+    def task(self, split: Split, index: int) -> Task:
+        if index == 1:
+            raise SystemExit(0)
+        return super().task(split, index)

@@ -18,7 +18,7 @@ from agentrl.prove.findings import Proof
 from agentrl.prove.image_files import image_files
 from agentrl.prove.leaks import leaks, truths
 from agentrl.prove.purity import prove_purity
-from agentrl.prove.source import FamilySource, fields, sizes
+from agentrl.prove.source import FamilySource, sizes
 from agentrl.prove.splits import prove_splits
 from agentrl.prove.tool_calls import prove_tools
 from agentrl.prove.verifiers import Golden, prove_verifiers
@@ -81,8 +81,8 @@ def test_what_cannot_be_made_or_written_down_is_told_with_its_place() -> None:
     assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
     told = [(one.severity, one.what) for one in found.findings[1:]]
     assert told == [("note", "another seed gives the same training tasks: the family makes no use of its seed")]
-    with pytest.raises(ValueError, match=r"data\.answer cannot be written as JSON: TypeError"):
-        fields(replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}}))
+    with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
+        replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
 
 def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
@@ -311,3 +311,7 @@ async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_o
         await sandboxes.close()
     broke = "tool tests.prove.bad_families:breaker makes its sandbox fail, so that the episode is left out: the exec server is gone"
     assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
+
+
+def test_a_family_that_exits_ends_no_proof() -> None:
+    assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))

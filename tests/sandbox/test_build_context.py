@@ -3,6 +3,7 @@
 import os
 import socket
 import tarfile
+import time
 
 import pytest
 
@@ -113,6 +114,15 @@ def test_steps_are_counted_as_the_daemon_counts_them():
     text = "# syntax=x\n\nARG A=1\nFROM a\n# note\nRUN one && \\\n  # inside\n\n  two\n  COPY a b\n"
     assert instructions(text) == [(3, "ARG A=1"), (4, "FROM a"), (6, "RUN one && two"), (10, "COPY a b")]
     assert instructions("# escape=`\nFROM a\nRUN one `\n  two \\\nCMD x") == [(2, "FROM a"), (3, "RUN one two \\"), (5, "CMD x")]
+    assert instructions("# syntax=docker/dockerfile:1\n# escape = `\nFROM a `\n  b") == [(3, "FROM a b")]
+    assert instructions("FROM a\n# escape=`\nRUN b `\nRUN c") == [(1, "FROM a"), (3, "RUN b `"), (4, "RUN c")], "too late for a directive"
+
+
+@pytest.mark.parametrize("line", ["# a=b\n", "# a comment A=0\n", "\n", "RUN a \\\n", "#\t=\n"])
+def test_the_steps_of_a_long_dockerfile_are_read_in_linear_time(line: str) -> None:
+    began = time.process_time()
+    instructions(line * 20_000)
+    assert time.process_time() - began < 2.0, "took minutes"
 
 
 def test_a_pattern_of_dockerignore_that_is_none_is_told(tmp_path):

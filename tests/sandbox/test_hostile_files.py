@@ -224,3 +224,61 @@ async def test_a_program_that_is_not_started_has_no_exit_code(backend, where, tm
     for kind in kinds:
         with pytest.raises(SandboxError, match="was not started"):
             await CALLS[kind](sandbox)
+
+
+WOKEN = (
+    "import ctypes, signal, struct, threading, time\n"
+    "libc = ctypes.CDLL(None)\n"
+    "libc.timer_settime.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p]\n"
+    "signal.signal(signal.SIGCONT, lambda *_: None)\n"
+    "event = ctypes.create_string_buffer(struct.pack('=Qii', 0, signal.SIGCONT, 0), 64)\n"
+    "for number in range(1, 200):\n"
+    "    timer, at = ctypes.c_void_p(), 50_000_000 * number\n"
+    "    assert libc.timer_create(1, event, ctypes.byref(timer)) == 0\n"
+    "    assert libc.timer_settime(timer, 0, struct.pack('=qqqq', 0, 0, at // 10**9, at % 10**9), None) == 0\n"
+)
+
+
+async def test_a_program_whose_timers_wake_it_does_not_go_on_through_a_pause(backend):
+    sandbox = await backend.open(SPEC)
+    count = (
+        "import os\nfd = os.open('at', os.O_CREAT | os.O_WRONLY)\nbegan = time.monotonic()\n"
+        "while time.monotonic() < began + 8: os.pwrite(fd, b'%8.3f' % (time.monotonic() - began), 0)\n"
+    )
+    running = asyncio.create_task(sandbox.exec(["python3", "-c", WOKEN + count], timeout_s=20))
+    await asyncio.sleep(1)
+    await sandbox.pause()
+    await asyncio.sleep(3)
+    await sandbox.resume()
+    result = await running
+    assert result.reason == "killed" and float(await sandbox.read("at", max_bytes=100)) < 3.0
+    assert (await sandbox.exec(["true"], timeout_s=10)).ok
+    await sandbox.close()
+
+
+async def test_a_snapshot_is_made_while_a_program_that_is_woken_changes_modes(backend):
+    sandbox = await backend.open(SPEC)
+    race = (
+        "import os\nif os.fork(): os._exit(0)\nos.setsid(); os.close(1); os.close(2)\n"
+        "for number in range(400): open('%03d' % number, 'w').close()\n"
+        + WOKEN
+        + "open('ready', 'w').close()\nend = time.monotonic() + 10\n"
+        "while time.monotonic() < end:\n    for number in range(400): os.chmod('%03d' % number, 0)\n"
+    )
+    assert (await sandbox.exec(["python3", "-c", race], timeout_s=10)).ok
+    while "ready" not in (await sandbox.exec(["ls"], timeout_s=10)).stdout:
+        await asyncio.sleep(0.1)
+    for _ in range(40):
+        assert await in_time(sandbox.snapshot())
+    await sandbox.close()
+
+
+async def test_a_sparse_file_larger_than_the_disk_opens_from_its_snapshot(backend):
+    sandbox = await backend.open(SPEC)
+    sparse = "import os\nf = open('f', 'wb'); f.truncate(30 << 20)\nfor at in (5, 9 << 20, (30 << 20) - 1): f.seek(at); f.write(b'x')\n"
+    assert (await sandbox.exec(["python3", "-c", sparse], timeout_s=10)).ok
+    archive = await in_time(sandbox.snapshot())
+    await sandbox.close()
+    copy = await in_time(backend.open(SPEC, snapshot=archive))
+    assert await copy.snapshot() == archive
+    await copy.close()

@@ -136,6 +136,27 @@ def test_only_local_and_ip_sockets_of_the_usual_protocols():
     assert judged("socket", socket.AF_INET | 1 << 32, socket.SOCK_STREAM, 262 | 1 << 40) == refused(errno.EPROTONOSUPPORT)
 
 
+def test_no_socket_for_which_the_kernel_would_look_for_a_module():
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for kind in (0, 4, 5, 6, 10, 15):
+            assert judged("socket", family, kind, 0) == judged("socket", family, kind | 0x80000, 0) == refused(errno.ESOCKTNOSUPPORT)
+        assert judged("socket", family, socket.SOCK_STREAM, socket.IPPROTO_UDP) == refused(errno.EPROTONOSUPPORT)
+        assert judged("socket", family, socket.SOCK_DGRAM, socket.IPPROTO_TCP) == refused(errno.EPROTONOSUPPORT)
+        assert judged("socket", family, socket.SOCK_RAW, socket.IPPROTO_UDP) == refused(errno.EPERM)
+        assert judged("socket", family, socket.SOCK_STREAM | 0x80800, 0) == judged("socket", family, socket.SOCK_DGRAM | 0x800, 17) == ALLOW
+    for kind in (1, 2, 5, 0x80001):
+        assert judged("socket", socket.AF_UNIX, kind, 0) == ALLOW
+    assert judged("ioctl", 3, 0x8940) == judged("ioctl", 3, 0x8941) == refused(errno.ENOTTY)  # bridges
+
+
+def test_huge_pages_of_the_machine_stay_there():
+    assert judged("mmap", 0, 1 << 21, 3, 0x40022) == judged("mmap", 0, 1 << 21, 3, 21 << 26 | 0x40022) == refused(errno.ENOMEM)
+    assert judged("mmap", 0, 1 << 21, 3, 0x22) == judged("mmap", 0, 1 << 21, 3, 0x2) == ALLOW
+    assert judged("memfd_create", 0, 4) == judged("memfd_create", 0, 5) == refused(errno.EINVAL)
+    assert judged("memfd_create", 0, 3) == ALLOW
+    assert judged("shmget", 0, 4096, 0o4600) == refused(errno.EPERM)
+
+
 def test_socket_options_that_programs_set_pass_and_no_others():
     names = ("SO_REUSEADDR", "SO_BROADCAST", "SO_KEEPALIVE", "SO_LINGER", "SO_REUSEPORT", "SO_RCVTIMEO", "SO_SNDTIMEO", "SO_PASSCRED")
     for option in (getattr(socket, name) for name in names):
@@ -146,6 +167,7 @@ def test_socket_options_that_programs_set_pass_and_no_others():
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         assert judged("setsockopt", 3, socket.SOL_SOCKET, option) == DONE_NOTHING
     filters, forced, zerocopy, ulp, md5, membership = (26, 50, 51, 52), (32, 33), 60, (6, 31), (6, 14), (0, 35)
+    assert judged("setsockopt", 3, socket.SOL_SOCKET, socket.SO_RCVLOWAT) == refused(errno.ENOPROTOOPT)  # raises SO_RCVBUF
     for level, option in [*((1, option) for option in (*filters, *forced, zerocopy)), ulp, md5, membership, (263, 1), (17, 103), (284, 1)]:
         assert judged("setsockopt", 3, level, option) == refused(errno.ENOPROTOOPT)
 

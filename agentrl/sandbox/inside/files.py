@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 64
 """Names in a path."""
+HOLE_BYTES = 4096
+HOLE = bytes(HOLE_BYTES)
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -113,13 +115,14 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder)
         try:
-            while size:
-                data = memoryview(body.read(min(size, READ_BYTES)))
+            end = 0
+            while end < size:
+                data = body.read(min(size - end, READ_BYTES))
                 if not data:
                     raise Refused("refused", f"{name!r} ends early")
-                size -= len(data)
-                while data:
-                    data = data[os.write(fd, data) :]
+                write_sparse(fd, data, end)
+                end += len(data)
+            os.ftruncate(fd, size)
             os.fchmod(fd, mode)  # creating it asks the umask
             if mtime is not None:
                 os.utime(fd, (mtime, mtime))
@@ -129,3 +132,16 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise Refused("too_large", f"no room for {name!r}") from None
         raise
+
+
+def write_sparse(fd: int, data: bytes, offset: int) -> None:
+    """Writes `data` without the pages that are zeros: what was a hole stays one, so that a copy fits where its original did."""
+    at = 0
+    while at < len(data):
+        end = at
+        while (piece := data[end : end + HOLE_BYTES]) and piece != HOLE[: len(piece)]:
+            end += len(piece)
+        left = memoryview(data)[at:end]
+        while left:
+            left = left[os.pwrite(fd, left, offset + end - len(left)) :]
+        at = end + HOLE_BYTES  # what follows is zeros, or the end

@@ -18,6 +18,7 @@ from agentrl.sandbox.inside.requests import judge
 from agentrl.sandbox.inside.session import MAX_SESSIONS, Session
 from agentrl.sandbox.inside.snapshot import send_snapshot, take_snapshot
 from agentrl.sandbox.inside.spawn import Pipes, Waiting, work
+from agentrl.sandbox.inside.stillness import Stillness
 from agentrl.sandbox.inside.wire import Body, Refused, frame
 
 TYPE_CHECKING = False
@@ -38,6 +39,7 @@ class Server:
     def __init__(self, link: Link, users: Users) -> None:
         self.link, self.users = link, users
         self.paused_at: float | None = None
+        self.stillness: Stillness | None = None  # while paused
         self.waiting: Waiting | None = None
         self.through: Waiting | None = None  # has launched a program, which has ended
         self.likely = "python"
@@ -56,7 +58,9 @@ class Server:
         left = False
         while True:
             ready = self.poll.poll(1000 * LOOK_BETWEEN_S if left else None)
-            if not ready and self.paused_at is None and self.watch.overdrawn():
+            if not ready and self.stillness is not None:
+                self.stillness.look()
+            elif not ready and self.watch.overdrawn():
                 kill_everything(signal.SIGKILL)
                 self.await_gone()
             for fd, _ in ready:
@@ -222,9 +226,11 @@ class Server:
         if running and not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
-        if running and self.paused_at is None and now >= program.look_at:
+        if running and now >= program.look_at:
             program.look_at = now + LOOK_S
-            if self.watch.overdrawn():
+            if self.stillness is not None:
+                self.stillness.look()
+            elif self.watch.overdrawn():
                 program.overdrawn = True
                 kill_everything(signal.SIGKILL)
         ready = self.poll.poll(self.wait_ms(program, now))
@@ -253,9 +259,8 @@ class Server:
             return 0
         if program.timed_out:
             return 100
-        if self.paused_at is not None:
-            return None
-        return 1.0 + 1000.0 * min(LONGEST_WAIT_S, max(0.0, min(program.deadline, program.look_at) - now))
+        until = program.look_at if self.paused_at is not None else min(program.deadline, program.look_at)
+        return 1.0 + 1000.0 * min(LONGEST_WAIT_S, max(0.0, until - now))
 
     def interrupt(self, request: Request, program: Program) -> None:
         """A request that came while a program runs: pausing and resuming, which also stop its clock."""
@@ -306,13 +311,13 @@ class Server:
     def pause(self, request: Request, body: Body) -> Answer:
         if self.paused_at is None:
             self.paused_at = time.monotonic()
-            kill_everything(signal.SIGSTOP)
+            self.stillness = Stillness()
         return {}, b""
 
     def resume(self, request: Request, body: Body) -> Answer:
         if self.paused_at is not None:
             kill_everything(signal.SIGCONT)
-            self.paused_at = None
+            self.paused_at = self.stillness = None
         return {}, b""
 
     # Files ---------------------------------------------------------------------------------------------------------

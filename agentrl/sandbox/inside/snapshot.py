@@ -34,8 +34,8 @@ MAX_ENTRIES = 20000
 SNAPSHOT_S = 20.0
 """How long packing may take; the host waits longer, so that it hears of it."""
 READABLE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
-"""What opening says of an entry that has gone, or become something else, since the folder was read."""
+GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EACCES)
+"""What opening says of an entry that has gone, become something else, or been closed once more, since the folder was read."""
 PERMISSIONS = 0o777
 FRESH_FOLDER = 0o755
 

@@ -6,6 +6,7 @@ seconds: 20
 ends: exit, memory, killed
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -45,6 +46,9 @@ def waiting() -> None:
     while True:
         listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
+        with contextlib.suppress(OSError):  # which raises the size as well
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 22)
+            print("ESCAPED: SO_RCVLOWAT raises the buffers of connections that nobody accepts", flush=True)
         kept.append(listener)
         for _ in range(500):
             with socket.create_connection(listener.getsockname(), timeout=1) as client:
