@@ -11,6 +11,7 @@ PYTHON ?=
 PYTEST_ARGS ?=
 MINUTES ?= 1
 JOBS ?= 2
+SEED ?= 0
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 
@@ -45,7 +46,7 @@ test-unit: setup-unit ## the unmarked tests: under a minute, no vLLM, Docker or 
 	@$(BIN)/python -m pytest -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e)" $(PYTEST_ARGS)
 
 fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
-	@$(BIN)/agentrl fuzz --minutes $(MINUTES) --jobs $(JOBS)
+	@$(BIN)/agentrl fuzz --minutes $(MINUTES) --jobs $(JOBS) --seed $(SEED)
 
 lint: setup-unit ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -54,6 +54,7 @@ class Job:
     findings: str
     scratch: str
     hang_s: int
+    seed: int  # of every draw; 0: another one each time
 
 
 class Slow(Exception):
@@ -84,7 +85,7 @@ def _options(job: Job, target: Target) -> list[str]:
     """What libFuzzer is told (https://llvm.org/docs/LibFuzzer.html#options)."""
     options = [f"-runs={job.inputs or -1}", f"-max_total_time={job.seconds}", f"-timeout={job.hang_s}"]
     options += [f"-artifact_prefix={job.findings}/{target.name}-", f"-max_len={mutators.LARGEST}", f"-rss_limit_mb={MEMORY_MB}"]
-    options += ["-print_final_stats=1", "-reload=0", "-keep_seed=1"]
+    options += [f"-seed={job.seed}", "-print_final_stats=1", "-reload=0", "-keep_seed=1"]
     if target.words:
         words = Path(job.scratch).parent / "words"
         words.write_text("".join(f'"{_quoted(word)}"\n' for word in target.words))

@@ -26,6 +26,7 @@ def fuzz(
     minutes: Annotated[float | None, typer.Option(min=0.02, help="Time for each target. Default: 1, without --inputs.")] = None,
     inputs: Annotated[int | None, typer.Option(min=1, help="Inputs for each target, instead of a time.")] = None,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Targets at a time.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Repeats a run of the same code. 0: other inputs each time.")] = 0,
     corpus: Annotated[Path, typer.Option(help="Folder that keeps what reached new code, and findings.")] = Path(".fuzz"),
     again: Annotated[Path | None, typer.Option("--replay", help="Feed this one file to the target, and say what happens.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the targets.")] = False,
@@ -43,7 +44,7 @@ def fuzz(
         names = list(dict.fromkeys(targets or NAMES))
         seconds = 0 if inputs is not None else round(60 * (minutes or 1.0))
         with _progress(inputs or 0, seconds, quiet=as_json) as report:
-            found = run(names, inputs=inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report)
+            found = run(names, inputs=inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report, seed=seed)
         if as_json:
             print(json.dumps([_data(status) for status in found]))
         else:

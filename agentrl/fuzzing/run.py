@@ -63,17 +63,18 @@ def check_engine() -> None:
 
 
 def run(
-    targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder: Path, report: Report, hang_s: int = HANG_S
+    targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder: Path, report: Report, hang_s: int = HANG_S, seed: int = 0
 ) -> list[Status]:
     """Feeds every target `inputs` inputs or `seconds` seconds (0: no limit), `jobs` at a time; one that finds something ends early.
 
     `folder` keeps what reached new code (`corpus/TARGET`) and findings (`findings`) for the next time. `report` is called from other
-    threads. Raises `UserError` for a target that is not there, before any is run.
+    threads. With a `seed`, and an empty `folder`, the same code is fed the same inputs in the same order, as far as the time goes; 0 draws
+    others each time. Raises `UserError` for a target that is not there, before any is run.
     """
     check_engine()
     for name in targets:
         find(name)
-    running = _Running(inputs=inputs, seconds=seconds, hang_s=hang_s)
+    running = _Running(inputs=inputs, seconds=seconds, hang_s=hang_s, seed=seed)
     with ThreadPoolExecutor(jobs) as pool:
         try:
             waiting = [pool.submit(running.feed, name, folder, report) for name in targets]
@@ -94,8 +95,8 @@ def replay(name: str, data: bytes) -> BaseException | None:
 class _Running:
     """The processes that run, so that they can be stopped."""
 
-    def __init__(self, *, inputs: int, seconds: int, hang_s: int) -> None:
-        self._inputs, self._seconds, self._hang_s = inputs, seconds, hang_s
+    def __init__(self, *, inputs: int, seconds: int, hang_s: int, seed: int) -> None:
+        self._inputs, self._seconds, self._hang_s, self._seed = inputs, seconds, hang_s, seed
         self._processes: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
         self._stopped = False
@@ -124,6 +125,7 @@ class _Running:
                 findings=str(findings),
                 scratch=str(scratch),
                 hang_s=self._hang_s,
+                seed=self._seed,
             )
             with self._started(job) as process:
                 _follow(process, status, report, deadline_s=self._seconds + GRACE_S if self._seconds else None)
@@ -139,7 +141,7 @@ class _Running:
                 raise RuntimeError("stopped")
             process = subprocess.Popen(
                 command(job), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
-                start_new_session=True,
+                start_new_session=True, env={**os.environ, "PYTHONHASHSEED": str(job.seed) if job.seed else "random"},
             )  # fmt: skip
             self._processes.add(process)
         try:

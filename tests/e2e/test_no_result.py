@@ -34,7 +34,7 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path) -> None:
     family = f"tasks.family={tmp_path / 'family.py'}:InWords"
     none = ["evaluation.heldout=0", "evaluation.heldout_real=0"]
     code, output = agentrl(
-        "train", "recipes/quickstart.py", "steps=2", family, *SMALL, *none, "--run-dir", str(run), "--sandbox", "bubblewrap"
+        "train", "recipes/quickstart.py", "steps=2", family, "rollout.max_fault_rate=1", *SMALL, *none, "--run-dir", str(run), "--sandbox", "bubblewrap"
     )
     assert code == 1, output[-4000:]
     assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier gave str, not a Score" in output
