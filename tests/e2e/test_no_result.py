@@ -33,8 +33,10 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path) -> None:
     run = tmp_path / "run"
     family = f"tasks.family={tmp_path / 'family.py'}:InWords"
     none = ["evaluation.heldout=0", "evaluation.heldout_real=0"]
+    to_its_end = "rollout.max_fault_rate=1"  # else it is paused for the unscored attempts
     code, output = agentrl(
-        "train", "recipes/quickstart.py", "steps=2", family, "rollout.max_fault_rate=1", *SMALL, *none, "--run-dir", str(run), "--sandbox", "bubblewrap"
+        *("train", "recipes/quickstart.py", "steps=2", family, to_its_end, *SMALL, *none),
+        *("--run-dir", str(run), "--sandbox", "bubblewrap"),
     )
     assert code == 1, output[-4000:]
     assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier gave str, not a Score" in output
