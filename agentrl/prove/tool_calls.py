@@ -105,8 +105,6 @@ def _wrong_schema(tool: Tool) -> list[str]:
     function = tool.schema.get("function") if isinstance(tool.schema, Mapping) else None
     if not isinstance(function, Mapping) or tool.schema.get("type") != "function":
         return [*wrong, 'its schema is not {"type": "function", "function": {...}}']
-    if function.get("name") != tool.name:
-        wrong.append(f"its schema calls it {function.get('name')!r}, and agents call it {tool.name!r}")
     if not isinstance(function.get("description"), str) or not function["description"].strip():
         wrong.append("its schema has no description, so the agent is not told what it does")
     return [*wrong, *_wrong_parameters(function.get("parameters", {}))]

@@ -87,7 +87,7 @@ class TaskScorer:
         except usercode.Overdue as error:
             usercode.report(what, error, trace=False)
             return Score(value=None, reason=f"verifier gave no score within {limit:g} s")
-        except _Wrong as error:
+        except NotAScore as error:
             usercode.report(what, error, trace=False)
             return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}")
         except BaseException as error:  # user code may raise anything; it becomes "unscored", never a value
@@ -108,25 +108,25 @@ class TaskScorer:
         return await verifier(task, episode, self.sandboxes)
 
 
-class _Wrong(Exception):
+class NotAScore(Exception):
     """A verifier gave something that is no score."""
 
 
 def _checked(given: object, turns: Sequence[int]) -> Score:
-    """The score, within bounds. Raises `_Wrong`.
+    """The score, within bounds. Raises `NotAScore`.
 
     Args:
         turns: how many turns each trajectory has, for which there may be rewards.
     """
     if not isinstance(given, Score):
-        raise _Wrong(f"{type(given).__name__}, not a Score")
+        raise NotAScore(f"{type(given).__name__}, not a Score")
     numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
     if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
-        raise _Wrong(f"{odd} for a number")
+        raise NotAScore(f"{odd} for a number")
     if len(given.parts) > MAX_PARTS:
-        raise _Wrong(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
+        raise NotAScore(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
     if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
-        raise _Wrong(f"turn rewards that do not fit the episode's turns {list(turns)}")
+        raise NotAScore(f"turn rewards that do not fit the episode's turns {list(turns)}")
     return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
 
 

@@ -68,16 +68,16 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox |
     return Called(outcome=called.outcome, failure=failure, sandbox_lost=True)
 
 
-class _Wrong(Exception):
+class NotAnOutcome(Exception):
     """A tool gave something that is no outcome."""
 
 
 def _checked(given: object, limits: Limits) -> ToolOutcome:
-    """The outcome within bounds. Raises `_Wrong`, with what the agent may be told."""
+    """The outcome within bounds. Raises `NotAnOutcome`, with what the agent may be told."""
     if not isinstance(given, ToolOutcome):
-        raise _Wrong(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
+        raise NotAnOutcome(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
     if given.answer is not None and len(given.answer) > MAX_ANSWER:
-        raise _Wrong(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
+        raise NotAnOutcome(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
     if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
         return given
     return replace(given, output=clip(given.output, limits.tool_output_chars))
@@ -87,13 +87,13 @@ def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:
     """What the agent is told of a call that went wrong."""
     if isinstance(error, usercode.Overdue):
         return ToolOutcome(output=f"error: {name} gave no result within {timeout_s:g} s", ok=False)
-    text = usercode.text_of(error, 300) if isinstance(error, _Wrong) else usercode.describe(error)
+    text = usercode.text_of(error, 300) if isinstance(error, NotAnOutcome) else usercode.describe(error)
     return ToolOutcome(output=f"error: {name} failed: {text}", ok=False)
 
 
 def _failure(what: str, error: BaseException, turn: int) -> Failure:
     """The record of a call that went wrong: the policy's, for the arguments were."""
-    kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", _Wrong: "wrong_outcome"}
+    kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
     usercode.report(what, error, trace=type(error) not in kinds)
     message = usercode.printable(f"{what}: {usercode.describe(error)}", 500)
     return Failure(stage="tool", blame=Blame.POLICY, kind=kinds.get(type(error), type(error).__name__[:64]), message=message, turn=turn)

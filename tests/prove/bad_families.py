@@ -121,7 +121,6 @@ class Brittle(Good):
 
 
 async def brittle(task: Task, episode: Episode) -> Score:
-    (episode.answer or "").encode()
     if episode.answer == "[" * 100_000:
         return "too deep"  # type: ignore[return-value]
     return Score(value=float("x" * 1000 in (episode.answer or "") or (episode.answer or "").strip() == task.data["answer"]))
@@ -157,8 +156,10 @@ class Holder(_Own):
         return ToolOutcome(output="", ok=True)
 
 
-calculator, talker, holder, misnamed = Calculator("calculator"), Talker("talker"), Holder("holder"), Calculator("misnamed")
-misnamed.schema = function_schema("other", "", "text", "what")
+calculator, talker, holder = Calculator("calculator"), Talker("talker"), Holder("holder")
+misnamed, untold = Calculator("misnamed"), Calculator("untold")
+misnamed.schema = function_schema("other", "Adds.", "text", "what")
+untold.schema = function_schema("untold", "", "text", "what")
 
 
 class Breaker(_Own):

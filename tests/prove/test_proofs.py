@@ -217,12 +217,10 @@ async def test_verifiers_that_break_on_odd_answers_or_change_their_mind_are_told
     assert good.findings == () and good.looked_at == "1 verifier: 30 odd answers, 6 gold episodes twice"
     told = failures(await scored("Brittle"))
     assert [what.partition(";")[0] for what in told] == [
-        "no score: tests.prove.bad_families:brittle: verifier raised UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud83d' in"
-        " position 0: surrogates not allowed",
         "a score of 1 for work that is wrong",
         "no score: tests.prove.bad_families:brittle: verifier gave str, not a Score",
     ]
-    assert "half an emoji for sums-train-0" in told[0] and "two megabytes for sums-train-0" in told[1]
+    assert "two megabytes for sums-train-0" in told[0]
     (told_twice,) = failures(await scored("Fickle"))
     assert "of 6 score differently the second time: sums-train-" in told_twice
 
@@ -231,7 +229,8 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     family = source("Tooled").open()
     tasks = [
         replace(
-            family.task(Split.TRAIN, 0), tools=tuple(f"tests.prove.bad_families:{name}" for name in ("calculator", "talker", "misnamed"))
+            family.task(Split.TRAIN, 0),
+            tools=tuple(f"tests.prove.bad_families:{name}" for name in ("calculator", "talker", "misnamed", "untold")),
         )
     ]
     proof = await prove_tools(tasks, ScriptedSandboxes(printing("")))
@@ -243,9 +242,11 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
         ("warning", "calculator raises TypeError"),
         ("warning", "calculator raises KeyError"),
         ("failure", "talker gives str, not a ToolOutcome"),
-        ("failure", "misnamed: its schema calls it 'other', and agents call it 'misnamed'"),
-        ("failure", "misnamed: its schema has no description, so the agent is not told what it does"),
+        ("failure", "untold: its schema has no description, so the agent is not told what it does"),
     }
+    assert any(
+        what.startswith("misnamed does not load: ") and "is called 'misnamed', and 'other' in its schema" in what for _, what in told
+    )
     (lost,) = (
         await prove_tools([replace(tasks[0], tools=("tests.prove.bad_families:nothing",))], ScriptedSandboxes(printing("")))
     ).findings
