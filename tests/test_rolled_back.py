@@ -17,6 +17,7 @@ import pytest
 from agentrl import codec, loop, measure, served
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
 from agentrl.experience import SqliteStore
+from agentrl.failure import FaultRate
 from agentrl.learner.failures import FailureLog
 from agentrl.learner.guard import Setback
 from agentrl.observe import RunTracker, write_report
@@ -86,7 +87,7 @@ async def opened(run_dir: Path) -> Any:
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
-        **{"stop_at": 4, "last_step_at": 0.0},
+        **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16)},
     )
 
 
