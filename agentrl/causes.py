@@ -1,4 +1,4 @@
-"""What went wrong, in a line or two: of an exception, of a chain or group of them, and of another program's log."""
+"""What went wrong, in a line or two: from an exception, a chain or group of them, or another program's log."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from agentrl.errors import AgentRLError, DiskFull, UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
-_TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # short of a reason
+_TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # without the reason
 _LONGEST = 600  # characters of one cause
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group, in its order; of anything else, itself."""
+    """The errors in a group, in its order; any other error by itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)
@@ -31,7 +31,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, what is in it if it is a group, and whatever each was raised from or while handling."""
+    """An error, the members of a group, and every error that each was raised from or while handling."""
     pending, seen = [error], set()
     while pending:
         one = pending.pop(0)
@@ -43,7 +43,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def disk_full(error: BaseException) -> BaseException | None:
-    """The error in the chain of `error` that says that the disk (or a quota) is full, if one does."""
+    """The error in the chain of `error` that reports a full disk (or quota), if any."""
     return next((one for one in chain(error) if _says_full(one)), None)
 
 
@@ -57,38 +57,38 @@ def _says_full(error: BaseException) -> bool:
 
 
 def first(error: BaseException) -> BaseException:
-    """The error worth showing: a full disk, else the first of our own, most telling kind first, else the first."""
-    found = list(leaves(error))
-    if any(disk_full(one) for one in found):
-        return next(one for one in found if disk_full(one))
+    """The error to show: a full disk, else the first of ours (a user error before others), else the first."""
+    errors = list(leaves(error))
+    if any(disk_full(one) for one in errors):
+        return next(one for one in errors if disk_full(one))
     for kind in (UserError, AgentRLError):
-        for one in found:
+        for one in errors:
             if isinstance(one, kind):
                 return one
-    return found[0]
+    return errors[0]
 
 
 def short(error: BaseException) -> str:
-    """`Type: message`, cut to what a person reads in a terminal."""
+    """`Type: message`, cut to fit a terminal."""
     return clip(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-def place(error: BaseException) -> str:
-    """`file:line` where an error was raised, as deep as the code is the user's, else ours; "" if nowhere.
+def location(error: BaseException) -> str:
+    """`file:line` where an error was raised: the innermost line of the user's code, else of ours, else "".
 
-    Of a SyntaxError it is the line that is wrong.
+    For a SyntaxError it is the wrong line.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{shown(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
     theirs = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_LIBRARIES))]
     ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
-    found = theirs or ours
-    return f"{shown(found[-1].filename)}:{found[-1].lineno}" if found else ""
+    known = theirs or ours
+    return f"{shown(known[-1].filename)}:{known[-1].lineno}" if known else ""
 
 
 def shown(path: str) -> str:
-    """A path as a person would type it: relative when it lies below the current directory."""
+    """A path as a person would type it: relative when below the current directory."""
     try:
         return str(Path(path).resolve().relative_to(Path.cwd()))
     except (ValueError, OSError):
@@ -101,46 +101,46 @@ def clip(text: str) -> str:
     return kept if len(kept) <= _LONGEST else kept[: _LONGEST - 3] + "..."
 
 
-_KNOWN = (  # what a log says, and what to do about it
+_KNOWN = (  # pattern in a log, its cause, and the fix
     (re.compile(r"No space left on device|Disk quota exceeded"), "the disk is full", "free space"),
     (
         re.compile(r"CUDA out of memory|CUDA error: out of memory|CUDA_ERROR_OUT_OF_MEMORY"),
-        "the GPU's memory does not suffice",
+        "the GPU is out of memory",
         "lower serving.gpu_memory_utilization, policy.max_model_len or learner.max_tokens_per_microbatch",
     ),
     (
         re.compile(r"Cannot allocate memory|can't allocate memory|std::bad_alloc|MemoryError"),
-        "the machine's memory does not suffice",
+        "the machine is out of memory",
         "lower serving.kv_cache_gb or policy.max_model_len, or free memory",
     ),
     (re.compile(r"Address already in use"), "its port is in use", "set serving.port=0 for any free port, or stop what is using it"),
 )
 _PREFIX = re.compile(r"^(?:\([^()]*pid=\d+\) ?)?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?")
 _RAISED = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Halted)|OutOfMemoryError)(?::|$)")
-# Errors that only say that another process had one.
+# Errors that only report another process's error.
 _WRAPPERS = re.compile(
     r"Engine core initialization failed|See root cause above|ChildFailedError|EngineDeadError|WorkerProc initialization failed"
 )
 
 
 def in_log(text: str) -> tuple[str, str]:
-    """What a log says the cause was, and the fix where there is one: a known one, else the last traceback's error, else the last line.
+    """Cause and fix (may be "") by a log: a known cause, else the last traceback's error, else the last line.
 
-    Errors that only point to another process's are passed over. ("", "") when the log says nothing.
+    Errors that only point to another process's are left out. ("", "") when the log says nothing.
     """
     for pattern, cause, fix in _KNOWN:
         if pattern.search(text):
             return cause, fix
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-    found = [number for number, line in enumerate(lines) if _RAISED.match(line) and not _WRAPPERS.search(line)]
-    if found:
-        return clip("\n".join(_message(lines, found[-1]))), ""
+    raised = [number for number, line in enumerate(lines) if _RAISED.match(line) and not _WRAPPERS.search(line)]
+    if raised:
+        return clip("\n".join(_message(lines, raised[-1]))), ""
     last = next((line for line in reversed(lines) if line.strip() and not _WRAPPERS.search(line)), "")
     return clip(last), ""
 
 
 def _message(lines: list[str], start: int) -> Iterator[str]:
-    """An error's line and the indented ones that belong to its message; of pydantic's the message alone."""
+    """An error's line and the indented lines of its message; for pydantic only the message."""
     following = lines[start + 1] if start + 1 < len(lines) else ""
     if "ValidationError" in lines[start] and following.startswith("  Value error, "):
         yield following.removeprefix("  Value error, ")

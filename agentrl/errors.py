@@ -1,8 +1,8 @@
-"""Every error agentrl raises on purpose. A user error names the fix; an infrastructure error names the part that failed.
+"""The errors that agentrl raises on purpose. A user error names the fix; an infrastructure error names the part that failed.
 
-The hierarchy has two branches that matter to callers: `UserError` (something the person can change: exit code 2) and
+The hierarchy has two branches that matter to callers: `UserError` (something a person can put right: exit code 2) and
 `InfrastructureError` (a machine, process or network fault: retried, never scored). Both also inherit a standard-library
-type, so code that knows nothing of agentrl can still catch them.
+type, so code without agentrl's classes can still catch them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class AgentRLError(Exception):
 
 
 class UserError(AgentRLError, ValueError):
-    """Wrong input: says what is wrong (`message`) and what to do about it (`fix`)."""
+    """Wrong input: what is wrong (`message`) and what to do about it (`fix`)."""
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message if not fix else f"{message}\n  fix: {fix}")
@@ -22,7 +22,7 @@ class UserError(AgentRLError, ValueError):
 
 
 class RecipeError(UserError):
-    """A recipe or an override that does not validate; the message names the key and the allowed values."""
+    """An invalid recipe or override; the message names the key and the allowed values."""
 
 
 class RunFolderBusy(UserError):
@@ -34,7 +34,7 @@ class PluginError(UserError):
 
 
 class TaskError(UserError):
-    """A task that is wrong in itself (missing file, bad limit, gold solution that fails). Blame: task."""
+    """A broken task (missing file, bad limit, gold solution that fails). Blame: task."""
 
 
 class InfrastructureError(AgentRLError, RuntimeError):
@@ -42,11 +42,11 @@ class InfrastructureError(AgentRLError, RuntimeError):
 
 
 class SandboxError(InfrastructureError):
-    """The sandbox or its daemon failed, as opposed to the program that ran in it."""
+    """The sandbox or its daemon failed, not the program that ran in it."""
 
 
 class SandboxTimeout(SandboxError, TimeoutError):
-    """The sandbox layer itself gave no answer before its deadline (a slow program is an `ExecResult`, not an error)."""
+    """The sandbox layer did not answer before its deadline (a program that times out is an `ExecResult`, not an error)."""
 
 
 class SandboxUnavailable(UserError):
@@ -58,7 +58,7 @@ class ServingError(InfrastructureError):
 
 
 class SwapError(ServingError):
-    """A weight swap that did not finish or whose logprob probe disagrees; the old version keeps serving."""
+    """A weight swap did not finish, or its logprob probe disagreed; the old version keeps serving."""
 
 
 class LearnerError(InfrastructureError):
@@ -66,11 +66,7 @@ class LearnerError(InfrastructureError):
 
 
 class LearnerHalted(LearnerError):
-    """The learner stopped on purpose, by a limit of the recipe: starting it again would only stop it again."""
-
-
-class VerifierError(InfrastructureError):
-    """A verifier raised or gave something that is not a `Score`. The episode is left out, not scored 0."""
+    """The learner stopped at a limit of the recipe; restarted, it would stop again."""
 
 
 class StoreError(InfrastructureError):
@@ -78,4 +74,4 @@ class StoreError(InfrastructureError):
 
 
 class DiskFull(InfrastructureError):
-    """There is no room left on a disk that the run writes to. Nothing that starts again would find more."""
+    """A disk that the run writes to is full. A restart would not help."""

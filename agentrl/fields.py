@@ -1,17 +1,17 @@
-"""What the fields of a record may hold, checked when it is made: a record that exists can be stored, and is read back equal.
+"""Checks of records' fields on construction: every record that exists can be stored, and reads back equal.
 
-Models, sandboxes, verifiers and task families write into records, and each may write what JSON or UTF-8 cannot say. What a field
-holds is read from its annotation:
+Models, sandboxes, verifiers and task families write into records, and may write what JSON or UTF-8 cannot express. A field's
+annotation says how it is checked:
 
-    Text           words of somebody else: output, answers, evidence. Half of a surrogate pair becomes U+FFFD, nothing is refused:
-                   nobody may turn his own words into a fault
+    Text           untrusted free text: output, answers, evidence. Half of a surrogate pair becomes U+FFFD, nothing is refused:
+                   nobody may turn their own words into a fault
     str            names, ids, paths and keys. Half of a surrogate pair is a `ValueError`
     JsonObject     plain JSON under string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
     float          any number but NaN, kept as a float
     int            at most 63 bits, as in the store
-    tuple[float]   figures as they were measured, also those that are not finite: the learner sets them aside, and says so
+    tuple[float]   measured numbers, finite or not: the learner leaves out those that are not, and says so
 
-Everything is checked in time proportional to its size. Standard library only.
+Checks take time proportional to the size of the value. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from enum import Enum
 from typing import Annotated, Any
 
 MAX_DEPTH = 64
-"""Most levels of lists and objects in a JSON value, the outermost included."""
+"""Largest number of levels of lists and objects in a JSON value, including the outermost."""
 
 MAX_DIGITS = 4000
-"""Most digits of an integer in a JSON value: Python itself reads and prints at most 4,300."""
+"""Largest number of digits of an integer in a JSON value; Python itself reads and prints at most 4,300."""
 
 _LARGEST = 10**MAX_DIGITS
 _WHOLE = 1 << 63
 _HALF = re.compile("[\ud800-\udfff]")
 
 Check = Callable[[Any], Any]
-"""A value as it is kept. Raises `ValueError` that says what is wrong, without the field's name."""
+"""Returns the value to store. Raises `ValueError` that says what is wrong, without the field's name."""
 
 
 def text(value: Any) -> str:
-    """Text that UTF-8 can hold: each half of a surrogate pair becomes U+FFFD."""
-    found = _string(value)
-    return found if _encodable(found) else _HALF.sub("\N{REPLACEMENT CHARACTER}", found)
+    """Text that UTF-8 can encode: each half of a surrogate pair becomes U+FFFD."""
+    words = _string(value)
+    return words if _encodable(words) else _HALF.sub("\N{REPLACEMENT CHARACTER}", words)
 
 
 def name(value: Any) -> str:
-    found = _string(value)
-    if not _encodable(found):
-        raise ValueError(f"{found[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
-    return found
+    words = _string(value)
+    if not _encodable(words):
+        raise ValueError(f"{words[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
+    return words
 
 
 def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """A plain copy of a JSON value with at most so many levels, so that nobody changes what is kept."""
+    """A plain copy of a JSON value of at most `levels` levels, so that later changes to the original have no effect."""
     if isinstance(value, str):
         return name(value)
     if value is None or isinstance(value, bool):
@@ -66,7 +66,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ValueError(f"{value} is no JSON number")
+            raise ValueError(f"{value} is not a JSON number")
         return float(value)
     if isinstance(value, (list, tuple)):
         _need(levels)
@@ -100,7 +100,7 @@ def _need(levels: int) -> None:
 
 @dataclass(frozen=True)
 class _By:
-    """In an annotation: how the field is checked, where its type does not say so."""
+    """In an annotation: the field's check, where the type alone does not determine it."""
 
     check: Check
 
@@ -110,7 +110,7 @@ JsonObject = Annotated[Mapping[str, Any], _By(json_object)]
 
 
 class Record:
-    """Base of records, which are dataclasses: each field is checked, and kept, as its annotation says (see above)."""
+    """Base class of records (dataclasses): each field is checked and stored as its annotation says (see above)."""
 
     __slots__ = ()
 
@@ -136,7 +136,7 @@ def _checks(kind: type[Any]) -> tuple[tuple[str, Check], ...]:
 
 
 def _check_of(hint: Any) -> Check:
-    """The check of an annotation. Raises `TypeError` for one that says nothing, such as `Any`: a record has no such field."""
+    """The check of an annotation. Raises `TypeError` for one that a record cannot have, such as `Any`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         by: _By = inner[1]
@@ -195,7 +195,7 @@ def _mapping_of(key: Check, item: Check) -> Check:
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple):  # a list could be changed, and a single text is a tuple of letters
+    if not isinstance(value, tuple):  # a list could be changed, and a string would become a tuple of letters
         raise ValueError(f'must be a tuple, such as ("a",), got {type(value).__name__}')
     return value
 
@@ -220,16 +220,16 @@ def _encodable(value: str) -> bool:
 
 def _whole(value: Any) -> int:
     try:
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise ValueError(f"must be a whole number, got {type(value).__name__}") from None
-    if not -_WHOLE <= found < _WHOLE:
+    if not -_WHOLE <= number < _WHOLE:
         raise ValueError("is a number of more than 63 bits")
-    return int(found)
+    return int(number)
 
 
 def _measured(value: Any) -> float:
-    """A float of whatever can be one, but for text; NaN stays what it is."""
+    """Anything but text that converts to a float; NaN is accepted."""
     if isinstance(value, str | bytes):
         raise ValueError(f"must be a number, got {type(value).__name__}")
     try:
@@ -239,10 +239,10 @@ def _measured(value: Any) -> float:
 
 
 def _number(value: Any) -> float:
-    found = value if type(value) is float else _measured(value)
-    if found != found:
+    number = value if type(value) is float else _measured(value)
+    if number != number:
         raise ValueError("is NaN")
-    return found
+    return number
 
 
 def _flag(value: Any) -> bool:

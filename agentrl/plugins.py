@@ -16,11 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.causes import leaves, place, short, shown
+from agentrl.causes import leaves, location, short, shown
 from agentrl.errors import PluginError, UserError
 from agentrl.section import describe
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
+PACKAGE = Path(__file__).resolve().parent
+CONTENT = ("sandboxes/tables", "rewards/tables.py", "recipes/quickstart.py", "recipes/base_policy.py", "recipes/models/tables-base")
+"""What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
 
 
 def add_project_root(root: Path) -> None:
@@ -28,6 +31,16 @@ def add_project_root(root: Path) -> None:
     text = str(root.resolve())
     if sys.path[:1] != [text]:
         sys.path.insert(0, text)
+
+
+def content_root() -> Path:
+    """The folder that holds `sandboxes`, `rewards` and `recipes`. Raises `UserError` when neither place has them."""
+    for root in (PACKAGE / "_project", PACKAGE.parent):
+        if all((root / part).exists() for part in CONTENT):
+            return root
+    raise UserError(
+        "this installation of agentrl lacks the quickstart's files", fix="install the wheel, or `pip install -e` the repository"
+    )
 
 
 def resolve(reference: str) -> Any:
@@ -94,7 +107,7 @@ def _interrupted(error: BaseException) -> bool:
 
 def _failed(reference: str, error: BaseException) -> PluginError:
     """What user code raised while it was imported, at which line of it, and what to do. Errors of ours keep their own fix."""
-    at = place(error) or reference
+    at = location(error) or reference
     if isinstance(error, SyntaxError):
         at = at if error.filename is not None else reference  # of a zero byte Python says neither file nor line
         return PluginError(f"{at}: {type(error).__name__}: {error.msg}", fix="correct that line")
@@ -107,10 +120,15 @@ def _failed(reference: str, error: BaseException) -> PluginError:
     return PluginError(f"{at}: {short(error)}", fix="correct it there")
 
 
+def installed() -> tuple[str, ...]:
+    """Names of the entry points of the group `agentrl.plugins` in installed packages; imports none of them."""
+    return tuple(sorted({point.name for point in entry_points(group=ENTRY_POINT_GROUP)}))
+
+
 def _from_entry_point(name: str) -> Any:
     found = entry_points(group=ENTRY_POINT_GROUP, name=name)
     if not found:
-        known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none installed"
+        known = ", ".join(installed()) or "none installed"
         raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
     try:
         return next(iter(found)).load()

@@ -5,16 +5,20 @@ Every wait takes a deadline in seconds and ends with a typed error (`agentrl.err
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agentrl.records import (
     Completion,
     Episode,
     EpisodeState,
     ExecResult,
+    Failure,
     Group,
+    Message,
+    Parent,
     PolicyVersion,
     Probe,
     SamplingParams,
@@ -24,8 +28,13 @@ from agentrl.records import (
     Split,
     SwapReport,
     Task,
+    ToolResult,
+    Turn,
     VersionState,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @runtime_checkable
@@ -88,7 +97,10 @@ class Sandbox(Protocol):
 
 @runtime_checkable
 class SandboxBackend(Protocol):
-    """Opens sandboxes of one kind (docker, bubblewrap)."""
+    """Opens sandboxes of one kind (docker, bubblewrap).
+
+    A factory gets `root`, the folder that `SandboxSpec.image` is relative to, and `run_label`, to mark what a run leaves open.
+    """
 
     name: str
 
@@ -147,16 +159,199 @@ class Policy(Protocol):
         ...
 
 
+class LiveTrajectory(Protocol):
+    """One line of turns as it grows: an agent says what comes next, the episode samples it, bounds it and keeps it.
+
+    A turn is `sample`, then `add_turn`, then `add_results` where it called tools, then `add_prompt` with what the next turn begins
+    with. Turns that something else sampled are added without `sample`.
+    """
+
+    @property
+    def index(self) -> int:
+        """Its place in `LiveEpisode.trajectories`."""
+        ...
+
+    @property
+    def parent(self) -> Parent | None:
+        """The turn and the call that it comes from."""
+        ...
+
+    @property
+    def turns(self) -> Sequence[Turn]: ...
+
+    @property
+    def stop_reason(self) -> str:
+        """Empty while it goes on."""
+        ...
+
+    def limit(self) -> str:
+        """The stop reason that applies now, `turn_limit` or `token_limit`; empty: another turn may be sampled.
+
+        Raises `TaskError` when not even the episode's first turn fits: the task's prompt is too long.
+        """
+        ...
+
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
+        """Token ids that come into the context before the next completion. Nothing is trained on them."""
+        ...
+
+    async def sample(self, *, stop_token_ids: Sequence[int]) -> Completion:
+        """The policy's next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
+        ...
+
+    def add_turn(self, completion: Completion, message: Message) -> None:
+        """Keeps a completion, with its parsed form, as the turn that follows what `add_prompt` has added."""
+        ...
+
+    def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
+        """What the calls of the last turn gave, and the seconds they took together."""
+        ...
+
+    def end(self, stop_reason: str) -> None:
+        """Ends it before the episode does, as a sub-agent's or one whose context was restarted."""
+        ...
+
+
+class LiveEpisode(Protocol):
+    """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
+
+    What it gives is bounded by `task.limits`; what an agent does with it is recorded, and can be captured between two turns.
+    """
+
+    id: str
+    task: Task
+    answer: str | None  # what the agent hands in
+    stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
+    sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
+
+    @property
+    def trajectories(self) -> Sequence[LiveTrajectory]:
+        """All so far, in the order of their beginning. The first is there from the start; one that goes on from a state has turns."""
+        ...
+
+    @property
+    def turn_count(self) -> int:
+        """Turns of all trajectories so far."""
+        ...
+
+    @property
+    def agent_state(self) -> Mapping[str, Any]:
+        """What the agent gave to the `boundary` at which the state was captured that this episode goes on from; else empty."""
+        ...
+
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
+        """Begins another trajectory.
+
+        Args:
+            agent: who speaks in it, such as "search".
+            parent: the turn it comes from; with `call` that of a sub-agent, without one that of the same agent in a context of its own.
+            prompt: what its agent is told, for the record; its tokens are added with `add_prompt`.
+
+        Raises:
+            ValueError: there is no such turn, or no such call in it.
+        """
+        ...
+
+    async def sandbox(self) -> Sandbox:
+        """The episode's sandbox, opened at the first need. Raises `SandboxError`, or `TaskError` when the task's cannot be made."""
+        ...
+
+    def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
+        """Around what the agent's words have called: its time is the agent's, should the episode run out of it; and the sandbox's."""
+        ...
+
+    def shown(self, output: str) -> str:
+        """What the agent may see of a tool's output, so that no more than `Limits.all_output_chars` is shown in all; cuts are marked."""
+        ...
+
+    def add_failure(self, failure: Failure) -> None:
+        """Records what went wrong with a tool; of many, the first ones are kept."""
+        ...
+
+    async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        """Says that the episode stands between two turns, where its state may be captured, or branches begin.
+
+        Args:
+            agent_state: gives what the agent needs beside the turns to go on from here, as JSON; called only for a capture. A
+                `ValueError` means that there is no state here, and is logged; the episode goes on.
+        """
+        ...
+
+
+class Agent(Protocol):
+    """What acts: a loop of turns with tools, one with sub-agents, an outside program. One object for all episodes of a run.
+
+    Sandboxes, limits, faults, outputs and capture are the business of whoever runs it (`agentrl.rollout.EpisodeRunner`).
+    """
+
+    async def act(self, episode: LiveEpisode) -> str:
+        """Acts until it is done, and returns the stop reason of the trajectories that it has not ended itself.
+
+        An exception is a fault of the infrastructure, or the task's where it is a `TaskError` or `PluginError`: what only the policy's
+        words provoke must not raise. Cancelled when `Limits.wall_s` has passed.
+        """
+        ...
+
+
+class PolicyServer(Policy, Protocol):
+    """A policy whose weights change while it answers: what a run needs of serving.
+
+    Requests wait while what serves is being replaced; callers of `generate` never hear of it.
+    """
+
+    @property
+    def version(self) -> int:
+        """Number of the version that answers now; -1 before the first."""
+        ...
+
+    @property
+    def sha256(self) -> str:
+        """Of its weights: a learner that went back to a checkpoint makes the same number again."""
+        ...
+
+    async def start(self, version: PolicyVersion) -> None: ...
+
+    async def swap(self, version: PolicyVersion) -> SwapReport:
+        """Takes a published version in; the old one serves on unless the probe agrees. Raises `SwapError`, `ServingError`."""
+        ...
+
+    async def fall_back(self, version: PolicyVersion) -> None:
+        """Serves `version`, published earlier, in place of one that the learner has retracted."""
+        ...
+
+    async def wait_version(self, number: int) -> None:
+        """Returns once version `number` or a newer one answers."""
+        ...
+
+    async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
+        """Replaces what dies; ends by cancellation or `ServingError`. `on_loss` is called when the learner may be stuck with it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class WeightChannel(Protocol):
-    """Takes a published version into the running server(s)."""
+    """Takes published versions into the running server.
+
+    A factory gets the server (`agentrl.serving.VLLMServer`) and, as `registry_folder`, the folder that versions are in: a new
+    channel for each server that is started. The server begins with the file channel's end, unless the recipe says nccl.
+    """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
         """Returns once every replica answers with `version` and the probe agrees, else raises `SwapError`."""
         ...
 
+    async def close(self) -> None:
+        """Lets go of what the channel holds; the server is stopped by its owner."""
+        ...
+
 
 class ExperienceStore(Protocol):
-    """Durable scored groups between rollout and learner processes. Safe to use from several processes at once."""
+    """Durable scored groups between rollout and learner processes. Safe to use from several processes at once.
+
+    The driver and every rank of the learner open it with its factory, which gets the run folder and the recipe, and they meet in it
+    alone. Every method raises `StoreError` when the store is damaged, full or unavailable.
+    """
 
     def put(self, group: Group) -> bool:
         """Stores a group durably; False when a group of this index is already there (delivered twice)."""
@@ -176,13 +371,13 @@ class ExperienceStore(Protocol):
         """After a crash: makes the store agree with the checkpoint in use (step -> group indices consumed by it)."""
         ...
 
-    def consumed(self) -> dict[int, int]:
-        """Group index -> step that consumed it."""
+    def indices(self) -> tuple[int, ...]:
+        """Of all groups that are stored, in ascending order."""
         ...
 
-    def indices(self) -> tuple[int, ...]: ...
-
-    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]: ...
+    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """The groups in the order asked for, equal to those that were put; `StoreError` when one is absent or damaged."""
+        ...
 
     def close(self) -> None: ...
 
@@ -221,23 +416,133 @@ class VersionRegistry(Protocol):
 
     def set_evals(self, number: int, evals: Mapping[str, float]) -> None: ...
 
+    def verify(self, version: PolicyVersion) -> None:
+        """Raises `StoreError` unless the weights that are kept are those that were registered."""
+        ...
+
+    def reconcile(self, newest: int) -> tuple[int, ...]:
+        """After a crash: forgets every version newer than the learner's checkpoint, weights included; returns their numbers."""
+        ...
+
+    def prune(self, keep: int) -> tuple[int, ...]:
+        """Deletes the weights of old versions, all but those still needed and the `keep` newest; returns their numbers."""
+        ...
+
     def close(self) -> None: ...
+
+
+class Interval(Protocol):
+    """A mean over `n` episodes and its 95% confidence interval."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def ci_low(self) -> float: ...
+
+    @property
+    def ci_high(self) -> float: ...
+
+    @property
+    def n(self) -> int: ...
 
 
 class Tracker(Protocol):
-    """Where metrics go: terminal, TensorBoard, metrics.jsonl."""
+    """Hears what happens in a run, in the driver, on one thread. A factory gets the run folder and the recipe.
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    A tracker that inherits from this class writes the methods that it needs: the others do nothing. What one raises is logged, and
+    the run goes on; one that takes long keeps the run waiting.
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The figures of a finished step, which counts from 1; a value may be NaN or infinite."""
+        return None
 
     def alert(self, text: str) -> None:
-        """Says what must not be missed, such as an update that was set aside."""
-        ...
+        """What a person must not miss, such as an update that was set aside. May hold an agent's words."""
+        return None
 
     def stage(self, name: str, detail: str = "") -> None:
-        """Says which stage the run is in."""
+        """The run enters a stage; it may enter one again."""
+        return None
+
+    def progress(self, index: int, group: Group) -> None:
+        """Group `index` was scored, or left out."""
+        return None
+
+    def evaluating(self, done: int, total: int) -> None:
+        """So many of the tasks of one evaluation are done."""
+        return None
+
+    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
+        """The result of one evaluation ("before", "step8", "after"), by split."""
+        return None
+
+    def close(self) -> None:
+        """The run has ended. Idempotent."""
+        return None
+
+
+class AdvantageEstimator(Protocol):
+    """How much better each attempt of a step did than others: a pure function of scores (`objective.advantage`).
+
+    Args:
+        groups: the scores of each group's attempts, after any KL penalty: at least `rollout.min_group_size` finite numbers, which may
+            all be equal. Attempts that do not count, and groups that have too few that do, are left out.
+
+    Returns the same shape: a finite float for each score, in its place. A group whose advantages are all 0 trains nothing; one that
+    holds NaN or an infinity is left out. It runs on every rank of the learner and must give the same on all of them. Options of the
+    recipe (`objective.advantage_options`) are further keyword arguments.
+    """
+
+    def __call__(self, groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]: ...
+
+
+class LossTokens(Protocol):
+    """What a loss is given: the N sampled tokens of a micro-batch, whole sequences. All tensors are float and [N]."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log pi(token) - log pi_old(token); carries the gradient. pi_old is what `objective.proximal` says."""
         ...
 
-    def close(self) -> None: ...
+    @property
+    def logprobs(self) -> Tensor:
+        """log pi(token) at the sampling temperature, nats; carries the gradient."""
+        ...
+
+    @property
+    def advantages(self) -> Tensor:
+        """Constants."""
+        ...
+
+    @property
+    def sequence(self) -> Tensor:
+        """int64: tokens with the same number are one sequence."""
+        ...
+
+    @property
+    def clip_low(self) -> float: ...
+
+    @property
+    def clip_high(self) -> float: ...
+
+    @property
+    def dual_clip(self) -> float | None: ...
+
+    @property
+    def cap(self) -> float:
+        """Where a ratio that carries the gradient is truncated, `objective.is_cap`; infinite with `objective.correction=none`."""
+        ...
 
 
-JSON = Any
+class Loss(Protocol):
+    """What each sampled token adds to the objective (`objective.loss`): a surrogate of the policy gradient.
+
+    Returns two tensors [N]: the term to be maximized, differentiable and finite, and a bool that is True where a bound of the loss has
+    cut the gradient off (`clip_fraction`, which limits may judge). Weights for off-policy tokens, KL, entropy and the aggregation
+    over tokens are added by agentrl, so that they work with every loss. Tokens that the policy did not sample are not among the N. N
+    may be 0. Options of the recipe (`objective.loss_options`) are further keyword arguments.
+    """
+
+    def __call__(self, tokens: LossTokens) -> tuple[Tensor, Tensor]: ...

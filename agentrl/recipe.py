@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl import section
+from agentrl import parts, section
 from agentrl.section import Section
 
 
@@ -33,6 +33,8 @@ class TasksConfig(Section):
     e.g. `sandboxes.tables:Tables`."""
     options: dict[str, str | int | float | bool] = Field({})
     """Further keyword arguments of the family. Of a folder: `heldout`, the share of tasks without a split of their own that is held out."""
+    verifiers: tuple[str, ...] = Field(())
+    """Who judges, as references such as `rewards.close:close_number`, in place of the verifiers that the tasks name. Empty: those."""
 
 
 class EvalConfig(Section):
@@ -71,7 +73,7 @@ class RolloutConfig(Section):
     min_group_size: int = Field(2, ge=1)
     """A group with fewer counted episodes is dropped."""
     max_quarantined: int = Field(8, ge=0)
-    """Tasks wrong in themselves that are set aside, each with its group, before the run stops with their list."""
+    """Broken tasks that are quarantined, and their groups left out, before the run stops with their list."""
     max_fault_rate: float = Field(0.5, ge=0, le=1)
     """Largest share of the newest attempts (four times `concurrency`, at least 64) that may fail by no doing of the policy before the
     run pauses and says why. 1: it never does."""
@@ -83,14 +85,21 @@ class RolloutConfig(Section):
 
 
 class SandboxConfig(Section):
-    backend: Literal["auto", "docker", "bubblewrap"] = "auto"
+    backend: parts.Backend = "auto"
     """auto: docker when a daemon answers, bubblewrap otherwise. There is no host backend."""
+    options: parts.Options = Field({})
+    """Keyword arguments of a backend that is named by reference."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
     open_timeout_s: float = Field(60.0, gt=0)
     """Deadline for opening one sandbox."""
     warm: int = Field(8, ge=0)
     """Sandboxes kept ready ahead of need (used once, then destroyed)."""
+
+    @model_validator(mode="after")
+    def _options_act(self) -> SandboxConfig:
+        parts.check_options(parts.BACKEND, self.backend, self.options)
+        return self
 
 
 class ServingConfig(Section):
@@ -108,9 +117,11 @@ class ServingConfig(Section):
     """Key/value cache in GiB (CPU only)."""
     threads: int = Field(0, ge=0)
     """CPU threads of the engine; 0: all cores (CPU only)."""
-    weight_transfer: Literal["file", "delta", "nccl"] = "file"
+    weight_transfer: parts.Channel = "file"
     """file: safetensors mapped by the server, single machine. delta: so too, but most versions are only what changed since their parent,
     with checksums (pays in bfloat16 with a small learning rate). nccl: from the learner's GPUs to another one, the server's."""
+    weight_transfer_options: parts.Options = Field({})
+    """Keyword arguments of a weight channel that is named by reference."""
     startup_timeout_s: float = Field(600.0, gt=0)
     """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
     request_timeout_s: float = Field(120.0, gt=0)
@@ -118,20 +129,29 @@ class ServingConfig(Section):
     probe_max_abs_diff: float = Field(1e-3, gt=0)
     """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
 
+    @model_validator(mode="after")
+    def _options_act(self) -> ServingConfig:
+        parts.check_options(parts.CHANNEL, self.weight_transfer, self.weight_transfer_options)
+        return self
+
 
 class ObjectiveConfig(Section):
     """Which algorithm: docs/objectives.md says which settings make which."""
 
-    advantage: Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
+    advantage: parts.Advantage = "grpo"
     """Baseline of an episode's score. grpo: its group's mean. rloo: the mean of the rest of its group. reinforce++: the batch's mean.
     reinforce++-baseline: its group's mean, scaled over the batch. gae: a critic's values, token by token (PPO; needs `critic`)."""
+    advantage_options: parts.Options = Field({})
+    """Keyword arguments of an estimator that is named by reference."""
     normalize_std: bool | None = None
     """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++, gae). None: as the estimator's paper does,
     which is yes, but for rloo."""
     turn_coef: float = Field(0.0, ge=0)
     """Weight of turn-level advantages, added where verifiers reward single turns (`Score.turn_rewards`)."""
-    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    loss: parts.LossName = "clip"
     """clip: PPO's, ratio by token. gspo: ratio by sequence. cispo: clipped weight, full gradient."""
+    loss_options: parts.Options = Field({})
+    """Keyword arguments of a loss that is named by reference."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Distance below 1 at which the importance ratio is clipped; 1: never from below."""
     clip_high: float = Field(0.2, gt=0)
@@ -179,6 +199,13 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> ObjectiveConfig:
+        parts.check_options(parts.ADVANTAGE, self.advantage, self.advantage_options)
+        parts.check_options(parts.LOSS, self.loss, self.loss_options)
+        if self.normalize_std is not None and self.advantage not in parts.ADVANTAGE.shipped and not self.turn_coef:
+            raise ValueError(
+                "normalize_std does nothing with an estimator of your own, which scales as it likes: leave it out, or hand it on in"
+                " advantage_options"
+            )
         if self.dual_clip is not None and self.loss != "clip":
             raise ValueError(f"dual_clip does nothing with loss={self.loss}; leave it at None or set loss=clip")
         if self.caps_ratio and self.dual_clip is not None and self.dual_clip >= self.is_cap:
@@ -257,7 +284,7 @@ class Limit(Section):
     at: float
     """The bound."""
     action: Literal["skip", "rollback", "halt"] = "skip"
-    """skip: the optimizer step is not made, its groups are set aside. rollback: weights and optimizer go back to the newest checkpoint that
+    """skip: the optimizer step is not made, its groups are left out. rollback: weights and optimizer return to the newest checkpoint that
     no limit objected to, and the server with them. halt: the run stops (exit code 1); `--resume` makes the step again."""
 
 
@@ -340,9 +367,9 @@ class LearnerConfig(Section):
     threads: int = Field(0, ge=0)
     """CPU threads per rank; 0: torch's default."""
     max_bad_updates: int = Field(3, ge=1)
-    """Optimizer steps set aside in a row, because something was not finite or a limit said skip, before the run stops."""
+    """Optimizer steps left out in a row, because something was not finite or a limit said skip, before the run stops."""
     max_bad_groups: int = Field(16, ge=1)
-    """Groups set aside in the whole run, because a score, logprob or advantage was not finite, before the run stops."""
+    """Groups left out in the whole run, because a score, logprob or advantage was not finite, before the run stops."""
     limits: LimitsConfig = LimitsConfig()
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints kept on disk."""
@@ -369,6 +396,15 @@ class Recipe(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = EvalConfig()
+    store: parts.Store = "sqlite"
+    """Where scored groups wait for the learner. sqlite: a file in the run folder."""
+    store_options: parts.Options = Field({})
+    """Keyword arguments of a store that is named by reference."""
+    trackers: tuple[parts.TrackerName, ...] = ("terminal", "tensorboard")
+    """Who hears of the run's figures, besides `metrics.jsonl`, which is always written. terminal: progress, where a person can see it.
+    tensorboard: event files in logs/tensorboard."""
+    tracker_options: dict[str, parts.Options] = Field({})
+    """Keyword arguments of trackers that are named by reference, by that name."""
     sandbox: SandboxConfig = SandboxConfig()
     serving: ServingConfig = ServingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -377,8 +413,17 @@ class Recipe(Section):
     learner: LearnerConfig = LearnerConfig()
 
     @model_validator(mode="after")
+    def _parts_are_named(self) -> Recipe:
+        parts.check_options(parts.STORE, self.store, self.store_options)
+        for name, options in self.tracker_options.items():
+            parts.check_options(parts.TRACKER, name, options)
+            if name not in self.trackers:
+                raise ValueError(f"tracker_options are given for {name!r}, which is not among trackers: {', '.join(self.trackers)}")
+        return self
+
+    @model_validator(mode="after")
     def _combinations(self) -> Recipe:
-        if self.objective.advantage not in ("reinforce++", "gae") and self.rollout.group_size < 2:
+        if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
             raise ValueError(
                 "rollout.group_size must be at least 2: an attempt alone is its own baseline, whatever objective.normalize_std is;"
                 " only objective.advantage=reinforce++ and gae need no group"
@@ -409,7 +454,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _learner_parts(self) -> Recipe:
         learner = self.learner
-        if learner.lora is not None and self.serving.weight_transfer != "file":
+        if learner.lora is not None and self.serving.weight_transfer in ("delta", "nccl"):
             raise ValueError("serving.weight_transfer=nccl and delta are of whole models, learner.lora publishes adapters: use file")
         if learner.ranks % learner.sequence_parallel:
             raise ValueError("learner.sequence_parallel must divide learner.ranks: ranks form teams of that many")

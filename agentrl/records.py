@@ -20,6 +20,9 @@ from agentrl.fields import JsonObject, Record, Text
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
 
+MAX_AGENT_STATE_CHARS = 1 << 20
+"""Most characters of JSON in `EpisodeState.agent_state`."""
+
 OUTPUT_CALLS = 20
 """How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
 
@@ -53,10 +56,11 @@ class Blame(StrEnum):
 
 
 class VersionState(StrEnum):
-    """Life of a policy version: candidate -> serving -> promoted, or rolled back."""
+    """Life of a policy version: candidate -> serving -> served, once another serves; promoted or rolled back, once judged."""
 
     CANDIDATE = "candidate"
     SERVING = "serving"
+    SERVED = "served"
     PROMOTED = "promoted"
     ROLLED_BACK = "rolled_back"
 
@@ -110,7 +114,7 @@ class SandboxSpec(Record):
 class Limits(Record):
     """What one episode may spend: `Limits(turns=4, tool_timeout_s=5.0)`."""
 
-    turns: int = 4
+    turns: int = 4  # of all trajectories together
     turn_tokens: int = 256  # completion tokens in one turn
     episode_tokens: int = 1024  # prompt + completion tokens of one trajectory
     tool_timeout_s: float = 10.0
@@ -138,7 +142,7 @@ class Task(Record):
     >>> Task(id="demo-1", family="demo", prompt=(Message(role="user", content="Say 4."),), tools=("submit",),
     ...      sandbox=SandboxSpec(image="sandboxes/tables"), verifiers=("rewards.tables:exact_answer",),
     ...      data={"answer": "4"}, split=Split.TRAIN).key[:4]
-    '035d'
+    '0901'
     """
 
     id: str
@@ -151,7 +155,7 @@ class Task(Record):
     split: Split
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, written to the working directory
     binary_files: Mapping[str, str] = field(default_factory=dict)  # the same, of files that are not text: path -> base64
-    outputs: tuple[str, ...] = ()  # patterns of the files that are judged (see `agentrl.outputs`), such as ("report.json", "src/**")
+    outputs: tuple[str, ...] = ()  # patterns of the files that are judged (`agentrl.contract.outputs`): ("report.json", "src/**")
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -170,15 +174,7 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        content = asdict(self)
-        if self.limits.episode_output_chars is None:  # a task without these keeps the key it had before they existed
-            del content["limits"]["episode_output_chars"]
-        if not self.sandbox.network:
-            del content["sandbox"]["network"]
-        for name in ("binary_files", "outputs"):
-            if not content[name]:
-                del content[name]
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:
@@ -244,13 +240,25 @@ class Turn(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parent(Record):
+    """The turn that a trajectory comes from, in another trajectory of its episode."""
+
+    trajectory: int  # index in Episode.trajectories, smaller than its child's
+    turn: int  # index of the turn
+    call: int | None = None  # index of the tool call that started a sub-agent; None: the same agent goes on with a context of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(Record):
-    """One line of turns by one agent."""
+    """One line of turns by one agent, in one context. Its place in `Episode.trajectories` is its id."""
 
     agent: str
     turns: tuple[Turn, ...]
-    parent: int | None = None  # index in Episode.trajectories of the agent that started this one
-    stop_reason: str = "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed
+    parent: Parent | None = None  # None: it began with the episode
+    prompt: tuple[Message, ...] = ()  # what its agent was told at the start; empty: the task's prompt
+    stop_reason: str = (
+        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed; empty: it goes on
+    )
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
 
     def __post_init__(self) -> None:
@@ -264,6 +272,19 @@ class Trajectory(Record):
         return self.turns[len(self.inherited) :]
 
 
+def check_tree(trajectories: tuple[Trajectory, ...]) -> None:
+    """Raises `ValueError` unless every parent is a turn, and a call of it, of an earlier trajectory."""
+    for index, child in enumerate(trajectories):
+        parent = child.parent
+        if parent is None:
+            continue
+        if not 0 <= parent.trajectory < index or not 0 <= parent.turn < len(trajectories[parent.trajectory].turns):
+            raise ValueError(f"trajectory {index}: its parent, turn {parent.turn} of trajectory {parent.trajectory}, is not there")
+        calls = trajectories[parent.trajectory].turns[parent.turn].message.tool_calls
+        if parent.call is not None and not 0 <= parent.call < len(calls):
+            raise ValueError(f"trajectory {index}: it comes from call {parent.call} of a turn with {len(calls)} calls")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Record):
     """Something that went wrong, with the blame decided once, at the boundary where it was seen."""
@@ -272,7 +293,7 @@ class Failure(Record):
     blame: Blame
     kind: str  # short machine-readable name, such as "exec_timeout"
     message: Text
-    turn: int | None = None
+    turn: int | None = None  # how many turns the episode had by then
     retryable: bool = False
 
 
@@ -296,6 +317,7 @@ class Episode(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        check_tree(self.trajectories)
         if len(self.removed) > REMOVED_FILES:
             raise ValueError(f"episode {self.id}: more than {REMOVED_FILES} removed files")
         if len(self.outputs) > OUTPUT_FILES or sum(map(len, self.outputs.values())) > OUTPUT_BYTES:
@@ -321,8 +343,8 @@ class Episode(Record):
 class EpisodeState(Record):
     """An episode at the boundary of two turns: what is needed to go on from there, once or many times.
 
-    The files of the working directory and the log of the turns with their tool results. Not part of it: /tmp, running programs,
-    and the memory of a Python session; whoever goes on finds the files, and nothing else, as they were.
+    The files of the working directory, the log of the turns with their tool results, and what the agent and its tools keep on the
+    host. Not part of it: /tmp, running programs, and the memory of a Python session.
     """
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text
@@ -330,9 +352,9 @@ class EpisodeState(Record):
     episode_id: str
     task_key: str
     attempt: int
-    turns: tuple[Turn, ...]
-    inherited: tuple[str, ...] = ()  # as in Trajectory
-    prompt_ids: tuple[int, ...]  # tokens between the last completion and the next: the tools' answers, tokenized already
+    trajectories: tuple[Trajectory, ...]  # as far as they are; those that go on have no stop reason
+    prompt_ids: tuple[tuple[int, ...], ...]  # [trajectory] tokens between its last completion and the next, such as the tools' answers
+    agent_state: JsonObject = field(default_factory=dict)  # what the agent keeps beside the turns, its tools' states among it
     snapshot: bytes | None = None  # of the working directory, as `Sandbox.snapshot` gives it; None: no sandbox was opened yet
     output_chars: int = 0  # shown by tools so far
     wall_s: float = 0.0  # spent so far; the next three too
@@ -342,15 +364,25 @@ class EpisodeState(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        if not self.turns or len(self.inherited) > len(self.turns):
-            raise ValueError(f"EpisodeState: {len(self.inherited)} turns inherited of {len(self.turns)}")
+        if not self.turn_count or len(self.prompt_ids) != len(self.trajectories):
+            raise ValueError(
+                f"EpisodeState: {self.turn_count} turns, prompts of {len(self.prompt_ids)} in {len(self.trajectories)} trajectories"
+            )
+        check_tree(self.trajectories)
+        if (size := len(json.dumps(self.agent_state, ensure_ascii=False))) > MAX_AGENT_STATE_CHARS:
+            raise ValueError(f"EpisodeState: an agent's state of {size} characters of JSON; at most {MAX_AGENT_STATE_CHARS} are kept")
         if self.snapshot is not None and len(self.snapshot) > MAX_SNAPSHOT_BYTES:
             raise ValueError(f"EpisodeState: a snapshot of {len(self.snapshot) >> 20} MiB; at most {MAX_SNAPSHOT_BYTES >> 20} MiB are kept")
 
     @property
     def oldest_version(self) -> int | None:
         """Smallest policy version that sampled any token, or None when no token was sampled."""
-        return min((span.version for turn in self.turns for span in turn.versions), default=None)
+        return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
+
+    @property
+    def turn_count(self) -> int:
+        """Turns of all trajectories together."""
+        return sum(len(t.turns) for t in self.trajectories)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,20 +443,26 @@ class Group(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample(Record):
-    """One token sequence to train on. All tuples have the length of `token_ids`; position t describes token t."""
+    """One token sequence to train on. All tuples have the length of `token_ids`; position t describes token t.
+
+    A sample has advantages, or the rewards of which a critic makes them: the other of the two is empty.
+    """
 
     episode_id: str
     group_index: int
     token_ids: tuple[int, ...]  # [T]
     loss_mask: tuple[bool, ...]  # [T] True where the policy sampled the token
     logprobs: tuple[float, ...]  # [T] behaviour logprobs, 0.0 where masked
-    advantages: tuple[float, ...]  # [T] 0.0 where masked; with a critic: rewards, of which the learner makes advantages
     versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
+    advantages: tuple[float, ...] = ()  # [T] 0.0 where masked
+    rewards: tuple[float, ...] = ()  # [T] what the episode earned at that token, 0.0 where masked
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         n = len(self.token_ids)
-        for name in ("loss_mask", "logprobs", "advantages", "versions"):
+        if self.advantages and self.rewards:
+            raise ValueError("Sample: advantages are given, or rewards for a critic, never both")
+        for name in ("loss_mask", "logprobs", "versions", "rewards" if self.rewards else "advantages"):
             if len(getattr(self, name)) != n:
                 raise ValueError(f"Sample.{name} has {len(getattr(self, name))} entries for {n} tokens")
         if n and self.loss_mask[0]:

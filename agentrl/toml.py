@@ -9,6 +9,7 @@ from typing import Any
 MAX_LEVELS = 64
 """Most parts of a dotted key: `a.b.c` has three."""
 
+_BITS = 63  # and the sign
 _TEXT = re.compile(r"\"\"\".*?\"\"\"|'''.*?'''|\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|#[^\n]*", re.DOTALL)
 _KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+)*")
 
@@ -19,8 +20,23 @@ def loads(text: str) -> dict[str, Any]:
     if longest > MAX_LEVELS:
         raise ValueError(f"has a key of {longest} parts; it may have {MAX_LEVELS}")
     try:
-        return tomllib.loads(text)
+        tables = tomllib.loads(text)
     except RecursionError:
         raise ValueError("is nested too deep to be read") from None
     except ValueError as error:
         raise ValueError(f"is not TOML: {error}") from None
+    if _too_long(tables):
+        raise ValueError("holds a whole number of more than 64 bits, which TOML does not have")
+    return tables
+
+
+def _too_long(tables: dict[str, Any]) -> bool:
+    """Whether some integer is none of TOML's (https://toml.io/en/v1.0.0#integer); `tomllib` reads any."""
+    left: list[Any] = [tables]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, int) and value.bit_length() > _BITS and value != -1 << _BITS:
+            return True
+    return False

@@ -1,7 +1,7 @@
-"""Calling code that is not ours, a user's tools and verifiers, and telling what went wrong there or anywhere else.
+"""Calling user code (tools and verifiers), and describing what went wrong there or anywhere else.
 
-Whatever such code does, its caller gets a value or one exception, in time; what is said of an exception is bounded, printable
-and never raises itself, because its text may be an agent's.
+Whatever user code does, its caller gets a value or one exception before the deadline. Descriptions of exceptions are bounded,
+printable and never raise, because the text may come from an agent.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextvars import Context, ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
+
+from agentrl.errors import SandboxUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -21,38 +24,41 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 GRACE_S = 2.0
-"""How long a call that is told to end may take to do so before it is dropped where it stands."""
+"""How long a cancelled call may take to end before it is dropped."""
 HELD_S = 1.0
 """A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
+MAX_THREADS = 1024
+"""Threads of `threaded` that may run at once, those that nobody waits for included."""
 MAX_TRACEBACK = 8000
 _FRAMES = 40  # of a traceback, the innermost
-_KINDS = 512  # of faults that are told apart in the log
+_KINDS = 512  # of faults that the log distinguishes
 
 _seen: dict[tuple[str, ...], int] = {}
+_threads = threading.BoundedSemaphore(MAX_THREADS)
 _theirs: ContextVar[bool] = ContextVar("_theirs", default=False)  # whether code that is not ours runs, or began what runs
 
 
 class Overdue(Exception):
-    """A call gave no result before its deadline. No `TimeoutError`: the code that was called may raise one of its own."""
+    """A call gave no result before its deadline. Not a `TimeoutError`, which the called code may raise itself."""
 
 
 class Exited(Exception):
-    """A task that such code had started raised SystemExit. asyncio would have left the event loop with it, and ended the run."""
+    """A task started by user code raised SystemExit, with which asyncio would have left the event loop and ended the run."""
 
 
 async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S) -> T:
-    """What `code()` gives, in a task of its own.
+    """The result of `code()`, run in its own task.
 
-    A call that ignores its cancellation for `grace_s` is dropped where it awaits something, and the log says so. Code that neither
-    awaits nor returns cannot be interrupted at all; once it has, the log says how long it held the event loop.
+    A call that ignores its cancellation for `grace_s` is dropped at its next await, and the log says so. Code that neither awaits
+    nor returns cannot be interrupted; when it does, the log says how long it held the event loop.
 
     Args:
-        what: the code's name for the log, such as "tool search".
+        what: name of the code in the log, such as "tool search".
 
     Raises:
         Overdue: no result after `timeout_s`.
         RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed.
-        BaseException: whatever else `code` raises; also SystemExit, and a cancellation that nobody but the code itself has asked for.
+        BaseException: whatever else `code` raises, including SystemExit and a CancelledError that nobody else requested.
     """
     _contain(asyncio.get_running_loop())
     steps = _Steps(code)
@@ -76,7 +82,7 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
 
 
 async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
-    """What the code gives or raises, as a value: a task that ended with SystemExit would take the event loop with it."""
+    """What the code returns or raises, as a value: a task that ends with SystemExit would end the event loop too."""
     _theirs.set(True)
     try:
         return await steps, None
@@ -91,7 +97,7 @@ async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
 
 
 def _contain(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on a task that user code starts on this loop ends with `Exited` where it would end with SystemExit."""
+    """Makes tasks that user code starts on this loop raise `Exited` instead of SystemExit."""
     before = loop.get_task_factory()
     if isinstance(before, _Factory):
         return
@@ -99,7 +105,7 @@ def _contain(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Factory:
-    """Makes tasks as `before` does, asyncio itself where that is None."""
+    """Makes tasks with the factory `before`, or like asyncio where that is None."""
 
     def __init__(self, before: Any) -> None:
         self._before = before
@@ -119,7 +125,7 @@ class _Contained(Coroutine[Any, Any, Any]):
 
     def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
         self._code = code
-        self.__qualname__ = getattr(code, "__qualname__", type(code).__name__)  # for whoever prints the task
+        self.__qualname__ = getattr(code, "__qualname__", type(code).__name__)  # shown when the task is printed
 
     def send(self, value: Any) -> Any:
         try:
@@ -146,7 +152,7 @@ async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: 
         await asyncio.wait({task}, timeout=grace_s)
     finally:
         if not task.done():
-            log.warning("%s went on although it was cancelled; it is dropped", what)
+            log.warning("%s went on although it was cancelled, and was dropped", what)
             steps.dropped = True
             task.cancel()
     await asyncio.wait({task})
@@ -154,14 +160,14 @@ async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: 
 
 def _held(what: str, seconds: float) -> None:
     if _again((what, "held")):
-        fix = "have it await what waits, and put what computes into asyncio.to_thread"
-        log.warning("%s held the event loop for %.1f s, in which every episode waited: %s", what, seconds, fix)
+        fix = "await what waits, and run computations in asyncio.to_thread"
+        log.warning("%s held the event loop for %.1f s while every episode waited: %s", what, seconds, fix)
 
 
 class _Steps(Generic[T]):
-    """Awaits `code()`, and measures the longest time for which it computed without awaiting anything.
+    """Awaits `code()`, and measures the longest time that it computed without awaiting.
 
-    Once `dropped`, a cancellation ends it, whatever the code thinks of that.
+    Once `dropped`, a cancellation ends it whatever the code does.
     """
 
     def __init__(self, code: Callable[[], Awaitable[T]]) -> None:
@@ -186,7 +192,7 @@ class _Steps(Generic[T]):
                 yield waits_for
             except BaseException as thrown:  # a cancellation
                 if self.dropped:
-                    with contextlib.suppress(BaseException):  # what the code may say to that
+                    with contextlib.suppress(BaseException):  # whatever the code raises then
                         steps.close()
                     raise
                 error = thrown
@@ -195,19 +201,71 @@ class _Steps(Generic[T]):
         return await self._code()
 
 
-def cancellations() -> int:
-    """How often somebody has asked the current task to end. Code that raises CancelledError while this stays as it is has a fault.
+async def threaded(code: Callable[[], T], *, what: str) -> T:
+    """What `code()` gives, run in a thread of its own, so that it may block. A thread cannot be stopped: whoever is cancelled here
+    leaves it to itself, and it does not keep the program from ending.
 
-    A count to compare with an earlier one: a TaskGroup whose task failed may leave the count of its parent at 1 (Python 3.11).
+    Raises:
+        RuntimeError: `MAX_THREADS` of them are still running.
+    """
+    if not _threads.acquire(blocking=False):
+        raise RuntimeError(f"{MAX_THREADS} threads of tools are still running")
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((value, error))
+
+    def work() -> None:
+        value, error = None, None
+        try:
+            value = code()
+        except BaseException as raised:
+            error = raised
+        _threads.release()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    try:
+        threading.Thread(target=copy_context().run, args=(work,), name=what, daemon=True).start()
+    except BaseException:
+        _threads.release()
+        raise
+    value, error = await done
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]  # None is T's own here
+
+
+def cancellations() -> int:
+    """How often the current task was cancelled. Code that raises CancelledError while this does not change is at fault.
+
+    Compare it with an earlier count: a TaskGroup whose task failed may leave its parent's count at 1 (Python 3.11).
     """
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
+def let_go(error: BaseException, since: int) -> None:
+    """Raises what is no fault of an episode: this machine has no sandboxes at all, or the run is being ended.
+
+    The latter also where code on the way has made another exception of a cancellation. A CancelledError that nobody asked for is a
+    bug like any other, and is not raised.
+
+    Args:
+        since: `cancellations()` of when the guarded code began.
+    """
+    if isinstance(error, KeyboardInterrupt | GeneratorExit | SandboxUnavailable):
+        raise error
+    if cancellations() > since:
+        raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
+
+
 def cause(error: BaseException, *kinds: type[E]) -> E | None:
-    """The first exception of these kinds in `error`: itself, or one of a group that a TaskGroup made."""
+    """The first exception of these kinds: `error` itself, or a member of a TaskGroup's exception group."""
     pending = [error]
-    while pending:  # without recursion: groups may be nested deeper than Python's stack is
+    while pending:  # without recursion: groups may be nested deeper than Python's stack
         one = pending.pop()
         if isinstance(one, kinds):
             return one
@@ -228,25 +286,25 @@ def text_of(error: BaseException, limit: int = 2000) -> str:
     """The text of an exception, printable and bounded, its lines kept."""
     try:
         return printable(str(error), limit)
-    except BaseException:  # a number too long to print, a __str__ of its own that may raise anything
+    except BaseException:  # a number too long to print, or a __str__ that raises
         return "(its text cannot be shown)"
 
 
 def printable(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`; what is neither printable nor a line's end shows as a replacement character."""
+    """At most `limit` characters of `text`; unprintable ones other than newlines become replacement characters."""
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
 
 
 def report(what: str, error: BaseException, *, trace: bool = True) -> None:
-    """Logs an exception that nobody foresaw: the first of a kind (what, its type and its place) with its traceback, then the 10th,
-    100th, ... in a line.
+    """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in a
+    line each.
 
     Args:
-        trace: False for one whose traceback tells nothing.
+        trace: False to omit a traceback that would not help.
     """
     frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
-    place = "" if frame is None else f"{frame.filename}:{frame.lineno}"
-    key = (what, type(error).__name__, place)
+    location = "" if frame is None else f"{frame.filename}:{frame.lineno}"
+    key = (what, type(error).__name__, location)
     if not _again(key):
         return
     if (times := _seen.get(key, 1)) > 1:
@@ -256,7 +314,7 @@ def report(what: str, error: BaseException, *, trace: bool = True) -> None:
 
 
 def _again(key: tuple[str, ...]) -> bool:
-    """Counts one more of a kind; whether it is to be said: the first, the 10th, the 100th, ..."""
+    """Counts one more of a kind; returns whether to log it: the first, 10th, 100th, ..."""
     if key not in _seen and len(_seen) >= _KINDS:
         key = ("others",)
     times = _seen[key] = _seen.get(key, 0) + 1
@@ -266,7 +324,7 @@ def _again(key: tuple[str, ...]) -> bool:
 def _traceback(error: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(error, limit=-_FRAMES))
-    except Exception as second:  # a traceback is no reason for another
+    except Exception as second:  # formatting a traceback must not raise another
         text = f"(no traceback: {type(second).__name__})"
     if len(text) > MAX_TRACEBACK:
         text = f"{text[: MAX_TRACEBACK // 2]}\n...\n{text[-MAX_TRACEBACK // 2 :]}"

@@ -34,6 +34,7 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, cgroups, list_open, select_backend
 from agentrl.sandbox.images import load_image
 from agentrl.sandbox.lease import lease
+from agentrl.sandbox.shared import IDLE
 
 CODE = "import csv, json\nprint(sum(range(100)))"
 OPEN_S = 120.0
@@ -251,16 +252,23 @@ async def row(backend: Backend, spec: SandboxSpec, count: int, parallel: int) ->
 async def settled(name: str, timeout_s: float = 30.0) -> None:
     """Gives the daemon time to take away what it removes by itself."""
     deadline = time.monotonic() + timeout_s
-    while any(lease() in sandbox.name for sandbox in list_open()) and time.monotonic() < deadline:
+    while ours_open() and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
+
+
+def ours_open() -> set[str]:
+    """Names of this process's sandboxes; containers that are kept for the next ones are none."""
+    return {sandbox.name for sandbox in list_open() if lease() in sandbox.name and sandbox.backend != "container"}
 
 
 def held() -> dict[str, int]:
     """What exists now that sandboxes could leave behind."""
     hierarchy = cgroups.find()
+    shared = {sandbox.name for sandbox in list_open() if lease() in sandbox.name} - ours_open()
     return {
-        "sandboxes": sum(lease() in sandbox.name for sandbox in list_open()),
-        "processes": sum(lease() in mounts for mounts in seen_mounts()),
+        "sandboxes": len(ours_open()),
+        "processes": sum(lease() in mounts and not any(f"/{name}" in mounts for name in shared) for mounts in seen_mounts()),
+        "containers": max(0, len(shared) - IDLE),
         "control groups": sum(lease() in name for name in hierarchy.names()) if hierarchy is not None else 0,
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),

@@ -16,8 +16,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
 
+from agentrl.contract.outputs import collect
 from agentrl.errors import SandboxError
-from agentrl.outputs import collect
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import select_backend

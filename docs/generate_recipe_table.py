@@ -12,11 +12,13 @@ import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from agentrl.parts import Kind
 from agentrl.recipe import Recipe
 from agentrl.section import Section, section_of
 
@@ -67,11 +69,18 @@ def _type(field: FieldInfo) -> str:
         f"{sign} {_number(value)}" for item in field.metadata for name, sign in _BOUNDS if (value := getattr(item, name, None)) is not None
     ]
     patterns = [f"matching `{pattern}`" for item in field.metadata if (pattern := getattr(item, "pattern", None))]
-    return " ".join([_name(field.annotation), ", ".join([*bounds, *patterns])]).strip()
+    kinds = [item for item in field.metadata if isinstance(item, Kind)]
+    return " ".join([_words(kinds[0]) if kinds else _name(field.annotation), ", ".join([*bounds, *patterns])]).strip()
+
+
+def _words(kind: Kind) -> str:
+    return f"{' or '.join(f'`{word}`' for word in kind.shipped)} or a reference"
 
 
 def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, Kind)]):
+        return _words(kinds[0])
     if origin is Literal:
         return " or ".join(f"`{_literal(value)}`" for value in arguments)
     if origin is dict:
@@ -80,7 +89,7 @@ def _name(annotation: Any) -> str:
         return f"list of {_name(arguments[0])}"
     if origin in (typing.Union, types.UnionType):
         return ", ".join("nothing" if part is type(None) else _name(part) for part in arguments)
-    return str(getattr(annotation, "__name__", annotation))
+    return "JSON" if annotation is JsonValue else str(getattr(annotation, "__name__", annotation))
 
 
 def _literal(value: object) -> str:

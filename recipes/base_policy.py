@@ -25,9 +25,9 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # as the command line does: content is imported from the project root
 
+from agentrl.agent import load_tools  # noqa: E402
+from agentrl.agent.chat import ChatFormat  # noqa: E402
 from agentrl.records import Split, Task  # noqa: E402
-from agentrl.rollout.chat import ChatFormat  # noqa: E402
-from agentrl.rollout.tools import load_tools  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
 from sandboxes.tables.demonstrations import Act, demonstrate  # noqa: E402
 

@@ -36,7 +36,7 @@ EXEMPT = {
 }
 
 # What the unmarked tests and the linters import besides the core and `dev`: enough to work on agentrl without an inference server.
-UNIT = ["numpy", "pandas", "pycountry", "safetensors", "scikit-learn", "scipy", "tensorboard", "tokenizers", "torch", "transformers"]
+UNIT = ["numpy", "pandas", "pycountry", "safetensors", "scikit-learn", "tensorboard", "tokenizers", "torch", "transformers"]
 
 HEADER = """\
 # {title}

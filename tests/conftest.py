@@ -1,8 +1,71 @@
-"""For all tests: what a property test may take depends on the machine, so hypothesis measures no time."""
+"""For all tests.
+
+Tests run on a few workers (`make test`). A file's tests stay on one of them, since what they share is made once for a file. All that
+start an inference server take turns on one worker: two servers at once want more than two cores, and the real one of tests/serving is
+shared. So do those of sandboxes: an attack on a weak one takes from the whole machine. The learner's tests share a process that has
+imported what learners need. What takes longest begins first.
+
+What a property test may take depends on the machine, so hypothesis measures no time. `make test-unit` takes the profile `quick`; the
+whole suite draws as many examples as hypothesis does by itself.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
+
+import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 settings.register_profile("agentrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("agentrl"), max_examples=25)
 settings.load_profile("agentrl")
+
+
+TOGETHER = {"e2e": "servers", "serving": "servers", "sandbox": "sandboxes", "prove/test_attacks.py": "sandboxes", "learner": "learner"}
+FIRST = ("servers", "sandboxes", "learner")
+LAST_OF_ITS_GROUP = "prove/test_attacks.py"
+
+
+def group_of(nodeid: str) -> str:
+    """The tests that this one shares a worker with."""
+    file = nodeid.partition("::")[0].removeprefix("tests/")
+    return TOGETHER.get(file.partition("/")[0]) or TOGETHER.get(file, file)
+
+
+class ByGroup(LoadScopeScheduling):
+    """pytest-xdist's own way to keep tests by a mark (`--dist loadgroup`) has no effect under pytest 9."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByGroup:
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the long ones first where workers share them; in one process the order stays as it is."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: (_rank(group_of(item.nodeid)), LAST_OF_ITS_GROUP in item.nodeid))
+
+
+def _rank(group: str) -> int:
+    return FIRST.index(group) if group in FIRST else len(FIRST)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: the garbage collector need not look through torch again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """One thread for torch in this process: the tensors here are tiny, and threads that wait for each other cost more than they give."""
+    if "torch" in sys.modules and sys.modules["torch"].get_num_threads() != 1:
+        sys.modules["torch"].set_num_threads(1)

@@ -17,14 +17,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl import loop
+from agentrl.agent import ChatFormat
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure import FaultRate, Quarantine
-from agentrl.observe import RunTracker
+from agentrl.observe import RunTracker, StageClock
 from agentrl.protocols import Policy, SandboxBackend
 from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
-from agentrl.rollout import ChatFormat
+from agentrl.run import loop, opening
 from agentrl.sandbox import select_backend
 from agentrl.task import GroupSchedule
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
@@ -123,16 +123,17 @@ def make_recipe(**rollout: Any) -> Recipe:
 
 
 @asynccontextmanager
-async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family) -> AsyncIterator[loop.Run]:
+async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family) -> AsyncIterator[opening.Run]:
     """A `Run` whose rollouts are real; it has neither server nor learner."""
-    store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir, console=False)
+    store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     running = RunningEpisodes(run_dir / "running")
     chat, faults = ChatFormat(byte_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     try:
-        yield loop.Run(
+        yield opening.Run(
             recipe=recipe,
             folder=run_dir,
             tracker=tracker,
+            clock=StageClock(),
             store=store,
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
@@ -141,7 +142,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=loop._group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults),
+            groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults),
             schedule=GroupSchedule(family, recipe.seed),
             learner=cast(Any, None),
             stop_at=recipe.steps,
@@ -165,7 +166,7 @@ def scripted(journal: Path) -> SandboxBackend:
 
 async def main(run_dir: Path, backend: str, stall: int) -> None:
     journal = run_dir / "journal.jsonl"
-    sandboxes = scripted(journal) if backend == "scripted" else select_backend(cast(Any, backend), run_label="driving", root=ROOT)
+    sandboxes = scripted(journal) if backend == "scripted" else select_backend(backend, run_label="driving", root=ROOT)
     async with opened(run_dir, Journaled(journal, stall=stall), sandboxes, make_recipe(), Family()) as run:
         await loop._roll_out(run)
 

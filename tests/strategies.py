@@ -127,7 +127,18 @@ def _score(held: Held) -> Held:
 
 def _sample(held: Held) -> Held:
     count = len(held["token_ids"])
-    return held | {name: held[name][:count] for name in ("loss_mask", "logprobs", "advantages", "versions")}
+    cut = {name: held[name][:count] for name in ("loss_mask", "logprobs", "advantages", "versions", "rewards")}
+    return held | cut | {"advantages" if held["group_index"] % 2 else "rewards": ()}
+
+
+def _tree(held: Held) -> Held:
+    """A second trajectory that comes from the last turn of the first, where there is one."""
+    first, *rest = held["trajectories"] or (None,)
+    if first is None or not first.turns:
+        return held
+    calls = first.turns[-1].message.tool_calls
+    parent = nouns.Parent(trajectory=0, turn=len(first.turns) - 1, call=len(calls) - 1 if calls else None)
+    return held | {"trajectories": (first, *(dataclasses.replace(one, parent=parent) for one in rest))}
 
 
 _rows = st.lists(numbers, min_size=2, max_size=2).map(tuple)
@@ -151,18 +162,24 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "VersionSpan": {"start": st.just(0), "end": st.integers(1, 9)},
     "Turn": {"logprobs": _rows, "versions": wholes},
-    "Trajectory": {"inherited": st.just(())},
+    "Trajectory": {"inherited": st.just(()), "parent": st.none()},
     "EpisodeState": {
-        "turns": st.lists(st.deferred(lambda: records(nouns.Turn)), min_size=1, max_size=2).map(tuple),
-        "inherited": st.just(()),
+        "trajectories": st.tuples(st.deferred(lambda: records(nouns.Trajectory).filter(lambda one: one.turns))),
+        "prompt_ids": st.tuples(st.just((7,))),
     },
     "Score": {"turn_rewards": st.lists(st.just((0.25, -0.0)), max_size=1).map(tuple)},
     "Sample": {
-        **{name: _rows for name in ("logprobs", "advantages")},
+        **{name: _rows for name in ("logprobs", "advantages", "rewards")},
         "loss_mask": st.just((False, True)),
         "versions": st.tuples(wholes, wholes),
     },
     "PolicyVersion": {"weights": st.sampled_from([nouns.WHOLE_MODEL, nouns.ADAPTER])},
     "Probe": {"token_ids": st.just(((1, 2), (3, 4, 5))), "logprobs": st.tuples(numbers.map(lambda one: (one,)), _rows)},
 }
-_FITTING: dict[str, Callable[[Held], Held]] = {"Turn": _turn, "ScoredEpisode": _scored, "Score": _score, "Sample": _sample}
+_FITTING: dict[str, Callable[[Held], Held]] = {
+    "Turn": _turn,
+    "Episode": _tree,
+    "ScoredEpisode": _scored,
+    "Score": _score,
+    "Sample": _sample,
+}

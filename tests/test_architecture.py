@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,31 +17,15 @@ LONGEST_FILE = 600
 
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"records", "fields", "errors", "destinations"}),
-    frozenset({"protocols", "codec", "deltas", "toml", "usercode", "causes", "runlock"}),
-    frozenset({"section", "recipe", "plugins", "outputs", "grading", "model_folder"}),
-    frozenset({"task", "sandbox", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}),
-    frozenset({"learner", "supervised"}),
+    frozenset({"records", "fields", "errors", "destinations", "files", "processes"}),
+    frozenset({"protocols", "codec", "toml", "usercode", "causes", "runlock"}),
+    frozenset({"section", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
     frozenset(
-        {
-            "fuzzing",
-            "loop",
-            "cluster",
-            "served",
-            "evaluate",
-            "measure",
-            "transcript",
-            "preflight",
-            "prove",
-            "check",
-            "cheats",
-            "project",
-            "doctor",
-            "gpus",
-            "runfolder",
-            "ending",
-        }
+        {"task", "sandbox", "agent", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}
     ),
+    frozenset({"learner", "supervised"}),
+    frozenset({"run", "cluster"}),
+    frozenset({"prove"}),
     frozenset({"cli", "__main__"}),
 )
 SIBLINGS = 3  # the level whose rooms do not know each other
@@ -65,15 +50,18 @@ def room_of(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> tuple[str, ...]:
     """Dotted names of the modules that a file imports, anywhere in it; `from agentrl import x` gives `agentrl.x`."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (name.name for name in node.names)
+            found += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write the whole name"
             module = node.module or ""
-            yield from (f"{module}.{name.name}" for name in node.names) if module == "agentrl" else (module,)
+            found += [f"{module}.{name.name}" for name in node.names] if module == "agentrl" else [module]
+    return tuple(found)
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -99,8 +87,8 @@ def test_agentrl_never_imports_content() -> None:
     assert not guilty, "content is resolved by agentrl.plugins alone"
 
 
-def test_records_and_errors_need_only_the_standard_library() -> None:
-    for name in ("records", "fields", "errors", "destinations"):
+def test_the_lowest_modules_need_only_the_standard_library() -> None:
+    for name in ("records", "fields", "errors", "destinations", "files", "processes"):
         packages = {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} - {"agentrl"}
         assert packages <= sys.stdlib_module_names
 
@@ -110,18 +98,28 @@ def test_no_file_is_too_long_to_read() -> None:
     assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
 
 
-@pytest.mark.parametrize("recipe", sources("recipes"), ids=lambda path: path.name)
-def test_loading_a_recipe_wakes_nothing_heavy(recipe: Path) -> None:
-    code = f"""
-import sys
-import agentrl, agentrl.cli, agentrl.doctor
+LOADING = f"""
+import json, sys
 from pathlib import Path
-from agentrl.cli import load_recipe
+import agentrl, agentrl.cli, agentrl.cli.doctor
+from agentrl.cli.recipes import load_recipe
 from agentrl.recipe import Recipe
-if "\\nrecipe = " in Path({str(recipe)!r}).read_text():
-    assert isinstance(load_recipe(Path({str(recipe)!r}), [])[1], Recipe)
-print(*sorted({{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})))
+
+def awake():
+    return {{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})
+
+known, woken = awake(), {{}}
+woken["agentrl"] = sorted(known)
+for path in map(Path, sys.argv[1:]):
+    if "\\nrecipe = " in path.read_text():
+        assert isinstance(load_recipe(path, [])[1], Recipe)
+    woken[path.name], known = sorted(awake() - known), awake()
+print(json.dumps(woken))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_loading_a_recipe_wakes_nothing_heavy() -> None:
+    recipes = sources("recipes")
+    done = subprocess.run([sys.executable, "-c", LOADING, *map(str, recipes)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "", f"imported: {done.stdout}"
+    assert json.loads(done.stdout) == {name: [] for name in ("agentrl", *(recipe.name for recipe in recipes))}

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from agentrl.causes import clip, disk_full, first, in_log, place, short
+from agentrl.causes import clip, disk_full, first, in_log, location, short
 from agentrl.errors import DiskFull, ServingError, StoreError, UserError
 
 REFUSED_MODEL = """\
@@ -36,10 +36,10 @@ ENGINE = """\
     [
         (REFUSED_MODEL, "The checkpoint you are trying to load has model type `no_such`", ""),
         (ENGINE, "safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata", ""),
-        ("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + ENGINE, "the GPU's memory", "gpu_memory_utilization"),
+        ("x\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + ENGINE, "the GPU is out", "gpu_memory_utilization"),
         ("OSError: [Errno 98] Address already in use\n", "its port is in use", "serving.port=0"),
         ("write failed: No space left on device\n", "the disk is full", "free space"),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried\n", "the machine's memory", "kv_cache_gb"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried\n", "the machine is out", "kv_cache_gb"),
         ("INFO starting\nIllegal instruction\n\n", "Illegal instruction", ""),
         ("", "", ""),
     ],
@@ -83,6 +83,6 @@ def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> 
             return error
         raise AssertionError
 
-    assert place(caught()).startswith("tests/test_causes.py:") or "/tests/test_causes.py:" in place(caught())
-    assert place(KeyError()) == "" and short(KeyError()) == "KeyError"
+    assert location(caught()).startswith("tests/test_causes.py:") or "/tests/test_causes.py:" in location(caught())
+    assert location(KeyError()) == "" and short(KeyError()) == "KeyError"
     assert len(short(caught())) <= 600 and len(clip("line\n" * 99).splitlines()) == 6

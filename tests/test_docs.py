@@ -8,14 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import typer.main
 
 from agentrl.cli import app
+from agentrl.cli.project import init_project
 from agentrl.errors import RecipeError
-from agentrl.project import init_project
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.section import section_of
 
@@ -74,9 +75,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
+@cache
+def _tree(module: Path) -> ast.Module:
+    return ast.parse(module.read_text())
+
+
 def defines(module: Path, names: list[str]) -> bool:
     """Whether a source file defines `names` (a class and its member, inherited in the file or not), or imports the first of them."""
-    top: list[ast.stmt] = ast.parse(module.read_text()).body
+    top: list[ast.stmt] = _tree(module).body
     body = top
     for name in names:
         found = next((node for node in body if name in _bound(node)), None)
@@ -147,7 +153,7 @@ def test_commands_and_targets_exist(page: Path) -> None:
     text = prose(page)
     known = set(typer.main.get_group(app).commands)
     assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
-    makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "template" / "Makefile.in")
+    makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "cli" / "template" / "Makefile.in")
     targets = {target for file in makefiles for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)}
     assert set(re.findall(r"(?:^|`|&& )make ([a-z-]+)\b", text, re.MULTILINE)) <= targets
 
@@ -192,11 +198,32 @@ def test_the_recipe_example_loads(project: Path) -> None:
     assert run(project, "-c", shown).split() == ["4", "60", "False"]
 
 
+@pytest.mark.slow
 def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     tests = write_examples("verifiers.md", project)
     assert "9 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    used = """
+from pathlib import Path
+from agentrl.cli.prove import open_target
+from agentrl.cli.recipes import load_recipe
+from agentrl.records import Split
+from agentrl.run.preflight import open_tasks
+root, recipe = load_recipe(Path("recipes/close.py"), [])
+family, scorer = open_tasks(recipe, root=root)
+print(*(one.task(split, 3).verifiers for one in (family, open_target(Path("recipes/close.py"), None)[0].open()) for split in Split))
+"""
+    assert run(project, "-c", used).split() == ["('rewards.close:close_number',)"] * 6, "by train, eval and check, in every split"
 
 
+@pytest.mark.slow
+@pytest.mark.bubblewrap
+def test_the_verifier_example_is_proven_in_real_sandboxes(project: Path) -> None:
+    write_examples("verifiers.md", project)
+    output = run(project, "-m", "agentrl", "check", "recipes/close.py", "--count", "12", "--sandbox", "bubblewrap", timeout=1500)
+    assert "1 verifier: " in output and "FAIL" not in output, output
+
+
+@pytest.mark.slow
 def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path) -> None:
     tests = write_examples("task-families.md", project)
     assert "3 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
@@ -204,6 +231,49 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
     truth = run(project, "-c", f"{answers}; open({str(tmp_path / 'app.log')!r}, 'w').write(t.files['app.log']); print(t.data['answer'])")
     program = run(project, "-c", f"{answers}; print(Logs().gold(t))")
     assert run(tmp_path, "-c", program).strip() == truth.strip()
+
+
+def test_the_examples_of_own_parts_fulfil_their_protocols_and_work(project: Path) -> None:
+    write_examples("parts.md", project)
+    shown = """
+import os, tempfile
+from pathlib import Path
+from agentrl import parts
+from agentrl.cli.recipes import load_recipe
+from agentrl.experience import open_store
+from agentrl.objective.advantages import estimator
+from agentrl.observe import open_trackers
+from agentrl.rollout import left_out_group
+from agentrl.records import Blame, Failure
+from agentrl.run.preflight import check_parts, _try_objective
+
+_, recipe = load_recipe(Path("recipes/own_parts.py"), [])
+check_parts(recipe)
+_try_objective(recipe)
+print(estimator(recipe.objective)([[1.0, 0.0, 0.5]]))
+with tempfile.TemporaryDirectory() as folder:
+    recipe = recipe.but(store_options={"disk": folder})
+    store = open_store(Path("run"), recipe)
+    store.put(left_out_group(3, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message="m"), size=1))
+    store.close()
+    print(os.listdir(folder)[0], open_store(Path("run"), recipe).indices())
+    (tracker,) = open_trackers(Path(folder), recipe, console=False)
+    tracker.log(1, {"loss": 0.5})
+    tracker.stage("train")
+    print(Path(folder, "figures.csv").read_text())
+"""
+    said = run(project, "-c", shown).splitlines()
+    assert said[:2] == ["[[1.0, -2.0, -1.0]]", "run.sqlite (3,)"] and said[2] == "1,,0.5"
+    longest = {block.path: len(block.text.splitlines()) for block in blocks(ROOT / "docs" / "parts.md") if block.path}
+    assert longest["parts/advantage.py"] <= 15, "one file of at most 15 lines is what an estimator costs"
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+def test_the_example_of_a_backend_of_ones_own_is_held_to_the_protocol(project: Path) -> None:
+    write_examples("parts.md", project)
+    command = ("-m", "agentrl", "sandbox", "check", "--backend", "parts.backend:Announced", "--only", "exec_result")
+    assert " ok " in run(project, *command, timeout=1500)
 
 
 @pytest.mark.slow
@@ -218,8 +288,8 @@ def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() ->
     """A project made by `agentrl init`, and an installed wheel, have no docs/: a fix says what to do. Docstrings are for us."""
     named = {}
     for path in sorted((ROOT / "agentrl").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings, of fields too
-        texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, of fields too
+        texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
         named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}
     assert named == {}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.records import Split
 from agentrl.reward import TaskScorer
-from agentrl.rollout import ChatFormat, EpisodeRunner, GroupRunner
+from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import WarmPool, list_open, select_backend
 from agentrl.sandbox.lease import lease
 from agentrl.task import TaskFolders
@@ -44,7 +45,7 @@ async def test_a_group_of_good_bad_and_cheating_agents(backend: str) -> None:
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        chat=ChatFormat(tokenizer),
+        agent=TurnLoop(chat=ChatFormat(tokenizer)),
         temperature=1.0,
         max_model_len=100_000,
         request_timeout_s=60.0,

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.agent import ChatFormat
+from agentrl.agent.calls import CLOSE, OPEN, read_calls
+from agentrl.agent.tools import clip, show
 from agentrl.observe import write_report
-from agentrl.observe.markup import escape
+from agentrl.observe.markup import visible
 from agentrl.records import (
     Blame,
     Episode,
@@ -19,23 +22,19 @@ from agentrl.records import (
     Failure,
     Limits,
     Message,
-    SandboxSpec,
     Score,
     ScoredEpisode,
-    Split,
-    Task,
     ToolCall,
     ToolResult,
     Trajectory,
     Turn,
 )
 from agentrl.reward.rewardfile import reward
-from agentrl.rollout import ChatFormat
-from agentrl.rollout.calls import CLOSE, OPEN, read_calls
-from agentrl.rollout.episode import _shown, _State
-from agentrl.rollout.tools import clip, show
-from agentrl.testing import byte_tokenizer
-from agentrl.transcript import append, transcript
+from agentrl.rollout.life import EpisodeLife
+from agentrl.run.transcript import append, transcript
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
 from rewards.tables import exact_answer
 
 SMALL, LARGE = 10_000, 1_000_000
@@ -45,16 +44,24 @@ AT_ONCE_S = 0.005
 
 TOKENIZER = byte_tokenizer()
 CHAT = ChatFormat(TOKENIZER)
-TASK = Task(
-    id="t",
-    family="f",
-    prompt=(Message(role="user", content="q"),),
-    tools=("submit",),
-    sandbox=SandboxSpec(image="i"),
-    verifiers=(),
-    data={"answer": "1"},
-    split=Split.TRAIN,
-)
+TASK = sample_task(data={"answer": "1"})
+
+
+def life() -> EpisodeLife:
+    """An episode that has shown nothing yet."""
+    return EpisodeLife(
+        TASK,
+        episode_id="e",
+        attempt=0,
+        start=None,
+        policy=ScriptedPolicy.saying(TOKENIZER),
+        sandboxes=ScriptedSandboxes(printing("")),
+        temperature=1.0,
+        max_model_len=4096,
+        request_timeout_s=60.0,
+        open_timeout_s=60.0,
+        on_turn=None,
+    )
 
 
 def units(*quick: str, slow: Sequence[str]) -> pytest.MarkDecorator:
@@ -109,11 +116,11 @@ def test_words(unit: str) -> None:
     for work in (
         read_calls,
         CHAT.defang,
-        escape,
+        visible,
         lambda text: Message(role="assistant", content=text),
         lambda text: clip(text, 2000),
         lambda text: show(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
-        lambda text: _shown(TASK, _State(), text),
+        lambda text: life().shown(text),
         lambda text: reward(text, None),
         lambda text: reward(None, text),
         lambda text: run(exact_answer(TASK, Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text))),

@@ -4,6 +4,7 @@ import base64
 import doctest
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,27 +19,16 @@ from agentrl.records import (
     Message,
     Probe,
     Sample,
-    SandboxSpec,
     Score,
     ScoredEpisode,
-    Split,
-    Task,
     ToolCall,
     Trajectory,
     Turn,
     VersionSpan,
 )
+from agentrl.testing.samples import sample_task
 
-TASK = Task(
-    id="t",
-    family="f",
-    prompt=(Message(role="user", content="q"),),
-    tools=("submit",),
-    sandbox=SandboxSpec(image="i"),
-    verifiers=("v:v",),
-    data={"answer": "4"},
-    split=Split.TRAIN,
-)
+TASK = sample_task(verifiers=("v:v",))
 
 
 def turn(n: int, *spans: tuple[int, int, int]) -> Turn:
@@ -97,6 +87,18 @@ def test_lengths_are_checked() -> None:
         )
     with pytest.raises(ValueError, match="Probe"):
         Probe(token_ids=((1, 2, 3),), logprobs=((-1.0,),))
+
+
+def test_a_sample_has_advantages_or_rewards_and_never_both() -> None:
+    rows: dict[str, Any] = {"token_ids": (1, 2), "loss_mask": (False, True), "logprobs": (0.0, -1.0), "versions": (-1, 0)}
+    assert Sample(episode_id="e", group_index=0, **rows, rewards=(0.0, 1.0)).advantages == ()
+    for credit, said in (
+        ({"advantages": (0.0, 1.0), "rewards": (0.0, 1.0)}, "never both"),
+        ({"rewards": (1.0,)}, r"Sample\.rewards has 1 entries for 2"),
+        ({}, r"Sample\.advantages has 0 entries for 2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Sample(episode_id="e", group_index=0, **rows, **credit)
 
 
 @given(st.text(), st.floats(allow_nan=False), st.integers(min_value=0, max_value=5))

@@ -18,7 +18,7 @@ import pytest
 
 from agentrl import runlock
 from agentrl.errors import RunFolderBusy, UserError
-from agentrl.runfolder import claimed
+from agentrl.run.folder import claimed
 from agentrl.runlock import DRIVER, driving, hold_part
 
 HOLD = """

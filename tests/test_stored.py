@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl import codec, measure, records
+from agentrl import codec, records
+from agentrl.agent.tools import ToolOutcome
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure.quarantine import Quarantine, count
 from agentrl.fields import Record
@@ -25,15 +26,19 @@ from agentrl.observe.rundata import read_run
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Blame, EpisodeState, Failure, Group, PolicyVersion, ScoredEpisode, Task, VersionState
 from agentrl.rollout.group import left_out_group
-from agentrl.rollout.tools import ToolOutcome
-from agentrl.transcript import append, transcript
+from agentrl.run import measure
+from agentrl.run.transcript import append, transcript
 from agentrl.version import FolderRegistry
 from tests import strategies
 from tests.strategies import anything, numbers, utf8_text
 
 KINDS = [kind for kind in vars(records).values() if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record]
 KINDS += [ToolOutcome, Setback, Counts]
-drawn = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
+drawn = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    deadline=None,
+    max_examples=max(3, settings.default.max_examples // 8),
+)
 
 
 def same(found: Any, made: Any) -> bool:
@@ -49,14 +54,14 @@ def test_every_dataclass_of_the_records_is_checked() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(drawn, max_examples=8)
+@drawn
 def test_a_record_is_read_back_equal(kind: type[Any], data: st.DataObject) -> None:
     read_back(kind, data)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(drawn, max_examples=12)
+@drawn
 def test_a_field_holds_what_can_be_stored_or_is_refused(kind: type[Any], data: st.DataObject) -> None:
     refused_or_read_back(kind, data)
 
@@ -92,7 +97,7 @@ groups = strategies.records(Group).filter(lambda group: group.index >= 0)
 
 
 @given(groups)
-@settings(drawn, max_examples=12)
+@drawn
 def test_groups_come_back_from_the_store(group: Group) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "experience.sqlite")
@@ -104,7 +109,7 @@ def test_groups_come_back_from_the_store(group: Group) -> None:
 
 
 @given(strategies.records(EpisodeState) | strategies.records(ScoredEpisode))
-@settings(drawn, max_examples=12)
+@drawn
 def test_running_episodes_are_found_as_they_were_kept(record: EpisodeState | ScoredEpisode) -> None:
     with tempfile.TemporaryDirectory() as folder:
         running = RunningEpisodes(Path(folder))
@@ -118,7 +123,7 @@ async def _both(awaitable: Any) -> Any:
 
 
 @given(strategies.records(Task), strategies.records(ScoredEpisode))
-@settings(drawn, max_examples=12)
+@drawn
 def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -133,7 +138,7 @@ def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) 
 
 
 @given(strategies.records(Failure), utf8_text, utf8_text)
-@settings(drawn, max_examples=12)
+@drawn
 def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task_id: str, task_key: str) -> None:
     fault = dataclasses.replace(failure, blame=Blame.TASK)
     with tempfile.TemporaryDirectory() as name:
@@ -143,7 +148,7 @@ def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task
 
 
 @given(strategies.records(PolicyVersion), st.dictionaries(utf8_text, numbers.filter(lambda value: value == value), max_size=3))
-@settings(drawn, max_examples=12)
+@drawn
 def test_versions_come_back_from_the_registry(version: PolicyVersion, evals: Mapping[str, float]) -> None:
     version = dataclasses.replace(version, number=abs(version.number) % 10**6, state=VersionState.CANDIDATE)
     with tempfile.TemporaryDirectory() as name:
@@ -154,7 +159,7 @@ def test_versions_come_back_from_the_registry(version: PolicyVersion, evals: Map
 
 
 @given(st.lists(strategies.records(Setback), min_size=1, max_size=3).map(tuple))
-@settings(drawn, max_examples=12)
+@drawn
 def test_setbacks_come_back_and_are_told(setbacks: tuple[Setback, ...]) -> None:
     setbacks = tuple(dataclasses.replace(setback, action="skip", step=abs(setback.step) >> 1) for setback in setbacks)
     with tempfile.TemporaryDirectory() as name:
@@ -167,7 +172,7 @@ def test_setbacks_come_back_and_are_told(setbacks: tuple[Setback, ...]) -> None:
 
 def test_a_step_without_a_finite_figure_is_summed_up() -> None:
     with tempfile.TemporaryDirectory() as name:
-        tracker = RunTracker(Path(name), console=False)
+        tracker = RunTracker(Path(name))
         for step, figure in enumerate((float("inf"), 2.0)):
             tracker.log(step, {"reward_mean": figure, "swap_stall_ms": figure, "swap_probe_max_abs_diff": figure, "episodes": figure})
         tracker.close()
@@ -181,10 +186,10 @@ METRICS = ("reward_mean", "episodes", "tokens_trained", "swap_stall_ms", "swap_p
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # TensorBoard keeps float32
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS) | utf8_text, numbers, max_size=5), min_size=1, max_size=3))
-@settings(drawn, max_examples=8)
+@drawn
 def test_metrics_of_any_size_are_summed_up_and_reported(steps: list[dict[str, float]]) -> None:
     with tempfile.TemporaryDirectory() as name:
-        tracker = RunTracker(Path(name), console=False, steps=len(steps))
+        tracker = RunTracker(Path(name), steps=len(steps))
         for step, metrics in enumerate(steps):
             tracker.log(step, metrics)
         tracker.close()

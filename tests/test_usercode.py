@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl import usercode
 from agentrl.errors import SandboxError
-from agentrl.usercode import Exited, Overdue, call, cause, describe, printable, report
+from agentrl.usercode import Exited, Overdue, call, cause, describe, printable, report, threaded
 
 
 async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
@@ -175,3 +176,32 @@ def test_our_own_errors_are_found_in_groups() -> None:
         deep = ExceptionGroup("a", [deep])
     assert cause(deep, SandboxError) is inner and cause(deep, KeyError) is None
     report("tool deep", deep)
+
+
+async def test_a_thread_gives_what_its_code_gives_or_raises() -> None:
+    assert await threaded(lambda: threading.current_thread().name, what="a tool") == "a tool"
+    for error in (KeyError("x"), SystemExit(3), StopIteration(1)):
+
+        def throw(error: BaseException = error) -> None:
+            raise error
+
+        with pytest.raises(RuntimeError if isinstance(error, StopIteration) else type(error)):
+            await threaded(throw, what="w")
+
+
+async def test_threads_that_nobody_waits_for_are_bounded_and_give_their_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usercode, "_threads", threading.BoundedSemaphore(2))
+    release = threading.Event()
+    for _ in range(2):
+        with pytest.raises(Overdue):
+            await call(lambda: threaded(release.wait, what="w"), what="w", timeout_s=0.01)
+    with pytest.raises(RuntimeError, match="still running"):
+        await threaded(lambda: 1, what="w")
+    release.set()
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await threaded(lambda: 1, what="w") == 1
+                break
+            except RuntimeError:
+                await asyncio.sleep(0.01)

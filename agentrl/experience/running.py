@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import TypeVar
 
 import zstandard
 
-from agentrl import codec
+from agentrl import codec, files
 from agentrl.records import MAX_SNAPSHOT_BYTES, EpisodeState, ScoredEpisode
 
 log = logging.getLogger(__name__)
@@ -61,17 +60,13 @@ class RunningEpisodes:
         return self._read(self._path(group, member, "state"), EpisodeState) if scored is None else scored
 
     def _write(self, path: Path, record: EpisodeState | ScoredEpisode) -> None:
-        part = path.with_name(f".{path.name}.{next(self._numbers)}.part")  # of its own: a write may outlive the turn that began it
         try:
             data = codec.to_json(record)
             if len(data) > MAX_BYTES:
                 raise OSError(f"{len(data) >> 20} MiB are more than may be kept")
             path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as file:
-                file.write(zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data))
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
+            body = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
+            files.write(path, body, tag=str(next(self._numbers)))  # of its own: a write may outlive the turn that began it
         except OSError as error:
             log.warning("%s could not be written: a crash would cost the turns since it was: %s", path, error)
 

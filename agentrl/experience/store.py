@@ -18,8 +18,10 @@ from typing import Any
 
 import zstandard
 
-from agentrl import codec
+from agentrl import codec, parts
 from agentrl.errors import StoreError
+from agentrl.protocols import ExperienceStore
+from agentrl.recipe import Recipe
 from agentrl.records import Group
 
 _APPLICATION_ID = 0x41475258  # "AGRX": tells our files from any other SQLite file
@@ -198,6 +200,17 @@ def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
 
 def _pragma(db: sqlite3.Connection, name: str) -> int:
     return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
+    """The store that a recipe names, as driver and learner open it. Raises `PluginError` for one that is none, `StoreError`."""
+    made: ExperienceStore = parts.make(parts.STORE, recipe.store, recipe.store_options, run_dir, recipe)
+    return made
+
+
+def open_sqlite(run_dir: Path, recipe: Recipe) -> SqliteStore:
+    """The store of a run: `experience.sqlite` in its folder."""
+    return SqliteStore(run_dir / "experience.sqlite")
 
 
 def _name(indices: Sequence[int]) -> str:

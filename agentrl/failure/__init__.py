@@ -1,4 +1,4 @@
-"""What to do about failures that are nobody's policy: broken tasks go into quarantine, and too many faults pause the run."""
+"""Handling of failures not caused by the policy: broken tasks are quarantined, and too many faults pause the run."""
 
 from agentrl.failure.quarantine import Quarantine
 from agentrl.failure.rate import FaultRate

@@ -1,4 +1,4 @@
-"""How many attempts end in a fault that is not the policy's: above a rate the run pauses, instead of going on without learning."""
+"""The rate of attempts that end in a fault not caused by the policy: above a limit the run pauses instead of learning nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from agentrl.errors import InfrastructureError
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
-_KINDS = 32  # told apart; the rest are counted together
+_KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
 OTHERS = "others"
 
 
 class FaultRate:
-    """Counts the newest attempts and what was wrong with them, retried or not. Use it from one event loop.
+    """Counts the newest attempts and their faults, retried or not. Use it from one event loop.
 
-    When a server or a daemon dies, all attempts in flight fail at once and are made again, which is no reason to pause. So the
-    rate is that of the newest `4 * concurrency` attempts (at least 64), judged once half of them are known: with a limit of 0.5, one
-    such death among sound attempts never exceeds it.
+    When a server or a daemon dies, all attempts in flight fail at once and are retried, which is no reason to pause. So the rate
+    is taken over the newest `4 * concurrency` attempts (at least 64), once half of them are known: with a limit of 0.5, one such
+    death among sound attempts never exceeds it.
 
     Args:
-        limit: largest share of faults, from 0 to 1; 1 never pauses a run.
-        concurrency: how many attempts may be in flight at once.
+        limit: largest accepted share of faults, from 0 to 1; with 1 a run never pauses.
+        concurrency: largest number of attempts in flight.
     """
 
     def __init__(self, limit: float, *, concurrency: int) -> None:
@@ -39,7 +39,7 @@ class FaultRate:
         self._exceeded = asyncio.Event()
 
     def attempt(self, failure: Failure | None) -> None:
-        """Counts an attempt that has ended; `failure` is what was wrong with it, None when it was scored."""
+        """Counts an attempt that has ended; `failure` is its fault, None when it was scored."""
         kind = None
         if failure is not None:
             kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
@@ -56,7 +56,7 @@ class FaultRate:
 
     @property
     def share(self) -> float:
-        """Share of faults among the newest attempts; 0 before there is one."""
+        """Share of faults among the newest attempts; 0 before the first."""
         return self._failed / len(self._newest) if self._newest else 0.0
 
     @property
@@ -65,24 +65,24 @@ class FaultRate:
         return Counter(kind for kind in self._newest if kind is not None)
 
     def figures(self) -> dict[str, float]:
-        """Attempts that have ended since this was last asked, and those of them that failed; for the metrics of a step."""
+        """Attempts that have ended since the last call, and how many of them failed; for the metrics of a step."""
         ended, failed = self._since.total(), self._since[True]
         self._since.clear()
         return {"attempts_ended": ended, "attempts_failed": failed}
 
     async def watch(self) -> NoReturn:
-        """Waits until the rate is exceeded, then raises `InfrastructureError` that says what failed how often."""
+        """Waits until the limit is exceeded, then raises `InfrastructureError` that says what failed how often."""
         await self._exceeded.wait()
-        raise InfrastructureError(self._told())
+        raise InfrastructureError(self._message())
 
-    def _told(self) -> str:
+    def _message(self) -> str:
         kinds = self.kinds.most_common()
         lines = [f"{count} x {kind}: {self._messages.get(kind, '')}".rstrip(": ") for kind, count in kinds[:_SHOWN]]
         if rest := sum(count for _, count in kinds[_SHOWN:]):
             lines.append(f"{rest} x of {len(kinds) - _SHOWN} other kinds")
         listing = "\n  ".join(lines)
         return (
-            f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed, and not by what the policy did"
+            f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed, and not because of the policy"
             f" (rollout.max_fault_rate={self.limit:g}). The newest of each kind:\n  {listing}\n"
-            "  fix: put that right, then go on with --resume; what was finished is kept. rollout.max_fault_rate=1 never pauses a run"
+            "  fix: repair the cause, then continue with --resume; finished work is kept. With rollout.max_fault_rate=1 a run never pauses"
         )

@@ -1,18 +1,16 @@
-"""Published weights on their way to the server over NCCL: connecting to it, and again to the one after it.
+"""Sending published weights to the server over NCCL, and reconnecting when the server was restarted.
 
-The driver announces the server it runs in `server.json` (`agentrl.served`); the file is gone while there is none. A broken
-channel cannot be mended in place, since a member that is lost leaves the others inside a collective: the learner ends with an
-error, is started again from its checkpoint, and brings the server up to date before it goes on.
+The driver announces its server in `server.json` (`agentrl.serving.served`); without a server there is no such file. A broken
+channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an
+error, is restarted from its checkpoint, and brings the server up to date before it goes on.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +18,8 @@ import httpx
 
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.process import ANNOUNCEMENT
 from agentrl.recipe import Recipe
+from agentrl.weights.announcement import Server, announced
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
@@ -29,27 +27,19 @@ _ASK_S = 30.0
 
 
 class Channel(Protocol):
-    """What `agentrl.learner.weight_source.connect` gives."""
+    """The result of `agentrl.learner.weight_source.connect`."""
 
     def send_weights(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """A running server: where it is, and which of the servers that this run has started."""
-
-    url: str
-    start: int
 
 
 Connect = Callable[[PolicyEngine, Server, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
 
 
 class Broadcaster:
-    """Sends versions from all ranks; every method is a collective. Rank 0 alone talks to the server."""
+    """Sends versions from all ranks; every method is a collective. Only rank 0 talks to the server."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
-        self._announcement = run_dir / ANNOUNCEMENT
+        self._run_dir = run_dir
         self._serving = recipe.serving
         self._engine = engine
         self._connect = connect or _connect
@@ -58,7 +48,7 @@ class Broadcaster:
         self._channel: Channel | None = None
 
     def send(self, number: int) -> None:
-        """Sends the engine's weights as version `number`; returns when the server has taken them.
+        """Sends the engine's weights as version `number`; returns once the server has loaded them.
 
         Raises `LearnerError` when there is no server within `serving.startup_timeout_s`, or the transfer fails.
         """
@@ -70,14 +60,14 @@ class Broadcaster:
             raise LearnerError(f"version {number} could not be sent to the server: {type(error).__name__}: {error}") from error
 
     def catch_up(self, number: int) -> None:
-        """After a restart: sends version `number` unless the server carries it already."""
+        """After a restart: sends version `number` unless the server already has it."""
         behind = False
         if self._engine.ranks.first:
             server = self._server()
             try:
                 answer = httpx.get(f"{server.url}/weight_info", timeout=_ASK_S, trust_env=False).raise_for_status().json()
             except (httpx.HTTPError, ValueError) as error:
-                raise LearnerError(f"the server at {server.url} does not say which weights it carries: {error}") from error
+                raise LearnerError(f"the server at {server.url} does not say which weights it has: {error}") from error
             behind = answer.get("weight_version") != str(number)
         if self._engine.ranks.decide(int(behind)):
             log.info("bringing the server to version %d", number)
@@ -94,14 +84,11 @@ class Broadcaster:
 
     def _server(self) -> Server:
         deadline = time.monotonic() + self._serving.startup_timeout_s
-        while True:
-            try:
-                found = json.loads(self._announcement.read_text())
-                return Server(url=str(found["url"]), start=int(found["start"]))
-            except FileNotFoundError:
-                if time.monotonic() > deadline:
-                    raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s") from None
-                time.sleep(_POLL_S)
+        while (server := announced(self._run_dir)) is None:
+            if time.monotonic() > deadline:
+                raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s")
+            time.sleep(_POLL_S)
+        return server
 
 
 def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[Any, Channel]:

@@ -1,12 +1,12 @@
-"""Checkpoints of the learner: `checkpoints/000012/` is everything needed to make update 13 as if nothing had happened.
+"""Checkpoints of the learner: `checkpoints/000012/` holds everything needed to run update 13 as if nothing had happened.
 
     state/         DeepSpeed's files, one set per rank: trained weights, float32 masters, optimizer moments
-    critic/        the same of the critic, where there is one
+    critic/        the same for the critic, if there is one
     rng_00.pt      random state of rank 0, and so on
     meta.json      `CheckpointMeta`
     manifest.json  sha256 of every other file; written last
 
-There is no pointer to the newest one. It is found by looking: the highest number whose files are what their manifest says.
+There is no pointer to the newest one: it is the highest number whose files match their manifest.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import torch
 from agentrl import codec
 from agentrl.errors import LearnerError
 from agentrl.fields import Record
+from agentrl.files import commit_folder, folder_manifest, part_folder
 from agentrl.learner.critic import Critic
-from agentrl.learner.durable import commit_folder, part_folder, writing
+from agentrl.learner.disk import writing
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.reshape import layout, layout_of, load_reshaped
-from agentrl.version import folder_manifest
 
 _MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "critic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeta(Record):
-    """What a checkpoint knows besides tensors."""
+    """What a checkpoint holds besides tensors."""
 
     step: int  # updates made; the next one is update number `step`, counted from 0
-    consumed: Mapping[int, tuple[int, ...]]  # step -> indices of the groups that it used up
+    consumed: Mapping[int, tuple[int, ...]]  # step -> indices of the groups it consumed
     ranks: int
     zero_stage: int
+    parent: int  # version whose successor this is: the one before it, unless weights were rolled back
     counts: Counts = field(default_factory=Counts)
     good: int = 0  # newest checkpoint whose weights an update was judged sound with: where a rollback goes
-    parent: int | None = None  # version whose successor this is; None: the one before it, as long as nothing was rolled back
     rolled_back: tuple[int, ...] = ()  # versions that must never serve again
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the latest update, for a version that must be published again
     probe_rows: tuple[tuple[int, ...], ...] = ()  # token rows of that version's probe
@@ -53,7 +53,7 @@ class CheckpointMeta(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint on disk whose files were found to be intact."""
+    """A checkpoint on disk whose files are intact."""
 
     folder: Path
     meta: CheckpointMeta
@@ -64,7 +64,7 @@ def save(
 ) -> Path:
     """Writes `root/000012` durably, then removes all but the newest `keep` and number `spare`. All ranks call it. Returns the folder.
 
-    Raises `DiskFull` or `LearnerError` when the disk refuses; the checkpoints that were there stay.
+    Raises `DiskFull` or `LearnerError` when the disk refuses; earlier checkpoints stay.
     """
     ranks = engine.ranks
     final = root / f"{meta.step:06d}"
@@ -88,38 +88,38 @@ def save(
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The newest intact checkpoint below `root`, or None when none was ever finished.
+    """The newest intact checkpoint below `root`, or None when there is none at all.
 
-    A damaged one is passed over. Raises `LearnerError` when checkpoints are there and every one is damaged: starting again from
-    the base policy has to be someone's decision.
+    Damaged ones are left out. Raises `LearnerError` when every checkpoint is damaged: starting again from the base policy is for
+    a person to decide.
     """
     folders = _folders(root)
     for folder in reversed(folders):
-        if (found := _read(folder)) is not None:
-            return found
+        if (checkpoint := _read(folder)) is not None:
+            return checkpoint
     if folders:
         raise LearnerError(f"every checkpoint in {root} is damaged; move that folder away to start again from version 0")
     return None
 
 
 def numbered(root: Path, number: int) -> Checkpoint | None:
-    """The checkpoint after `number` updates, or None when it is gone or damaged."""
+    """The checkpoint after `number` updates, or None when it is missing or damaged."""
     return _read(root / f"{number:06d}")
 
 
 def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
     """Loads weights, optimizer and random state. All ranks call it.
 
-    With the ranks and the ZeRO stage that wrote it the next update is the same bit for bit; with others it is the same up to
-    rounding, and other ranks' random state starts anew. Raises `LearnerError` when the checkpoint is not one of this recipe's model
-    and critic.
+    With the ranks and ZeRO stage that wrote it, the next update is the same bit for bit; with others it is the same up to
+    rounding, and with another number of ranks the random state starts anew. Raises `LearnerError` when the checkpoint does not fit
+    this recipe's model and critic.
     """
     ranks, meta = engine.ranks, checkpoint.meta
     same = ranks.size == meta.ranks
     parts = [(engine.deepspeed, _STATE)] + ([(critic.deepspeed, _CRITIC)] if critic is not None else [])
     for part, tag in parts:
         kind = _kind(checkpoint.folder, tag)
-        if kind == layout(part.zero_optimization_stage()) and (same or kind == "whole"):  # whole: every rank holds everything
+        if kind == layout(part.zero_optimization_stage()) and (same or kind == "whole"):  # whole: the state is not sharded
             _load(part, checkpoint.folder, tag)
         else:
             load_reshaped(part, checkpoint.folder, tag, ranks)
@@ -129,7 +129,7 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | No
 
 def _kind(folder: Path, tag: str) -> str:
     if not (folder / tag).is_dir():
-        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings that it was made with")
+        raise LearnerError(f"checkpoint {folder} holds no {tag}; resume with the critic settings it was made with")
     return layout_of(folder / tag)
 
 
@@ -156,9 +156,9 @@ def _intact(folder: Path) -> bool:
         manifest = json.loads((folder / _MANIFEST).read_text())
     except (FileNotFoundError, ValueError):
         return False
-    found = folder_manifest(folder)
-    found.pop(_MANIFEST, None)
-    return bool(found == manifest)
+    actual = folder_manifest(folder)
+    actual.pop(_MANIFEST, None)
+    return bool(actual == manifest)
 
 
 def _prune(root: Path, keep: int, spare: int | None) -> None:

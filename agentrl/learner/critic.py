@@ -1,4 +1,4 @@
-"""The critic of PPO: what the rest of an episode is worth, seen from each sampled token."""
+"""The critic of PPO: the expected return from each sampled token on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ValueScorer(nn.Module):
 
 
 class Critic:
-    """A value model of its own, inside a DeepSpeed engine of its own. Every method is a collective.
+    """A separate value model in its own DeepSpeed engine. Every method is a collective.
 
     Args:
         folder: Hugging Face folder whose trunk the critic starts from: version 0 of the run.
@@ -48,7 +48,7 @@ class Critic:
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         import deepspeed
 
-        assert recipe.critic is not None, "a recipe without a critic has no use for one"
+        assert recipe.critic is not None, "the recipe has no critic"
         self.ranks = ranks
         self.config: CriticConfig = recipe.critic
         self._steps = recipe.steps
@@ -81,13 +81,13 @@ class Critic:
 class SharedCritic:
     """A value head on the policy's own trunk, inside the policy's engine (`critic.trunk=shared`). Every method is a collective.
 
-    Its values come with the logprobs, and it learns in the policy's optimizer steps. `learn` and `step` are the steps of its
-    warm-up, in which the trunk is a fixed function: no gradient reaches it, its weights stay as they are bit for bit, and its
-    optimizer is that of a policy which has made no step.
+    Its values come with the logprobs, and it is trained in the policy's optimizer steps. `learn` and `step` are for its warm-up,
+    during which the trunk is frozen: it gets no gradient, its weights do not change by a bit, and its optimizer state is that of
+    a policy that has made no step.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
-        assert engine.recipe.critic is not None, "a recipe without a critic has no use for one"
+        assert engine.recipe.critic is not None, "the recipe has no critic"
         self.engine = engine
         self.config: CriticConfig = engine.recipe.critic
 
@@ -98,40 +98,40 @@ class SharedCritic:
         return logprobs[batch.expand], entropy[batch.expand], values[batch.expand]
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """Values [N] of the states before the batch's trained tokens, with gradient for the head alone."""
+        """Values [N] of the states before the batch's trained tokens, with gradient for the head only."""
         (values,) = self.engine.deepspeed(batch.input_ids, batch.layout, batch.positions, None, self.engine.temperature)
-        found: Tensor = values[batch.expand]
-        return found
+        expanded: Tensor = values[batch.expand]
+        return expanded
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
-        """As `Critic.learn`, for the head alone."""
+        """Like `Critic.learn`, for the head only."""
         loss = value_loss(self.values(batch), old, returns, clip=self.config.value_clip).sum() / denominator
         self.engine.backward(loss)
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the head's accumulated gradient and nothing else; as `PolicyEngine.step`."""
-        done = self.engine.step(number, head_alone=True)
+        """Applies the head's accumulated gradient and nothing else; returns as `PolicyEngine.step` does."""
+        result = self.engine.step(number, head_alone=True)
         for state in self.engine.optimizer.state.values():
-            if not state["exp_avg"].any():  # never had a gradient: its bias correction must not count this step
+            if not state["exp_avg"].any():  # never had a gradient, so its bias correction must not count this step
                 state["step"] = state["step"] * 0
-        return done
+        return result
 
 
 @torch.no_grad()
 def credit(batch: MicroBatch, values: Tensor, config: CriticConfig) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [N] of the batch's trained tokens, whose rewards are in `batch.advantages`, from values [N]."""
-    rewards, mask = rows_of(batch.advantages.to(values.dtype), batch.sequence)
+    """Advantages and returns [N] of the batch's trained tokens, from their `batch.rewards` and values [N]."""
+    rewards, mask = rows_of(batch.rewards.to(values.dtype), batch.sequence)
     rows, _ = rows_of(values, batch.sequence)
     advantages, returns = gae(rewards, rows, mask, gamma=config.gamma, lam=config.lam)
     return advantages[mask], returns[mask]
 
 
 def advantage_scale(advantages: Sequence[Tensor], ranks: Ranks) -> tuple[float, float]:
-    """Mean and standard deviation of advantages over all tokens on all ranks: what whitening takes off and divides by. A collective.
+    """Mean and standard deviation of advantages over all tokens on all ranks, for whitening. A collective.
 
-    Advantages that are all equal become zeros, since none of them is better than another. One that is not finite makes both
-    figures so, and with them all advantages, which sets the whole step aside.
+    Advantages that are all equal become zeros. One that is not finite makes both results not finite, and with them all
+    advantages, so that the whole step is left out.
     """
     _, mean, spread = _moments(advantages, ranks)
     return mean, math.sqrt(spread) + EPS

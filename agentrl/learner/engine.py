@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.learner import forest_attention, kernels, lora
+from agentrl.learner.gradient_gate import gradient_gate
 from agentrl.learner.logprobs import TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
-from agentrl.learner.veto import veto
 from agentrl.recipe import Recipe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's own default would reserve 2 GB for gradients, even for a small model
+_BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default would reserve 2 GB for gradients, even for a small model
 
 
 class PolicyEngine:
@@ -50,8 +50,8 @@ class PolicyEngine:
             check_heads(self.lm.config.get_text_config(), ranks.team)
         check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
         head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
-        apart = {id(parameter) for parameter in head}
-        parameters: list[Tensor] = [one for one in self.scorer.parameters() if one.requires_grad and id(one) not in apart]
+        in_head = {id(parameter) for parameter in head}
+        parameters: list[Tensor] = [one for one in self.scorer.parameters() if one.requires_grad and id(one) not in in_head]
         size = sum(parameter.numel() for parameter in (*parameters, *head))
         self.optimizer = make_optimizer(parameters, recipe, head=head)
         self.deepspeed, *_ = deepspeed.initialize(
@@ -79,21 +79,21 @@ class PolicyEngine:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
         Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds
-        `refuse_above` is not applied: weights and optimizer state stay as they were. `head_alone`: a value head moves, everything
-        else has a rate of 0.
+        `refuse_above` is not applied: weights and optimizer state stay as they were. With `head_alone` only the value head is
+        trained; the learning rate of everything else is 0.
         """
         rate = learning_rate(self.recipe.learner, self.recipe.steps, number)
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Name, local tensor and full shape of every trained parameter, in the model's own order; tied ones once, by their first name."""
+        """Name, local tensor and full shape of every trained parameter, in model order; tied ones once, under their first name."""
         for name, parameter in self.lm.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
 
     @contextmanager
     def gathered(self, parameter: Tensor) -> Iterator[Tensor]:
-        """The full parameter on every rank, inside the context only."""
+        """The full parameter on every rank, valid inside the context."""
         if not hasattr(parameter, "ds_id"):
             yield parameter.detach()
             return
@@ -128,14 +128,14 @@ def apply_gradient(
         engine.step()
         norm = optimizer.grad_norm
     else:
-        with veto(engine.optimizer, above=refuse_above) as norms:
+        with gradient_gate(engine.optimizer, above=refuse_above) as norms:
             engine.step()
-        norm = norms[0] if norms else math.nan  # none: an overflow that was found before there was a norm
+        norm = norms[0] if norms else math.nan  # no norm: an overflow was detected before it was computed
     return math.isfinite(norm) and norm <= refuse_above, norm
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, checkpointed as it says."""
+    """The Hugging Face model of `folder` in the recipe's dtype, ready to train: no dropout, gradient checkpointing per recipe."""
     from transformers import AutoModelForCausalLM
 
     attention = forest_attention.register()
@@ -151,7 +151,7 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
 
 
 def _disable_dropout(lm: Any) -> None:
-    """The behaviour policy samples without dropout, so the logprobs compared with it must be computed without."""
+    """The behaviour policy samples without dropout, so the logprobs compared with its own must be computed without dropout too."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -160,14 +160,14 @@ def _disable_dropout(lm: Any) -> None:
 
 
 def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
-    """What the engine trains: the language model, and a value head on it where the recipe's critic shares its trunk."""
+    """What the engine trains: the language model, with a value head where the recipe's critic shares its trunk."""
     if recipe.critic is not None and recipe.critic.shared:
         return ValuedScorer(lm, detach=recipe.critic.detach)
     return TokenScorer(lm)
 
 
 def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[Tensor] = ()) -> torch.optim.AdamW:
-    """AdamW that never applies a gradient which is not finite; from ZeRO stage 1 on DeepSpeed sees to that.
+    """AdamW that never applies a gradient that is not finite; from ZeRO stage 1 on DeepSpeed ensures this.
 
     `head` are the parameters of a value head: a group with the critic's learning rate, without weight decay.
     """
@@ -177,12 +177,12 @@ def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[T
         groups.append({"params": list(head), "weight_decay": 0.0, RATE_SCALE: recipe.critic.lr / learner.lr})
     if _zero_stage(recipe) == 0:
         return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm)
-    aside = learner.offload != "none"  # on the CPU the fused step is eight times faster than torch's default
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS, fused=aside or None)
+    offloaded = learner.offload != "none"  # on the CPU the fused step is eight times faster than torch's default
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS, fused=offloaded or None)
 
 
 def _zero_stage(recipe: Recipe) -> int:
-    """bfloat16 needs float32 master weights; DeepSpeed keeps those well from stage 1 on, which on one rank is the same as stage 0."""
+    """bfloat16 needs float32 master weights, which DeepSpeed keeps from stage 1 on; on one rank stage 1 equals stage 0."""
     stage: int = recipe.learner.zero_stage
     return max(stage, 1) if recipe.policy.dtype == "bfloat16" else stage
 
@@ -190,8 +190,8 @@ def _zero_stage(recipe: Recipe) -> int:
 def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
     """DeepSpeed's settings for a model of `size` parameters."""
     stage, offload = _zero_stage(recipe), recipe.learner.offload
-    aside = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
-    bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed wants it even
+    offloaded = {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
+    bucket = min(size + size % 2, _BUCKET_ELEMENTS)  # DeepSpeed needs an even number
     return {
         # The number of micro-batches varies from step to step: backward() accumulates, step() is the boundary, nothing is counted.
         "managed_gradient_accumulation": False,
@@ -203,10 +203,10 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
             "overlap_comm": stage == 2 and ranks.device.type == "cuda",
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            **({"offload_optimizer": aside} if offload != "none" else {}),
-            **({"offload_param": aside} if offload == "parameters" else {}),
+            **({"offload_optimizer": offloaded} if offload != "none" else {}),
+            **({"offload_param": offloaded} if offload == "parameters" else {}),
         },
-        "zero_force_ds_cpu_optimizer": False,  # torch's does as well, with nothing to compile on the spot
+        "zero_force_ds_cpu_optimizer": False,  # torch's is as fast, and needs no compilation at run time
         "bf16": {"enabled": recipe.policy.dtype == "bfloat16"},
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,

@@ -1,8 +1,8 @@
-"""Token sequences laid out as a forest of prefixes, so that what several sequences begin with is there once.
+"""Token sequences laid out as a forest of prefixes, so that a prefix shared by several sequences is stored once.
 
-Sequences in lexicographic order share the most with their neighbours, and each adds exactly one stretch of new tokens: what
-follows the prefix it has in common with the one before. Laying those stretches end to end is a walk through the prefix tree in
-preorder, hence the tokens that have token j among their ancestors are the ones from j up to some end: an interval.
+In lexicographic order each sequence shares the most with its neighbours and adds exactly one run of new tokens: those after the
+prefix it shares with the sequence before. Concatenating these runs walks the prefix tree in preorder, so the descendants of token
+j are the tokens from j up to some end: an interval.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ class Branch:
     """The tokens that one sequence adds to a forest."""
 
     start: int  # index of its first new token in the forest
-    path: Ints  # [P + L] indices in the forest of all its tokens, first to last; the last L are the new ones
+    path: Ints  # [P + L] forest indices of all its tokens, first to last; the last L are the new ones
     new: int  # L
 
     @property
     def shared(self) -> int:
-        """P: how many tokens it has in common with sequences laid out before it."""
+        """P: how many tokens it shares with the sequences laid out before it."""
         return len(self.path) - self.new
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Every token of some sequences, shared prefixes once."""
+    """Every token of some sequences, each shared prefix once."""
 
     token_ids: Ints  # [T]
-    positions: Ints  # [T] place in the sequence, from 0
+    positions: Ints  # [T] position in the sequence, from 0
     ends: Ints  # [T] token i >= j continues token j exactly if i < ends[j]
     branches: tuple[Branch, ...]  # those that add tokens, in the order of the layout
-    paths: tuple[Ints, ...]  # for each sequence, as given: where its tokens are in the forest
+    paths: tuple[Ints, ...]  # for each sequence, in the order given: forest indices of its tokens
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Length of the longest common prefix of two sequences."""
     length = min(len(first), len(second))
     different = np.asarray(first[:length]) != np.asarray(second[:length])
     return int(different.argmax()) if different.any() else length
 
 
 def lay_out(sequences: Sequence[Sequence[int]], *, share: bool = True) -> Forest:
-    """The forest of some sequences, none of them empty. Without `share` each one stands alone."""
+    """The forest of some sequences, none of them empty. Without `share` no prefix is shared."""
     order = sorted(range(len(sequences)), key=lambda number: tuple(sequences[number])) if share else range(len(sequences))
     paths: list[Ints] = [np.empty(0, np.int64)] * len(sequences)
     token_ids: list[Any] = []

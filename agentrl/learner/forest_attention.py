@@ -1,8 +1,8 @@
 """Attention over a forest of prefixes: every token attends to its ancestors and itself, and to nothing else.
 
-Registered with transformers under a name of its own, so that any model whose attention goes through its attention interface
-trains on forests. Two kernels give the same numbers: on CPU each branch is a row of a batched scaled dot product (its new tokens
-are the queries, its whole path the keys), on CUDA one FlexAttention call skips the blocks in which nobody is anybody's ancestor.
+Registered with transformers under its own name, so that any model that uses transformers' attention interface can train on
+forests. Two kernels give the same numbers: on CPU each branch is a row of a batched scaled dot product (its new tokens are the
+queries, its whole path the keys), on CUDA one FlexAttention call skips the blocks without an ancestor and descendant pair.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ NAME = "agentrl_forest"
 _WASTE = 1.3  # padded query-key pairs of a batch of branches, at most this many times the real ones ...
 _SLACK = 2**15  # ... plus this many: below it one more kernel call costs more than the padding
 _PIECE = 128  # queries of one row
-_KEPT = 2**22  # elements of a mask that is kept as numbers, 16 MiB of them
+_KEPT = 2**22  # elements of the largest mask kept as floats (16 MiB)
 _BLOCK = 128  # FlexAttention's tile
 
 
 class ForestLayout:
-    """Where attention finds what it needs, for one forest on one device; made once, used by every layer."""
+    """What attention needs to know of one forest on one device; made once, used by every layer."""
 
     def __init__(self, forest: Forest, device: torch.device, stretch: Stretch | None = None) -> None:
-        """With a `stretch` this rank holds that part of the tokens, and `positions` are theirs."""
+        """With a `stretch` this rank holds only those tokens, and `positions` are theirs."""
         self.device = device
         self.stretch = stretch
         self.length = len(forest.token_ids)
-        self.places = torch.from_numpy(forest.positions).to(device)
-        self.positions = self.places if stretch is None else stretch.part(self.places)
+        self.all_positions = torch.from_numpy(forest.positions).to(device)
+        self.positions = self.all_positions if stretch is None else stretch.part(self.all_positions)
         self.ends = torch.from_numpy(forest.ends).to(device)
         self.batches = [_Batch(branches, device) for branches in _alike(_pieces(forest.branches))] if device.type == "cpu" else []
         if self.batches:
@@ -52,11 +52,11 @@ class ForestLayout:
         if window not in self._block_masks:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            ends, places = self.ends, self.places
+            ends, positions = self.ends, self.all_positions
 
             def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 seen = (k <= q) & (q < ends[k])
-                return seen if window is None else seen & (places[q] - places[k] < window)
+                return seen if window is None else seen & (positions[q] - positions[k] < window)
 
             length = self.length
             self._block_masks[window] = create_block_mask(visible, None, None, length, length, self.device, BLOCK_SIZE=_BLOCK)
@@ -81,10 +81,10 @@ class _Batch:
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
     def mask(self, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, heads * L, K] what is added to the scores: 0 where a query sees a key, else -inf. A padded query sees what a real
-        one at its place would.
+        """[B, 1, heads * L, K] to add to the scores: 0 where a query sees a key, else -inf. A padded query sees what a real one
+        at its position would.
 
-        A large one is True and False instead, which the kernel turns into numbers anew in every layer, forward and backward.
+        A large mask is boolean instead, and the kernel converts it in every layer, forward and backward.
         """
         if (heads, window, dtype) not in self._masks:
             at = self.shared[:, None] + torch.arange(self.queries.shape[1], device=self.queries.device)
@@ -100,17 +100,17 @@ class _Batch:
 
 
 def _pieces(branches: Sequence[Branch]) -> list[Branch]:
-    """Long branches cut up: a query's row ends at the end of its piece, so less of it is masked."""
-    made = []
+    """Cuts long branches into pieces: a query's row ends with its piece, so less of it is masked."""
+    pieces = []
     for branch in branches:
         for at in range(0, branch.new, _PIECE):
             new = min(_PIECE, branch.new - at)
-            made.append(Branch(start=branch.start + at, path=branch.path[: branch.shared + at + new], new=new))
-    return made
+            pieces.append(Branch(start=branch.start + at, path=branch.path[: branch.shared + at + new], new=new))
+    return pieces
 
 
 def _alike(branches: Sequence[Branch]) -> list[list[Branch]]:
-    """Branches in batches that padding does not make much bigger."""
+    """Groups branches into batches with little padding."""
     groups: list[list[Branch]] = []
     real = 0
     for branch in sorted(branches, key=lambda branch: (-branch.new, -len(branch.path))):
@@ -156,10 +156,10 @@ def forest_attention(
 
 
 def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scaling: float | None, window: int | None) -> Tensor:
-    """Query heads that share a key head become further queries of it, so keys are gathered once and never repeated."""
+    """Query heads that share a key head become additional queries of it, so keys are gathered once and never repeated."""
     heads, kv_heads, width = query.shape[1], key.shape[1], query.shape[3]
     group = heads // kv_heads
-    # One gather for all batches: its gradient is one sum, where a gather for each would make as many tensors of all tokens and add them.
+    # One gather for all batches has one sum as its gradient; one gather a batch would make and add as many tensors over all tokens.
     queries = torch.split(F.embedding(forest.queries, _rows(query)), [batch.queries.numel() for batch in forest.batches])
     sizes = [batch.keys.numel() for batch in forest.batches]
     keys, values = (torch.split(F.embedding(forest.keys, _rows(tensor)), sizes) for tensor in (key, value))
@@ -194,7 +194,7 @@ def _flex() -> Any:
 
 
 def register() -> str:
-    """Makes the attention known to transformers; the name it then goes by."""
+    """Registers the attention with transformers; returns its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, forest_attention)

@@ -1,6 +1,6 @@
-"""What stops an update, and what becomes of it: numbers that are not finite, and the limits of the recipe.
+"""What stops an update, and what happens then: numbers that are not finite, and the limits of the recipe.
 
-Every rank judges the same numbers (they were added up over ranks before), so all ranks take the same decision without talking.
+Every rank judges the same numbers (already summed over ranks), so all ranks decide alike without communicating.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _FIGURES = {
     "max_grad_norm": "grad_norm",
     "min_effective_sample_size": "ess",
 }
-REFUSE_ALL = -1.0  # as a bound on the gradient's norm
+REFUSE_ALL = -1.0  # as the largest accepted gradient norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts(Record):
-    """What a run remembers about its setbacks; part of every checkpoint."""
+    """Counts of a run's setbacks; part of every checkpoint."""
 
-    bad_in_a_row: int = 0  # optimizer steps of the policy set aside since the last one that was made
+    bad_in_a_row: int = 0  # optimizer steps of the policy left out since the last one that was made
     critic_bad_in_a_row: int = 0
     bad_groups: int = 0  # in the whole run
     rollbacks: int = 0  # in the whole run
-    undone: int = 0  # steps by which the learning rate's schedule lags behind the step number, for rollbacks
+    undone: int = 0  # steps by which rollbacks have set back the learning rate's schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setback(Record):
-    """Something that was not trained on: a line of `failures/updates.jsonl`."""
+    """A group or optimizer step that was left out: a line of `failures/updates.jsonl`."""
 
     step: int
     action: str  # skip, rollback or halt
@@ -54,36 +54,36 @@ class Setback(Record):
 
 
 class Guard:
-    """Judges each optimizer step before its gradient is applied, and keeps the books.
+    """Judges each optimizer step before its gradient is applied, and counts setbacks.
 
-    `counts` belongs to the checkpoint: a run that keeps dying and resuming must still stop at its limits.
+    `counts` is saved in the checkpoint: a run that keeps dying and resuming must still stop at its limits.
     """
 
     def __init__(self, learner: LearnerConfig, counts: Counts = Counts()) -> None:
         self.counts = counts
-        self.rolling_back = False  # the step in hand must be undone
-        self.sound = False  # nothing objected to the weights that the step in hand began with
+        self.rolling_back = False  # the current step must be undone
+        self.sound = False  # the weights that the current step began with passed every check
         self._learner = learner
         self._limits = learner.limits.named
         self._setbacks: list[Setback] = []
         self._judged = 0
 
     def begin(self) -> None:
-        """A new step."""
+        """Starts a new step."""
         self.rolling_back, self.sound, self._judged = False, False, 0
 
-    def taken(self) -> tuple[Setback, ...]:
-        """The setbacks since the last call, to be written down."""
-        found, self._setbacks = tuple(self._setbacks), []
-        return found
+    def drain(self) -> tuple[Setback, ...]:
+        """The setbacks since the last call."""
+        setbacks, self._setbacks = tuple(self._setbacks), []
+        return setbacks
 
     def leave_out(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
-        """Counts the groups that `assemble` dropped because a number was not finite; returns how many.
+        """Records the groups that `assemble` dropped because a number was not finite; returns how many.
 
-        Raises `LearnerHalted` after `learner.max_bad_groups` of them in the run.
+        Raises `LearnerHalted` once the run has `learner.max_bad_groups` of them.
         """
-        found = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
-        for group in found:
+        bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
+        for group in bad:
             self._setbacks.append(
                 Setback(
                     step=step,
@@ -95,25 +95,25 @@ class Guard:
                     metrics={},
                 )
             )
-        self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(found))
-        if found and self.counts.bad_groups >= self._learner.max_bad_groups:
+        self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(bad))
+        if bad and self.counts.bad_groups >= self._learner.max_bad_groups:
             raise LearnerHalted(
-                f"step {step}: {self.counts.bad_groups} groups were set aside for numbers that are not finite (learner.max_bad_groups);"
+                f"step {step}: {self.counts.bad_groups} groups were left out for numbers that are not finite (learner.max_bad_groups);"
                 " failures/updates.jsonl names them. Look for a verifier that returns infinity, or a server whose logprobs are broken"
             )
-        return len(found)
+        return len(bad)
 
     def bound(self, metrics: Mapping[str, float]) -> float:
-        """The largest gradient norm that may be applied, from what is known before it is; below 0 for none at all."""
+        """The largest gradient norm that may be applied, given the other metrics; negative when no gradient may be."""
         if self._objections(metrics):
             return REFUSE_ALL
         limit = self._limits.get("max_grad_norm")
         return math.inf if limit is None else limit.at
 
     def settle(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Books an optimizer step of the policy. `metrics` now hold `grad_norm`, NaN for a gradient that is not finite.
+        """Records an optimizer step of the policy. `metrics` now hold `grad_norm`, NaN for a gradient that is not finite.
 
-        Raises `LearnerHalted` where a limit says so, and after `learner.max_bad_updates` steps set aside in a row.
+        Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left out.
         """
         self.sound = self.sound or (applied and self._judged == 0)
         self._judged += 1
@@ -141,7 +141,7 @@ class Guard:
         self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)
 
     def settle_critic(self, part: Batch, metrics: Mapping[str, float], *, applied: bool) -> None:
-        """Books an optimizer step of the critic; see `settle`."""
+        """Records an optimizer step of the critic; see `settle`."""
         if applied:
             self.counts = replace(self.counts, critic_bad_in_a_row=0)
             return
@@ -153,32 +153,32 @@ class Guard:
     def _stop_at(self, in_a_row: int, part: Batch, what: str, reasons: Sequence[str]) -> None:
         if in_a_row >= self._learner.max_bad_updates:
             raise LearnerHalted(
-                f"step {part.step}: {in_a_row} {what} in a row were set aside (learner.max_bad_updates), this one because"
+                f"step {part.step}: {in_a_row} {what} in a row were left out (learner.max_bad_updates), this one because"
                 f" {'; '.join(reasons)}; the weights are those of the last good update. Lower learner.lr, or look for damaged weights or"
                 " experience: failures/updates.jsonl names the episodes"
             )
 
     def _objections(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Reason and action of everything that is wrong with a step's figures; figures that are not there are not judged.
+        """Reason and action for each bad metric of a step; missing metrics are not judged.
 
-        A figure that is not a number is beyond every limit on it: nothing says that it is not.
+        NaN violates every limit on its metric.
         """
-        found = []
+        objections = []
         if metrics.get("advantages_not_finite"):
-            found.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
+            objections.append((f"{metrics['advantages_not_finite']:.0f} advantages are not finite", SKIP))
         for name, what in (("loss", "the loss is"), ("grad_norm", "the gradient is")):
             if not math.isfinite(metrics.get(name, 0.0)):
-                found.append((f"{what} not finite", SKIP))
+                objections.append((f"{what} not finite", SKIP))
         for name, limit in self._limits.items():
             figure, is_least = _FIGURES[name], name.startswith("min_")
             if figure not in metrics:
                 continue
             value, bound = metrics[figure], f"learner.limits.{name}.at={limit.at:g}"
             if math.isnan(value):
-                found.append((f"{figure} is not a number, which {bound} cannot be held against", limit.action))
+                objections.append((f"{figure} is not a number, so {bound} cannot be checked", limit.action))
             elif value < limit.at if is_least else value > limit.at:
-                found.append((f"{figure} {value:.4g} is {'below' if is_least else 'above'} {bound}", limit.action))
-        return found
+                objections.append((f"{figure} {value:.4g} is {'below' if is_least else 'above'} {bound}", limit.action))
+        return objections
 
 
 def _setback(part: Batch, action: str, what: str, reasons: tuple[str, ...], metrics: Mapping[str, float]) -> Setback:

@@ -1,8 +1,8 @@
-"""Fused GPU kernels in the place of a model's own layers: RMSNorm, SwiGLU and rotary positions, from the package liger-kernel.
+"""Fused GPU kernels instead of a model's own layers: RMSNorm, SwiGLU and rotary positions, from the package liger-kernel.
 
-Liger (https://arxiv.org/abs/2410.10989) computes each of them in one pass over memory and keeps less for the backward pass. The
-output head stays ours (`agentrl.learner.logprobs`): Liger's, which gives logprob and entropy of each token too, stages logits in
-float16 on Hopper and adds the weight's gradient up in bfloat16 elsewhere; ours keeps both in float32 and never holds more logits.
+Liger (https://arxiv.org/abs/2410.10989) computes each in one pass over memory and keeps less for the backward pass. The output
+head stays ours (`agentrl.learner.logprobs`): Liger's also gives logprob and entropy of each token, but stages logits in float16 on
+Hopper and accumulates the weight's gradient in bfloat16 elsewhere; ours keeps both in float32 and holds no more logits.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from agentrl.errors import UserError
 
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
-"""How far logprobs may move by it, in nats: the kernels round in another order. As `check_scorer` and the swap probe."""
+"""Largest accepted change of a logprob, in nats: the kernels round in another order. As in `check_scorer` and the swap probe."""
 
 
 def fuse(lm: Any) -> None:
-    """Puts Liger's kernels into a Hugging Face model, in place, and proves that it still computes the same.
+    """Puts Liger's kernels into a Hugging Face model, in place, and checks that its logprobs stay the same.
 
-    Some of them are put into the model's module of transformers, and so into every model of its type in this process.
+    Some go into the model's transformers module, and so into every model of its type in this process.
 
     Raises `UserError` without a GPU or the package, for a model type that Liger does not know, and when logprobs differ by more
     than `TOLERANCE`.
@@ -40,7 +40,7 @@ def _replace(lm: Any) -> None:
     if lm.config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"learner.kernels=liger: Liger has no kernels for model type {lm.config.model_type!r}", fix="learner.kernels=torch")
     before = _logprobs(lm)
-    patches._apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)  # all others are its default
+    patches._apply_liger_kernel_to_instance(model=lm, cross_entropy=False, fused_linear_cross_entropy=False)  # all others are on by default
     gap = (_logprobs(lm) - before).abs().max().item()
     if not gap <= TOLERANCE[lm.dtype]:
         raise UserError(

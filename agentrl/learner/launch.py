@@ -2,8 +2,8 @@
 
 Killing the launcher must leave nothing behind: the launcher dies with its parent, and each worker with the launcher.
 
-torchrun's store, where the workers find each other, would listen on every network interface of the machine, and what it keeps
-is unpickled by those who read it. Here it listens on the loopback address.
+torchrun's store, through which the workers find each other, listens on every network interface by default, and its readers
+unpickle what it holds. Here it listens on the loopback address only.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import socket
 import sys
 from typing import Any
 
-from agentrl.learner.farewell import Farewell, say
-from agentrl.learner.lifeline import die_with_parent
+from agentrl.learner.exit_reason import ExitReason, send
+from agentrl.processes import die_with_parent
 
 
 def listen_on_loopback() -> None:
-    """Makes every `TCPStore` that this process hosts from now on listen on the address it is named by, and on no other."""
+    """Makes every `TCPStore` that this process hosts from now on listen on its own address only."""
     import torch.distributed
 
-    distributed: Any = torch.distributed  # its stores are not in its typed face
+    distributed: Any = torch.distributed  # its stores have no type hints
 
     class BoundStore(distributed.TCPStore):  # type: ignore[misc]
         def __init__(self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> None:
@@ -45,16 +45,16 @@ def main() -> None:
         torchrun([*sys.argv[2:], "--parent", str(os.getpid())])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # killed, and could say nothing itself
+        if failure.exitcode < 0:  # killed, so it sent no reason itself
             _tell(rank, -failure.exitcode)
         sys.exit(1)
 
 
 def _tell(rank: int, number: int) -> None:
-    why = " (what the kernel does when memory runs out)" if number == signal.SIGKILL else ""
+    why = " (as the kernel does when memory runs out)" if number == signal.SIGKILL else ""
     message = f"rank {rank} was killed by signal {number}, {signal.Signals(number).name}{why}"
     print(message, file=sys.stderr, flush=True)
-    say(sys.argv[sys.argv.index("--mailbox") + 1] if "--mailbox" in sys.argv else None, Farewell(kind="other", message=message))
+    send(sys.argv[sys.argv.index("--mailbox") + 1] if "--mailbox" in sys.argv else None, ExitReason(kind="other", message=message))
 
 
 if __name__ == "__main__":

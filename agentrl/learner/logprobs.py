@@ -16,11 +16,11 @@ LOGITS_AT_ONCE = 2**25  # float32 logits alive at a time: 128 MiB, and a few tim
 
 
 class TokenScorer(nn.Module):
-    """A causal language model that answers logprobs of chosen tokens instead of logits of all.
+    """A causal language model that returns logprobs of chosen tokens instead of logits of all.
 
-    Only the positions that are asked for go through the output head, in chunks; with more than one chunk the logits are never kept
-    but computed again in the backward pass. This module, not the model, is what DeepSpeed wraps: the head's weight is a parameter of the
-    module that uses it, so ZeRO-3 gathers it there once, however many chunks each rank needs.
+    Only the requested positions go through the output head, in chunks; with more than one chunk the logits are not kept but
+    recomputed in the backward pass. DeepSpeed wraps this module, not the model: the head's weight is a parameter of the module
+    that uses it, so ZeRO-3 gathers it once, however many chunks each rank needs.
     """
 
     def __init__(self, lm: Any, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
@@ -35,8 +35,8 @@ class TokenScorer(nn.Module):
 
         Args:
             input_ids: [1, T] tokens of a forest of sequences.
-            layout: which of them continues which.
-            positions: [N] index into [T] of the token that predicts.
+            layout: which token continues which.
+            positions: [N] index into [T] of the predicting token.
             targets: [N] ids of the predicted tokens.
         """
         logprobs, entropy = self.head(self.hidden(input_ids, layout, positions), targets, temperature)
@@ -51,7 +51,7 @@ class TokenScorer(nn.Module):
 
 
 class LogprobHead(nn.Module):
-    """The output head followed by log-softmax, chunked. Shares its parameters with the model it was taken from."""
+    """The output head followed by log-softmax, chunked. Shares its parameters with the model."""
 
     def __init__(self, linear: nn.Linear, logits_at_once: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LogprobHead(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """Some rows at a time, forward and backward: no more than a few times `rows` x vocabulary floats are ever alive.
+    """Some rows at a time, forward and backward: at most a few times `rows` x vocabulary floats are alive at once.
 
     With z the logits over temperature, p = softmax(z) and H its entropy,
 
@@ -87,7 +87,7 @@ class _Chunked(torch.autograd.Function):
             entropies.append(-(logp.exp().mul_(logp)).sum(-1))
         entropy = torch.cat(entropies)
         ctx.save_for_backward(hidden, targets, entropy)
-        ctx.weight, ctx.bias = weight, bias  # as they are then: ZeRO-3 frees a parameter's memory and gathers it again
+        ctx.weight, ctx.bias = weight, bias  # not saved by autograd: ZeRO-3 frees a parameter's memory and gathers it again
         ctx.temperature, ctx.rows = temperature, rows
         return torch.cat(logprobs), entropy
 
@@ -96,7 +96,7 @@ class _Chunked(torch.autograd.Function):
         hidden, targets, entropy = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         to_hidden = torch.empty_like(hidden)
-        to_weight, to_bias = (  # the head of a policy that trains adapters is not trained: its gradient is a third of the work
+        to_weight, to_bias = (  # with adapters the head is not trained; skipping its gradient saves a third of the work
             torch.zeros(one.shape, dtype=gradients[0].dtype, device=one.device) if one is not None and wanted else None
             for one, wanted in ((weight, ctx.needs_input_grad[1]), (bias, ctx.needs_input_grad[2]))
         )
@@ -109,13 +109,13 @@ class _Chunked(torch.autograd.Function):
             slope.mul_(logp).neg_().scatter_add_(1, targets[at, None], to_logprob).div_(ctx.temperature)
             if to_bias is not None:
                 to_bias.add_(slope.sum(0))
-            slope = slope.to(weight.dtype)  # products in the model's bfloat16, as everywhere else in it
+            slope = slope.to(weight.dtype)  # products in the model's dtype, as everywhere else in it
             if to_weight is not None and weight.dtype == to_weight.dtype:
                 to_weight.addmm_(slope.T, hidden[at])
-            elif to_weight is not None:  # only their sum over chunks in float32
+            elif to_weight is not None:  # only the sum over chunks in float32
                 to_weight.add_(slope.T @ hidden[at])
             to_hidden[at] = slope @ weight
-        to_weight, to_bias = (None if made is None else made.to(weight.dtype) for made in (to_weight, to_bias))
+        to_weight, to_bias = (None if total is None else total.to(weight.dtype) for total in (to_weight, to_bias))
         return to_hidden, to_weight, to_bias, None, None, None
 
 
@@ -127,10 +127,10 @@ def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
 
 
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
-    """Proves once that the scorer agrees with the model's own forward pass over the plain sequences, whatever the architecture does.
+    """Checks once that the scorer agrees with the model's own forward pass over plain sequences, whatever the architecture.
 
     Raises `UserError` for a model whose logits are not simply its output embedding times the last hidden state, or whose layers
-    mix tokens in another way than attention (the samples of a batch are laid out without padding, shared prefixes once).
+    mix tokens other than by attention (the samples of a batch are laid out without padding, shared prefixes once).
     """
     config = scorer.lm.config
     device = scorer.head.weight.device
@@ -143,8 +143,8 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
             ids, at = torch.tensor([row], device=device), torch.from_numpy(path).to(device)
             reference = scorer.lm(input_ids=ids, use_cache=False).logits[0, :-1].double().log_softmax(-1)
             targets = ids[0, 1:]
-            found, *_ = scorer(torch.from_numpy(forest.token_ids)[None].to(device), layout, at[:-1], targets, 1.0)
-            gap = max(gap, (found - reference.gather(-1, targets[:, None]).squeeze(-1)).abs().max().item())
+            logprobs, *_ = scorer(torch.from_numpy(forest.token_ids)[None].to(device), layout, at[:-1], targets, 1.0)
+            gap = max(gap, (logprobs - reference.gather(-1, targets[:, None]).squeeze(-1)).abs().max().item())
     if not gap <= tolerance:
         raise UserError(
             f"model type {config.model_type!r} does more than attention and a plain output head (logprobs differ by {gap:.3g})",

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), through peft: W stays as it is, and W + alpha / rank * B A computes.
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685), through peft: W is frozen, the layer computes W + alpha / rank * B A.
 
-B starts at zero, so version 0 is the base policy. There is no dropout: the behaviour policy samples without, and ratios to it
-would be noise. The layers are put into the model in place; its own class, and with it our attention and our head, stay.
+B starts at zero, so version 0 is the base policy. There is no dropout: the behaviour policy samples without it, and it would make
+the importance ratios noise. The model is changed in place and keeps its class, and so our attention and our head.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from agentrl.recipe import LoraConfig
 from agentrl.records import ADAPTER
 
 _CONFIG = "adapter_config.json"
-_NAME = "default"  # peft's name of the adapter in a model that has one
-_PREFIX = "base_model.model."  # with which peft and vLLM begin the names of tensors in an adapter's file
+_NAME = "default"  # peft's name of a model's only adapter
+_PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file, for peft and vLLM
 
 
 def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
-    """Puts an adapter into a Hugging Face model; only its matrices are trained from here on. The same seed gives the same ones.
+    """Puts an adapter into a Hugging Face model; from then on only its matrices are trained. The same seed gives the same matrices.
 
     Raises `UserError` when `config.target_modules` names a layer that the model lacks, or one whose update cannot be merged.
     """
@@ -51,8 +51,8 @@ def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
 
 
 @contextmanager
-def taken_off(lm: Any) -> Iterator[None]:
-    """The base model, inside the context only; for computations without gradient."""
+def disabled(lm: Any) -> Iterator[None]:
+    """Switches the adapter off inside the context; for computations without gradient."""
     layers = [layer for _, layer in _adapted(lm)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -64,7 +64,7 @@ def taken_off(lm: Any) -> Iterator[None]:
 
 
 def leave_out_frozen(module: nn.Module) -> None:
-    """Has the module's state dict hold only what is trained. Loading one leaves the rest as it is, and is as strict about its own."""
+    """Limits the module's state dict to trained parameters. Loading one keeps the others, and stays strict about the trained ones."""
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name in _frozen(owner):
@@ -79,10 +79,10 @@ def leave_out_frozen(module: nn.Module) -> None:
 
 
 def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, base: str) -> None:
-    """Writes an adapter as peft and vLLM read it. What merging needs is in the weights' file alone, whose hash a version records.
+    """Writes an adapter in the format of peft and vLLM. Everything that merging needs is in the weights' file, whose hash is recorded.
 
     Args:
-        weights: the trained matrices under the names they have in the model.
+        weights: the trained matrices by their names in the model.
         base: name of the model they belong to.
     """
     from safetensors.torch import save_file
@@ -103,7 +103,7 @@ def _peft_config(config: LoraConfig) -> Any:
 
 
 def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
-    """Path and layer of everything that carries an adapter."""
+    """Path and layer of every layer with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for path, module in lm.named_modules():
@@ -112,5 +112,5 @@ def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _frozen(module: nn.Module) -> set[str]:
-    """Names of the parameters that are not trained, each with all the names it goes by."""
+    """All names of the parameters that are not trained; tied ones have several."""
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}

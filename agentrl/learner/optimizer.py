@@ -1,4 +1,4 @@
-"""AdamW that refuses a gradient which is not finite."""
+"""AdamW that refuses gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agentrl.recipe import LearnerConfig
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
-RATE_SCALE = "rate_scale"  # key of a parameter group whose learning rate is so many times the others'
+RATE_SCALE = "rate_scale"  # key of a parameter group whose learning rate is this multiple of the others'
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW with its own global-norm clip, for plain data parallelism (ZeRO stage 0), where DeepSpeed does not check gradients.
+    """AdamW with its own global-norm clipping, for plain data parallelism (ZeRO stage 0), where DeepSpeed does not check gradients.
 
-    Gradients are equal on all ranks when `step` is called, so all ranks decide alike without talking. A step whose gradient norm
-    is not finite changes neither weights nor moments: clipping alone would spread one NaN over all weights.
+    Gradients are equal on all ranks when `step` is called, so all ranks decide alike without communicating. A step whose gradient
+    norm is not finite changes neither weights nor moments: clipping alone would spread one NaN over all weights.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float) -> None:
@@ -43,10 +43,10 @@ class GuardedAdamW(torch.optim.AdamW):
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, vectors (norm weights, biases) do not. One group when nothing decays."""
-    found = list(parameters)
+    every = list(parameters)
     if weight_decay == 0.0:
-        return [{"params": found, "weight_decay": 0.0}]
-    groups = (([p for p in found if p.dim() > 1], weight_decay), ([p for p in found if p.dim() <= 1], 0.0))
+        return [{"params": every, "weight_decay": 0.0}]
+    groups = (([p for p in every if p.dim() > 1], weight_decay), ([p for p in every if p.dim() <= 1], 0.0))
     return [{"params": members, "weight_decay": decay} for members, decay in groups if members]
 
 
@@ -55,7 +55,7 @@ def learning_rate(learner: LearnerConfig, steps: int, step: int) -> float:
     warmup = learner.warmup_steps
     if step < warmup:
         return learner.lr * (step + 1) / (warmup + 1)
-    done = (step - warmup) / max(1, steps - warmup)  # below 1: the last step still learns
+    done = (step - warmup) / max(1, steps - warmup)  # below 1, so the last step still learns
     if learner.lr_schedule == "linear":
         return learner.lr * (1.0 - done)
     if learner.lr_schedule == "cosine":

@@ -1,7 +1,8 @@
-"""How the samples of an optimizer step become micro-batches without padding, on every rank. Deterministic: every rank plans alone."""
+"""How an optimizer step's samples become micro-batches without padding. Deterministic, so that every rank plans by itself."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,12 +22,12 @@ Rows = tuple[Sample, ...]
 
 
 def minibatches(batch: Batch, count: int) -> list[Batch]:
-    """Splits a batch by groups, dealt out in turn, into at most `count` batches with their own denominators; empty ones are left out."""
-    places = {index: place % count for place, index in enumerate(batch.group_indices)}
+    """Deals a batch's groups out to at most `count` batches with their own denominators; empty ones are left out."""
+    part_of = {index: number % count for number, index in enumerate(batch.group_indices)}
     parts: list[Batch] = []
     for part in range(count):
-        samples = tuple(sample for sample in batch.samples if places[sample.group_index] == part)
-        indices = tuple(index for index in batch.group_indices if places[index] == part)
+        samples = tuple(sample for sample in batch.samples if part_of[sample.group_index] == part)
+        indices = tuple(index for index in batch.group_indices if part_of[index] == part)
         denominator = sum(sum(sample.loss_mask) for sample in samples)
         if denominator:
             parts.append(Batch(step=batch.step, samples=samples, denominator=denominator, group_indices=indices))
@@ -34,19 +35,19 @@ def minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def plan(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int, share: bool = True) -> list[Rows]:
-    """The micro-batches of one rank: at most `max_tokens` different tokens each, a token counted once for all that share it.
+    """The micro-batches of one rank: at most `max_tokens` tokens each, shared ones counted once.
 
-    Samples in lexicographic order share the most with their neighbours, so runs of that order become micro-batches. All ranks
-    get the same number of them, as the collectives of ZeRO need (a rank's last may be empty), and the runs are cut as evenly as
-    that number allows. A sample longer than `max_tokens` gets a micro-batch of its own.
+    Samples in lexicographic order share the most with their neighbours, so consecutive runs become micro-batches. All ranks get
+    the same number, as ZeRO's collectives require (a rank's last may be empty), and the runs are as even as that allows. A
+    sample longer than `max_tokens` gets its own micro-batch.
     """
     if not samples:
         return []
-    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # stable, so equal on every rank
+    ordered = sorted(samples, key=lambda sample: sample.token_ids)  # a stable sort, so equal on every rank
     lengths = [len(sample.token_ids) for sample in ordered]
     shared = [0, *(common_prefix(a.token_ids, b.token_ids) if share else 0 for a, b in pairwise(ordered))]
     count = -(-len(_cut(lengths, shared, max_tokens)) // ranks) * ranks
-    low, high = 1, max_tokens  # the smallest budget that needs no more runs than that
+    low, high = 1, max_tokens  # search for the smallest budget with no more runs than that
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(_cut(lengths, shared, middle)) <= count else (middle + 1, high)
@@ -69,11 +70,11 @@ def _cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Samples laid out as a forest, and the trained tokens picked out of it.
+    """Samples laid out as a forest, with the indices of their trained tokens.
 
-    The model runs over the T tokens of the forest, the output head over U different predictions (samples may share trained tokens
-    too); `expand` then gives each of the N trained tokens of the samples its own. In a team (`layout.stretch`) a rank holds its part of
-    the T tokens and of the U predictions; what follows `expand` is the whole micro-batch's.
+    The model runs over the T tokens of the forest, the output head over U distinct predictions (samples may share trained tokens
+    too); `expand` then maps each of the N trained tokens of the samples to its prediction. In a team (`layout.stretch`) a rank holds
+    its part of the T tokens and of the U predictions; the fields after `expand` are the whole micro-batch's.
     """
 
     input_ids: Tensor  # [1, T]
@@ -82,7 +83,8 @@ class MicroBatch:
     targets: Tensor  # [U] ids of the predicted tokens
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
-    advantages: Tensor  # [N] float32
+    advantages: Tensor  # [N] float32, NaN where a sample has rewards, until a critic has judged them
+    rewards: Tensor  # [N] float32, NaN where a sample has advantages
     versions: Tensor  # [N] int64 policy version that sampled the token
     sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
 
@@ -90,21 +92,24 @@ class MicroBatch:
 def micro_batch(
     rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, share: bool = True, team: Team | None = None
 ) -> MicroBatch:
-    """Tensors of some samples. No samples give two tokens of which none is trained: work that changes nothing.
+    """Tensors of some samples. Without samples it holds two untrained tokens, so that the rank still takes part in collectives.
 
-    `numbers` are the samples' places among those of the optimizer step; None counts them from 0. The ranks of a `team` give the same
-    samples and each get their part.
+    `numbers` are the samples' indices within the optimizer step; None counts from 0. The ranks of a `team` pass the same samples
+    and each get their part.
     """
     forest = lay_out([row.token_ids for row in rows] or [(0, 0)], share=share)
     behaviour: list[float] = []
     advantages: list[float] = []
+    rewards: list[float] = []
     versions: list[int] = []
     sequence: list[int] = []
-    for place, row in enumerate(rows):
+    for number, row in enumerate(rows):
         behaviour += (value for value, trained in zip(row.logprobs, row.loss_mask, strict=True) if trained)
-        advantages += (value for value, trained in zip(row.advantages, row.loss_mask, strict=True) if trained)
+        unknown = (math.nan,) * len(row.token_ids)
+        advantages += (value for value, trained in zip(row.advantages or unknown, row.loss_mask, strict=True) if trained)
+        rewards += (value for value, trained in zip(row.rewards or unknown, row.loss_mask, strict=True) if trained)
         versions += (value for value, trained in zip(row.versions, row.loss_mask, strict=True) if trained)
-        sequence += [place if numbers is None else numbers[place]] * sum(row.loss_mask)
+        sequence += [number if numbers is None else numbers[number]] * sum(row.loss_mask)
     positions, targets, expand = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
     if team is not None:
@@ -118,13 +123,14 @@ def micro_batch(
         expand=expand.to(device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
+        rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
         versions=torch.tensor(versions, dtype=torch.long, device=device),
         sequence=torch.tensor(sequence, dtype=torch.long, device=device),
     )
 
 
 def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
-    """Raises `LearnerError` for a token that a model with an embedding of `size` rows does not have."""
+    """Raises `LearnerError` for a token outside an embedding of `size` rows."""
     for sample in samples:
         if sample.token_ids and not 0 <= min(sample.token_ids) <= max(sample.token_ids) < size:
             wrong = next(token for token in sample.token_ids if not 0 <= token < size)
@@ -141,12 +147,12 @@ def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout
 
 
 def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor]:
-    """Places and targets of the different predictions, and which of them each trained token is."""
+    """Positions and targets of the distinct predictions, and the index of each trained token's prediction."""
     pairs = [np.empty((0, 2), np.int64)]
     for row, path in zip(rows, forest.paths, strict=False):  # without rows the forest has one path of padding
         trained = np.flatnonzero(row.loss_mask)
         pairs.append(np.stack((path[trained - 1], np.asarray(row.token_ids)[trained]), axis=1))
-    different, expand = np.unique(np.concatenate(pairs), axis=0, return_inverse=True)
-    made = (different[:, 0].copy(), different[:, 1].copy(), expand.reshape(-1))
-    positions, targets, index = (torch.from_numpy(array) for array in made)
+    distinct, expand = np.unique(np.concatenate(pairs), axis=0, return_inverse=True)
+    arrays = (distinct[:, 0].copy(), distinct[:, 1].copy(), expand.reshape(-1))
+    positions, targets, index = (torch.from_numpy(array) for array in arrays)
     return positions, targets, index

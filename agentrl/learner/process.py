@@ -11,26 +11,27 @@ from pathlib import Path
 
 from agentrl.causes import in_log
 from agentrl.errors import LearnerError
-from agentrl.learner.farewell import Mailbox
+from agentrl.files import tail
+from agentrl.learner.exit_reason import Mailbox
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
 
-ANNOUNCEMENT = "server.json"  # in the run folder while a server runs: where it is; the learner reads it to send weights over NCCL
 _TAIL_BYTES = 1 << 18
 
 
 class LearnerProcess:
-    """torchrun with `recipe.learner.ranks` workers (`agentrl.learner.worker`), in its own process group.
+    """torchrun with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
 
-    Output goes to `run_dir/logs/learner.log`, appended. The processes die with the driver, even when that is killed. `start` must
-    be called from a thread that lives as long as the learner should (the kernel watches the thread).
+    Output is appended to `run_dir/logs/learner.log`. The processes die with the driver, even when it is killed. Call `start`
+    from a thread that lives as long as the learner should (the parent death signal follows the thread).
     """
 
-    def __init__(self, run_dir: Path, recipe: Recipe, *, gpus: str | None = None) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None leaves them what the driver has."""
+    def __init__(self, run_dir: Path, recipe: Recipe, *, gpus: str | None = None, root: Path | None = None) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the workers; None leaves them what the driver has. `root`: the project's, for its own parts."""
         self.run_dir = run_dir
         self.recipe = recipe
         self.gpus = gpus
+        self.root = root
         self.log_path = run_dir / "logs" / "learner.log"
         self._process: asyncio.subprocess.Process | None = None
         self._mailbox = Mailbox()
@@ -69,8 +70,8 @@ class LearnerProcess:
     async def wait(self, *, timeout_s: float | None = None) -> None:
         """Waits for the learner to end by itself.
 
-        Raises `LearnerHalted` when it stopped on purpose, `UserError` when it refuses the model or the recipe, `DiskFull` when there was
-        no room, `LearnerError` with the cause when it fails otherwise, and `TimeoutError` when it still runs after `timeout_s`.
+        Raises `LearnerHalted` when it stopped at a limit, `UserError` when it refuses the model or the recipe, `DiskFull` when the disk
+        is full, `LearnerError` with the cause when it fails otherwise, and `TimeoutError` when it still runs after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -78,24 +79,24 @@ class LearnerProcess:
         self.check()
 
     def check(self) -> None:
-        """Raises what `wait` does when the learner has failed."""
+        """Raises as `wait` does if the learner has failed."""
         code = self.returncode
         if code in (None, 0):
             return
-        if (word := self._mailbox.best()) is not None:
-            raise word.error(self.log_path)
-        cause, fix = in_log(self.log_tail())  # a process that could not say anything: killed, or broken before its first line
+        if (reason := self._mailbox.best()) is not None:
+            raise reason.error(self.log_path)
+        cause, fix = in_log(self.log_tail())  # the process sent nothing: killed, or broken before its first line
         advice = f"\n  fix: {fix}" if fix else ""
         raise LearnerError(
             f"the learner ended with exit code {code}: {cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
         )
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
-        """Asks the workers to finish the step in hand, waits `grace_s`, then kills the whole tree. Idempotent."""
+        """Asks the workers to finish the current step, waits `grace_s`, then kills the whole tree. Idempotent."""
         if self._process is None:
             return
         if self.alive:
-            # The workers, not torchrun: that would kill them after 30 s whatever they are doing.
+            # The workers, not torchrun: torchrun would kill them after 30 s whatever they are doing.
             for worker in _children(self._process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGTERM)
@@ -113,12 +114,7 @@ class LearnerProcess:
 
     def log_tail(self) -> str:
         """The end of the log, of this start alone."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(max(self._log_start, self.log_path.stat().st_size - _TAIL_BYTES))
-                return file.read().decode(errors="replace")
-        except FileNotFoundError:
-            return ""
+        return tail(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
         torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -126,7 +122,8 @@ class LearnerProcess:
         return [*launch, *self._worker()]
 
     def _worker(self) -> list[str]:
-        return ["agentrl.learner.worker", "--run-dir", str(self.run_dir), "--mailbox", self._mailbox.address]
+        root = [] if self.root is None else ["--root", str(self.root)]
+        return ["agentrl.learner.main", "--run-dir", str(self.run_dir), "--mailbox", self._mailbox.address, *root]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner
@@ -144,11 +141,11 @@ class LearnerProcess:
 
 def _children(parent: int) -> list[int]:
     """Process ids whose parent is `parent`."""
-    found = []
+    children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                # The program's name, in parentheses, may hold anything; after it come the state and the parent.
+                # The program's name, in parentheses, may contain anything; after it come the state and the parent.
                 if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                    found.append(int(entry.name))
-    return found
+                    children.append(int(entry.name))
+    return children

@@ -1,8 +1,8 @@
-"""Publishing a policy version: a Hugging Face folder that servers and `from_pretrained` load, and proof of what is in it.
+"""Publishing a policy version: a Hugging Face folder that servers and `from_pretrained` load, with a probe to verify it.
 
 `versions/000012/` holds model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
-the update that made it) and `probe.json` (an `agentrl.records.Probe`: what the learner itself says about a few token rows). With
-LoRA it holds adapter_model.safetensors and adapter_config.json instead, and what they lack is in version 0.
+the update that made it) and `probe.json` (an `agentrl.records.Probe`: the learner's own logprobs of a few token rows). With LoRA
+it holds adapter_model.safetensors and adapter_config.json instead; the base weights are in version 0.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from agentrl import codec, deltas
+from agentrl import codec
+from agentrl.files import commit_folder, part_folder, sha256_file
 from agentrl.learner import lora
-from agentrl.learner.durable import commit_folder, part_folder, writing
+from agentrl.learner.disk import writing
 from agentrl.learner.engine import PolicyEngine
+from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe
-from agentrl.version import FolderRegistry, sha256_file
+from agentrl.weights import deltas
 
 log = logging.getLogger("agentrl.learner")
-_DELTA_PAYS = 0.5  # of the whole file's bytes; beyond it the server would be better off with the file
+_DELTA_PAYS = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
 PROBE_ROWS = 4
 _PROBE_TOKENS = 512
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
@@ -36,9 +38,9 @@ def version_folder(run_dir: Path, number: int) -> Path:
 
 
 def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
-    """Up to `PROBE_ROWS` contexts from different groups; a fixed row when there is not a single token to choose from.
+    """Up to `PROBE_ROWS` contexts from different groups; a fixed row when the groups hold no tokens.
 
-    Rows are shorter than the model's context: a server has to sample one token more to give the logprobs of a row.
+    Rows are shorter than the model's context, because a server must sample one more token to return a row's logprobs.
     """
     longest = min(_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
@@ -56,7 +58,7 @@ def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int
 
 def publish(
     run_dir: Path,
-    registry: FolderRegistry,
+    registry: VersionRegistry,
     engine: PolicyEngine,
     *,
     number: int,
@@ -66,11 +68,11 @@ def publish(
     keep: int,
     full_every: int | None = None,
 ) -> None:
-    """Exports the engine's weights as version `number`, registers it, and removes the weights of old versions. All ranks call it.
+    """Exports the engine's weights as version `number`, registers it, and removes old versions' weights. All ranks call it.
 
-    The same engine state gives the same bytes. With `full_every` versions are deltas of their parents where that pays, all but those
-    whose number it divides. Raises `DiskFull` or `LearnerError` when the disk refuses, `StoreError` when the number is
-    registered with other weights.
+    The same engine state gives the same bytes. With `full_every` a version is a delta of its parent where that is smaller, except
+    when `full_every` divides its number. Raises `DiskFull` or `LearnerError` when the disk refuses, `StoreError` when the number
+    is registered with other weights.
     """
     weights = gather(engine)
     probe = Probe(token_ids=rows, logprobs=engine.probe(rows))
@@ -120,9 +122,9 @@ def _export(
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Puts a delta in the place of the whole weights where that pays, and keeps them aside for the delta of the version after it.
+    """Replaces the whole weights by a delta where that is smaller, and keeps a copy of them for the next version's delta.
 
-    What is aside may be from any version, or torn by a power cut: a delta is made only of what has the parent's checksum.
+    The copy on disk may be any version's, or torn by a power cut: a delta is used only if its base has the parent's checksum.
     """
     newest = part.with_name(deltas.NEWEST)
     if not whole and parent is not None and newest.exists():

@@ -1,4 +1,4 @@
-"""The processes of one learner and how they talk: torch.distributed, gloo on CPU and NCCL on CUDA."""
+"""The processes of one learner and how they communicate: torch.distributed, gloo on CPU and NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """Ranks that share every sequence (`agentrl.learner.ulysses`), and this process's place among them."""
+    """Ranks that share every sequence (`agentrl.learner.ulysses`), and this process's rank in the team."""
 
     rank: int
     size: int
@@ -26,7 +26,7 @@ class Team:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process's place among the learner's processes."""
+    """This process's rank among the learner's processes, and the means to communicate."""
 
     rank: int
     size: int
@@ -40,16 +40,16 @@ class Ranks:
 
     @property
     def shares(self) -> int:
-        """How many parts a batch is dealt out in: one for each rank, or for each team."""
+        """Number of parts that a batch is divided into: one for each rank, or for each team."""
         return self.size // self.team.size if self.team else self.size
 
     @property
     def share(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's part."""
         return self.rank // self.team.size if self.team else self.rank
 
     def sum(self, values: Tensor) -> Tensor:
-        """The elementwise sum over the shares of a batch, as a CPU tensor; the ranks of a team have the same, and it counts once."""
+        """The elementwise sum over the shares of a batch, as a CPU tensor; the ranks of a team hold one share, which counts once."""
         total = values.detach().cpu().clone()
         if self.team is not None and self.team.rank:
             total.zero_()
@@ -72,7 +72,7 @@ class Ranks:
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """`auto` is cuda where torch finds one, else cpu."""
+    """`auto` is cuda where torch finds a GPU, else cpu."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -89,14 +89,14 @@ def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     import deepspeed
 
-    # Its shared-memory collectives would be compiled on the spot, taking minutes, and a killed process would leave them in /dev/shm.
+    # DeepSpeed would compile its shared-memory collectives now, for minutes, and a killed process would leave files in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    place = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    own = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None
-    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=place, control=control)
+    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), device=own, control=control)
 
 
 def leave() -> None:

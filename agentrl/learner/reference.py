@@ -1,4 +1,4 @@
-"""The reference policy: a frozen copy of the weights the run began with, which a KL term keeps the policy near to."""
+"""The reference policy of a KL term: a frozen copy of the weights that the run began with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.recipe import Recipe
 
 
 class ReferencePolicy:
-    """Version 0, whole on every rank, without optimizer or gradient. Costs the memory of the weights; a collective in teams alone.
+    """Version 0, whole on every rank, without optimizer or gradient. Takes the memory of the weights; a collective only in teams.
 
     Args:
         folder: Hugging Face folder of version 0.
@@ -34,7 +34,7 @@ class ReferencePolicy:
 
 
 class PolicyWithoutAdapter:
-    """Version 0 where adapters are trained: the policy's own base weights, so it costs no memory. A collective under ZeRO-3."""
+    """Version 0 when adapters are trained: the policy's base weights, at no extra memory. A collective under ZeRO-3."""
 
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
@@ -42,7 +42,7 @@ class PolicyWithoutAdapter:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Logprobs [N] of the batch's trained tokens at the sampling temperature."""
-        with lora.taken_off(self._engine.lm):
+        with lora.disabled(self._engine.lm):
             return self._engine.logprobs(batch)[0]
 
 

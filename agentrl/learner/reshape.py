@@ -1,9 +1,9 @@
-"""Loading a checkpoint that was written with another number of ranks, or at another ZeRO stage.
+"""Loading a checkpoint written with another number of ranks, or at another ZeRO stage.
 
-Through DeepSpeed's universal format: a folder for every parameter with its float32 weights, its two moments and its step count,
-each whole. DeepSpeed's own converter makes it from stages 1 to 3, and engines of those stages read it; stage 0 keeps everything
-in one file, which is taken apart and put together here. What the converter of 0.19.8 leaves undone for another stage than the
-checkpoint's is done here too: stage 3's step counts, the file name and the headers that the other stage looks for.
+This uses DeepSpeed's universal format: a folder for every parameter with its unsharded float32 weights, two moments and step
+count. DeepSpeed's converter makes it from stages 1 to 3, and engines of those stages read it; stage 0 keeps everything in one
+file, which is split and joined here. Where the converter of 0.19.8 falls short for a change of stage, the rest is done here too:
+stage 3's step counts, and the file name and headers that the other stage expects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARAM = "param"  # DeepSpeed's key of the tensor in each of these files
 
 
 def layout(stage: int) -> str:
-    """Stages of one layout read each other's files as they are."""
+    """The file layout of a ZeRO stage; stages with the same layout can read each other's files."""
     return {0: "whole", 3: "weights"}.get(stage, "states")
 
 
@@ -39,27 +39,27 @@ def layout_of(folder: Path) -> str:
 
 
 def load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
-    """Loads `folder/tag` into a DeepSpeed engine of any stage; what is written for it beside the folder is removed again.
+    """Loads `folder/tag` into a DeepSpeed engine of any stage; the temporary copy beside the folder is removed again.
 
-    Raises `LearnerError` when the checkpoint cannot be taken apart, or is one of other parameters.
+    Raises `LearnerError` when the checkpoint cannot be converted, or has other parameters.
     """
     whole = folder.with_name(f".{folder.name}.whole")
     refusal: str | None = None
     try:
         if ranks.first:
             shutil.rmtree(whole, ignore_errors=True)
-            refusal = _take_apart(folder / tag, whole / tag, engine)
+            refusal = _to_universal(folder / tag, whole / tag, engine)
         if ranks.decide(int(refusal is not None)):
             raise LearnerError(f"checkpoint {folder} cannot be read at another ZeRO stage or with other ranks: {refusal or 'see rank 0'}")
-        _put_together(engine, whole, tag)
+        _from_universal(engine, whole, tag)
         ranks.barrier()
     finally:
         if ranks.first:
             shutil.rmtree(whole, ignore_errors=True)
 
 
-def _take_apart(source: Path, target: Path, engine: Any) -> str | None:
-    """Writes the universal form of a checkpoint folder for `engine`, or says why that cannot be done."""
+def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
+    """Writes a checkpoint folder in the universal format for `engine`; returns the reason if that is impossible."""
     target.mkdir(parents=True)
     kind = layout_of(source)
     headers = sorted(source.glob("*_model_states.pt"))[0]
@@ -72,7 +72,7 @@ def _take_apart(source: Path, target: Path, engine: Any) -> str | None:
     expected = {name for names in _names(engine) for name in names}
     missing = sorted(name for name in expected if not (target / "zero" / name / "fp32.pt").is_file())
     if missing:
-        return f"it has no {missing[0]}; resume with the model and the critic that it was made with"
+        return f"it has no {missing[0]}; resume with the model and the critic it was made with"
     for name in expected:
         _complete(target / "zero" / name)
     header = {key: value for key, value in _read(headers).items() if key not in ("module", "optimizer")}
@@ -82,13 +82,13 @@ def _take_apart(source: Path, target: Path, engine: Any) -> str | None:
 
 
 def _split(saved: dict[str, Any], target: Path, engine: Any) -> str | None:
-    """A stage 0 checkpoint, whose optimizer knows parameters by their place: that of the same model's in `engine`."""
-    groups, found = saved["optimizer"]["param_groups"], _names(engine)
-    if [len(group["params"]) for group in groups] != [len(names) for names in found]:
-        return "its optimizer has other groups of parameters; resume with the learner.weight_decay and the critic that it was made with"
-    for group, names in zip(groups, found, strict=True):
-        for place, name in zip(group["params"], names, strict=True):
-            state = saved["optimizer"]["state"].get(place, {})
+    """Splits a stage 0 checkpoint. Its optimizer numbers the parameters, in the order of the same model's in `engine`."""
+    groups, names_of = saved["optimizer"]["param_groups"], _names(engine)
+    if [len(group["params"]) for group in groups] != [len(names) for names in names_of]:
+        return "its optimizer has other groups of parameters; resume with the learner.weight_decay and the critic it was made with"
+    for group, names in zip(groups, names_of, strict=True):
+        for number, name in zip(group["params"], names, strict=True):
+            state = saved["optimizer"]["state"].get(number, {})
             _write(target / name, saved["module"][name].float(), {moment: state[moment] for moment in _MOMENTS if state})
             if state:
                 torch.save(state["step"], target / name / "step.pt")
@@ -100,7 +100,7 @@ def _convert(source: Path, target: Path, kind: str) -> str | None:
 
     optimizers = sorted(source.glob("*_optim_states.pt"))
     if kind == "weights" and not _read(optimizers[0])["optimizer_state_dict"]["optimizer_state_dict"]["state"]:
-        return "its optimizer has made no step yet; resume with the ranks and the learner.zero_stage that it was made with"
+        return "its optimizer has made no step yet; resume with the ranks and the learner.zero_stage it was made with"
     arguments = SimpleNamespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -112,7 +112,7 @@ def _convert(source: Path, target: Path, kind: str) -> str | None:
     )
     with contextlib.redirect_stdout(sys.stderr):
         ds_to_universal.main(arguments)
-    for written in target.glob("*_model_states.pt"):  # in the form of the stage that is being left
+    for written in target.glob("*_model_states.pt"):  # in the layout of the old stage
         written.unlink()
     if kind == "weights":
         _add_steps(optimizers[0], sorted(source.glob("*_model_states.pt"))[0], target / "zero")
@@ -120,15 +120,15 @@ def _convert(source: Path, target: Path, kind: str) -> str | None:
 
 
 def _add_steps(optimizer: Path, model: Path, target: Path) -> None:
-    """Step counts, which the converter leaves out at stage 3: one a group of parameters."""
+    """Adds the step counts, which the converter omits at stage 3: one a parameter group."""
     states = _read(optimizer)["optimizer_state_dict"]["optimizer_state_dict"]["state"]
-    for place, shapes in enumerate(_read(model)["param_shapes"]):
+    for number, shapes in enumerate(_read(model)["param_shapes"]):
         for name in shapes:
-            torch.save(states[place]["step"], target / name / "step.pt")
+            torch.save(states[number]["step"], target / name / "step.pt")
 
 
 def _complete(folder: Path) -> None:
-    """Every file in the same form, and the state of a fresh optimizer where there is none."""
+    """Writes every file in the same form, with a fresh optimizer's state where there is none."""
     weights = _tensor(folder / "fp32.pt")
     moments = {moment: _tensor(folder / f"{moment}.pt") for moment in _MOMENTS if (folder / f"{moment}.pt").is_file()}
     _write(folder, weights, {moment: moments.get(moment, torch.zeros_like(weights)) for moment in _MOMENTS})
@@ -137,7 +137,7 @@ def _complete(folder: Path) -> None:
 
 
 def _write_common(path: Path, groups: int) -> None:
-    """The header of all parameters. Its groups are empty: options are the recipe's, and DeepSpeed would give all groups the first's."""
+    """The common header. Its groups are empty: the recipe sets the options, and DeepSpeed would give all groups the first one's."""
     import deepspeed
 
     common = {
@@ -148,18 +148,18 @@ def _write_common(path: Path, groups: int) -> None:
     torch.save(common, path)
 
 
-def _put_together(engine: Any, whole: Path, tag: str) -> None:
+def _from_universal(engine: Any, whole: Path, tag: str) -> None:
     if not engine.zero_optimization():
         _load_whole(engine, whole / tag / "zero")
         return
-    engine._config.load_universal_checkpoint = True  # fixed when the engine is made, and true of this one load only
+    engine._config.load_universal_checkpoint = True  # a setting of the engine, needed for this one load only
     try:
         loaded, _ = engine.load_checkpoint(str(whole), tag=tag)
     finally:
         engine._config.load_universal_checkpoint = False
     if loaded is None:
         raise LearnerError(f"DeepSpeed found nothing to load in {whole / tag}")
-    if engine.zero_optimization_partition_weights():  # it gave all groups one and the same count
+    if engine.zero_optimization_partition_weights():  # DeepSpeed gave all groups the same count
         optimizer = engine.optimizer
         for flat, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
             step = _read(whole / tag / "zero" / engine.param_names[members[0]] / "step.pt")
@@ -182,7 +182,7 @@ def _names(engine: Any) -> list[list[str]]:
     if not engine.zero_optimization():
         groups: Iterator[Any] = (group["params"] for group in optimizer.param_groups)
     elif engine.zero_optimization_partition_weights():
-        owners = [optimizer.sub_group_to_group_id[place] for place in range(len(optimizer.fp16_groups))]
+        owners = [optimizer.sub_group_to_group_id[number] for number in range(len(optimizer.fp16_groups))]
         members: list[list[Any]] = [[] for _ in range(max(owners) + 1)]
         for owner, some in zip(owners, optimizer.fp16_groups, strict=True):
             members[owner] += some
@@ -199,8 +199,8 @@ def _write(folder: Path, weights: Tensor, moments: dict[str, Tensor]) -> None:
 
 
 def _tensor(path: Path) -> Tensor:
-    found = _read(path)
-    tensor: Tensor = found[_PARAM] if isinstance(found, dict) else found
+    saved = _read(path)
+    tensor: Tensor = saved[_PARAM] if isinstance(saved, dict) else saved
     return tensor
 
 

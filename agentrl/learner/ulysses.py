@@ -1,9 +1,9 @@
-"""Sequence parallelism the way of Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
+"""Sequence parallelism after Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
 
-Each rank embeds, projects and transforms a stretch of the tokens. Before attention an all-to-all, DeepSpeed's, gives it all tokens
-of its share of the heads, and one after it gives the heads back; so attention itself never learns of it. The logprobs of a team
-are then gathered, and each rank computes the same loss. Its gradient flows back to the rank's own stretch alone, hence the sum
-over all ranks is the gradient, as without teams.
+Each rank embeds, projects and transforms a stretch of the tokens. DeepSpeed's all-to-all before attention gives it all tokens for
+its share of the heads, and another one after attention undoes this, so attention itself is unchanged. The team's logprobs are then
+gathered, and each rank computes the same loss. Its gradient reaches only the rank's own stretch, so the sum over all ranks is the
+gradient, as without teams.
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ def in_teams(ranks: Ranks, size: int) -> Ranks:
 
 
 def check_heads(config: Any, team: Team) -> None:
-    """Raises `UserError` for a model whose key heads cannot be dealt out to a team."""
+    """Raises `UserError` for a model whose key heads cannot be divided among a team."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % team.size:
         raise UserError(
             f"learner.sequence_parallel={team.size} does not divide the model's {heads} key heads",
-            fix="choose a divisor: every rank of a team takes as many heads",
+            fix="choose a divisor: every rank of a team takes the same number of heads",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A rank's part of a forest of `length` tokens: `width` of them from `start` on, where the last stretches may lack some."""
+    """A rank's part of a forest of `length` tokens: `width` of them from `start` on; the last stretches may have fewer."""
 
     team: Team
     length: int
     width: int
     start: int
     predictions: int  # of the whole forest, in the order of the tokens that predict
-    own: slice  # which of them this rank makes
+    own: slice  # those that this rank computes
 
     @classmethod
     def of(cls, team: Team, length: int, positions: Tensor) -> Stretch:
-        """`positions` [U]: sorted places in the forest of the tokens that predict."""
+        """`positions` [U]: sorted forest indices of the predicting tokens."""
         width = -(-length // team.size)
         start = team.rank * width
         first, last = torch.searchsorted(positions, torch.tensor([start, start + width])).tolist()
         return cls(team=team, length=length, width=width, start=start, predictions=len(positions), own=slice(first, last))
 
     def part(self, tokens: Tensor) -> Tensor:
-        """[T] to the rank's [S], filled up with zeros."""
+        """[T] to the rank's [S], padded with zeros."""
         own = tokens[self.start : self.start + self.width]
         return F.pad(own, (0, self.width - len(own)))
 
     def gather(self, own: Tensor) -> Tensor:
-        """What the team's ranks computed of their predictions, [K, own], as [K, U] on each of them."""
+        """Gathers the ranks' results for their own predictions, [K, own], to [K, U] on every rank of the team."""
         whole: Tensor = _Gathered.apply(own, self)  # type: ignore[no-untyped-call]
         return whole
 
 
 def exchanged(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, stretch: Stretch) -> Tensor:
-    """Attention over all tokens of a forest, from each rank's stretch of them: [1, H, S, D] to [1, S, H, D].
+    """Attention over all tokens of a forest, of which each rank holds a stretch: [1, H, S, D] to [1, S, H, D].
 
-    `attend` takes some of the heads of all tokens, [1, h, T, D], to [1, T, h, D].
+    `attend` maps some heads of all tokens, [1, h, T, D], to [1, T, h, D].
     """
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -92,7 +92,7 @@ def exchanged(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor,
 
 
 class _Gathered(torch.autograd.Function):
-    """The gradient is each rank's own part: all ranks compute the same loss from here on, so summing it would count it again."""
+    """Gathers forward; backward keeps each rank's own part: all ranks compute the same loss, so a sum would count it repeatedly."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, stretch: Stretch) -> Tensor:

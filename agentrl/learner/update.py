@@ -1,4 +1,4 @@
-"""One learner step: a batch of samples becomes one or more optimizer steps, and numbers that say how it went."""
+"""One learner step: a batch of samples becomes one or more optimizer steps, and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, Rows, check_vocabulary, micro_batch, minibatches, plan
 from agentrl.learner.reference import reference_for
 from agentrl.objective.aggregate import denominator
-from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.combined import TrainedTokens, loss_of, policy_loss
 from agentrl.objective.kl import sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, over_steps, summarize
 from agentrl.objective.values import value_loss
@@ -31,10 +31,10 @@ from agentrl.records import Batch, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A micro-batch with the logprobs [N] of its tokens under the other policies of the objective, and what a critic makes of them."""
+    """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
-    piece: int  # which of the critic's optimizer steps it is part of
+    piece: int  # index of the critic's optimizer step that it belongs to
     piece_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
     reference: Tensor | None
@@ -46,7 +46,7 @@ Plan = list[tuple[Batch, list[Prepared]]]  # the micro-batches of each optimizer
 
 
 class Updater:
-    """Applies batches to an engine. Its `guard` judges each optimizer step and remembers what was set aside."""
+    """Applies batches to an engine. Its `guard` judges each optimizer step and records what was left out."""
 
     def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
         self.engine = engine
@@ -54,18 +54,19 @@ class Updater:
         self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
         self.guard = Guard(engine.recipe.learner)
         self._objective = engine.recipe.objective
+        self._loss = loss_of(self._objective)
         self._learner = engine.recipe.learner
         self._constant_length = self._objective.constant_length or engine.recipe.policy.max_model_len
         uses_reference = self._objective.kl != "none"
         self._reference = reference_for(engine) if uses_reference else None
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same answer.
+        """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same result.
 
-        A minibatch whose loss, gradient or advantages are not finite, or that `learner.limits` object to, is set aside: weights
-        untouched, counted in `updates_set_aside`. Where a limit says rollback, `guard.rolling_back` is True afterwards, and the weights
-        must not be used. Raises `LearnerHalted` where a limit says so, and after `learner.max_bad_updates` steps set aside in a row.
-        A batch without samples changes nothing.
+        A minibatch whose loss, gradient or advantages are not finite, or that breaks one of `learner.limits`, is left out: weights
+        stay, and `updates_set_aside` counts it. Where a limit says rollback, `guard.rolling_back` is True afterwards, and the weights
+        must not be used. Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left
+        out. A batch without samples changes nothing.
         """
         start = time.perf_counter()
         self.guard.begin()
@@ -74,8 +75,8 @@ class Updater:
         metrics = _batch_metrics(batch)
         warming = self.critic is not None and batch.step < self.critic.config.warmup_steps
         if self.critic is not None:
-            prepared, found = self._judged(prepared, self.critic)
-            metrics |= found
+            prepared, judgement = self._judged(prepared, self.critic)
+            metrics |= judgement
             if warming or isinstance(self.critic, Critic):
                 metrics |= self._learn_values(prepared, self.critic)
         passes: list[dict[str, float]] = []
@@ -84,7 +85,7 @@ class Updater:
                 if not self.guard.rolling_back:
                     passes.append(self._optimize(part, made, changed=any(one["applied"] for one in passes)))
         wall_s = time.perf_counter() - start
-        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._place(batch.step))
+        metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_set_aside"] = sum(1.0 - made.pop("applied") for made in passes)
         metrics |= over_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
@@ -94,40 +95,40 @@ class Updater:
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _place(self, step: int) -> int:
-        """Where the learning rate's schedule is at a step: a rollback takes it back too."""
+    def _schedule_step(self, step: int) -> int:
+        """The learning rate schedule's step number, which a rollback sets back too."""
         return step - self.guard.counts.undone
 
     def penalties(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """What `objective.kl=k1_reward` takes off the score of each episode, by id; empty with any other objective. A collective."""
+        """What `objective.kl=k1_reward` subtracts from each episode's score, by id; empty with any other objective. A collective."""
         if self._objective.kl != "k1_reward":
             return {}
-        assert self._reference is not None, "a KL term loads the reference"
+        assert self._reference is not None, "a KL term needs the reference"
         ranks = self.engine.ranks
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
             total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
-        found: dict[str, float] = defaultdict(float)
+        penalties: dict[str, float] = defaultdict(float)
         for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
-            found[sample.episode_id] += self._objective.kl_coef * value
-        return dict(found)
+            penalties[sample.episode_id] += self._objective.kl_coef * value
+        return dict(penalties)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """This rank's micro-batches; their tokens carry the place of their sample in `samples`."""
+        """This rank's micro-batches; their tokens carry the index of their sample in `samples`."""
         ranks = self.engine.ranks
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
-        places = {id(sample): place for place, sample in enumerate(samples)}
+        numbers = {id(sample): number for number, sample in enumerate(samples)}
         share, budget = self._learner.share_prefixes, self._learner.max_tokens_per_microbatch * self._learner.sequence_parallel
         rows: list[Rows] = plan(samples, rank=ranks.share, ranks=ranks.shares, max_tokens=budget, share=share)
-        return [micro_batch(some, ranks.device, [places[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
+        return [micro_batch(some, ranks.device, [numbers[id(row)] for row in some], share=share, team=ranks.team) for some in rows]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
-        """Micro-batches with what the objective needs of other policies, all computed before the first optimizer step."""
+        """Micro-batches with the other policies' logprobs that the objective needs, computed before the first optimizer step."""
         recomputes = self._recomputes(len(parts))
         return [(part, self._pieces(part, recomputes)) for part in parts]
 
     def _pieces(self, part: Batch, recomputes: bool) -> list[Prepared]:
-        """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller ones."""
+        """The micro-batches of an optimizer step of the policy, in the order of the critic's smaller steps."""
         pieces = minibatches(part, 1 if self.critic is None else self.critic.config.minibatches)
         return [
             self._before(batch, number, piece.denominator, recomputes)
@@ -137,7 +138,7 @@ class Updater:
 
     @torch.no_grad()
     def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> Prepared:
-        """A micro-batch as policy, critic and reference see it before the step; a shared trunk is run once for both."""
+        """A micro-batch with the results of policy, critic and reference before the step; a shared trunk runs once for both."""
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
@@ -155,18 +156,18 @@ class Updater:
         )
 
     def _recomputes(self, parts: int) -> bool:
-        """A batch that turns out to make a single optimizer step needs no proximal policy, unless the correction weighs one."""
+        """A batch with a single optimizer step needs no proximal policy, unless the correction uses one."""
         needed = self._objective.correction == "mask" or self._objective.is_level == "sequence"
         return self._objective.recomputes(self._learner.minibatches if needed else parts)
 
     def _judged(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
-        """The same micro-batches with the critic's advantages in place of rewards, and how good the critic was."""
+        """The same micro-batches with the advantages that the critic makes of rewards, and how good the critic was."""
         ranks = self.engine.ranks
         judged = [(part, [_judged(one, critic.config) for one in made]) for part, made in prepared]
         everything = [one for _, made in judged for one in made]
         metrics = critic_metrics([(one.returns, one.values) for one in everything], ranks)
         shift, scale = advantage_scale([one.batch.advantages for one in everything], ranks)
-        if metrics:  # there was a token to judge
+        if metrics:  # there was at least one token
             metrics["advantage_std"] = scale
         if self._objective.divides_by_std:
             judged = [(part, [_scaled(one, shift, scale) for one in made]) for part, made in judged]
@@ -180,9 +181,9 @@ class Updater:
             for _, some in groupby(made, key=attrgetter("piece")):
                 total = torch.zeros((), dtype=torch.float64, device=ranks.device)
                 for one in some:
-                    assert one.returns is not None and one.values is not None, "judged before it is learned"
+                    assert one.returns is not None and one.values is not None, "values are computed before they are learned"
                     total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
-                applied, norm = critic.step(self._place(part.step))
+                applied, norm = critic.step(self._schedule_step(part.step))
                 losses.append(ranks.sum(total).item())
                 self.guard.settle_critic(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
                 norms.append(norm)
@@ -191,9 +192,9 @@ class Updater:
         return metrics | ({"value_grad_norm": fmean(finite)} if finite else {})
 
     def _optimize(self, part: Batch, micro_batches: list[Prepared], *, changed: bool) -> dict[str, float]:
-        """One optimizer step; `changed`: the weights are no longer those that the batch began with."""
+        """One optimizer step; `changed`: the weights have changed since the batch began."""
         ranks = self.engine.ranks
-        sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # and losses, and advantages not finite
+        sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
         total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
@@ -208,7 +209,7 @@ class Updater:
                 same=None if changed and one.proximal is None else one.batch.versions == part.step,
                 entropy=entropy,
             )
-            result = policy_loss(tokens, self._objective, denominator=total_weight)
+            result = policy_loss(tokens, self._objective, denominator=total_weight, surrogate=self._loss)
             value, weight = self._value_loss(one, values)
             value = value / part.denominator
             self.engine.backward(result.loss + weight * value if weight else result.loss)
@@ -222,7 +223,7 @@ class Updater:
         if isinstance(self.critic, SharedCritic):
             metrics["value_loss"] = total[-3].item()
         metrics |= {"loss": total[-2].item(), "advantages_not_finite": total[-1].item()}
-        applied, metrics["grad_norm"] = self.engine.step(self._place(part.step), refuse_above=self.guard.bound(metrics))
+        applied, metrics["grad_norm"] = self.engine.step(self._schedule_step(part.step), refuse_above=self.guard.bound(metrics))
         self.guard.settle(part, metrics, applied=applied)
         del metrics["advantages_not_finite"]
         return metrics | {"applied": float(applied)}
@@ -234,16 +235,16 @@ class Updater:
         return *self.engine.logprobs(batch), None
 
     def _value_loss(self, one: Prepared, values: Tensor | None) -> tuple[Tensor, float]:
-        """Sum over a micro-batch's tokens, and its weight beside the policy's loss; 0 and 0 where the trunk has no value head."""
+        """Sum over a micro-batch's tokens, and its weight in the total loss; 0 and 0 where the trunk has no value head."""
         if values is None:
             return torch.zeros((), device=self.engine.ranks.device), 0.0
-        assert self.critic is not None and one.returns is not None and one.values is not None, "judged before it is learned"
+        assert self.critic is not None and one.returns is not None and one.values is not None, "values are computed before they are learned"
         loss = value_loss(values, one.values, one.returns, clip=self.critic.config.value_clip)
         return loss.sum(), self.critic.config.vf_coef
 
 
 def _judged(one: Prepared, config: CriticConfig) -> Prepared:
-    assert one.values is not None, "a critic has seen it"
+    assert one.values is not None, "the critic has computed its values"
     advantages, returns = credit(one.batch, one.values, config)
     return replace(one, batch=replace(one.batch, advantages=advantages), returns=returns)
 
@@ -263,15 +264,12 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     }
     if batch.samples:
         lags = [batch.step - version for sample in batch.samples for version in sample.versions if version >= 0]
-        advantages = [_advantage(sample) for sample in batch.samples]
         metrics |= {
             "length_max": float(max(lengths)),
             "staleness_mean": fmean(lags),
             "staleness_max": float(max(lags)),
-            "advantage_std": pstdev(advantages) if all(map(math.isfinite, advantages)) else math.nan,
         }
+    advantages = [sample.advantages[sample.loss_mask.index(True)] for sample in batch.samples if sample.advantages]
+    if advantages:  # with a critic they are not known yet
+        metrics["advantage_std"] = pstdev(advantages) if all(map(math.isfinite, advantages)) else math.nan
     return metrics
-
-
-def _advantage(sample: Sample) -> float:
-    return sample.advantages[sample.loss_mask.index(True)]

@@ -1,4 +1,4 @@
-"""A value of every state beside the logprobs, from one trunk: what a critic adds to a language model."""
+"""A value head on a language model's trunk: values of states alongside the logprobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.learner.logprobs import LOGITS_AT_ONCE, TokenScorer
 
 
 def value_head(lm: Any) -> nn.Linear:
-    """One output per token. It starts at 0 everywhere: its weights are zeros, so its first gradient leaves the trunk alone."""
+    """One output per token. Its weights start at zero, so its first gradient does not reach the trunk."""
     head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype, device=lm.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -26,10 +26,10 @@ def values_of(head: nn.Linear, hidden: Tensor) -> Tensor:
 
 
 class ValuedScorer(TokenScorer):
-    """A `TokenScorer` with a value head on the same trunk. The head is no part of the language model, so it is never published.
+    """A `TokenScorer` with a value head on the same trunk. The head is not part of the language model, so it is never published.
 
     Args:
-        detach: the gradient of the values ends at the head.
+        detach: stops the gradient of the values at the head.
     """
 
     def __init__(self, lm: Any, *, detach: bool, logits_at_once: int = LOGITS_AT_ONCE) -> None:
@@ -37,12 +37,12 @@ class ValuedScorer(TokenScorer):
         self.value = value_head(lm)
         self.detach = detach
 
-    def forward(  # type: ignore[override]  # more comes out
+    def forward(  # type: ignore[override]  # returns values too
         self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, targets: Tensor | None, temperature: float
     ) -> tuple[Tensor, ...]:
         """Logprobs, entropies and values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`.
 
-        Without `targets` the values alone, with gradient for the head only: the trunk is a fixed function then.
+        Without `targets` it returns only the values, with gradient for the head: the trunk is frozen then.
         """
         hidden = self.hidden(input_ids, layout, positions, frozen=targets is None)
         if targets is None:

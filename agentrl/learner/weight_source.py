@@ -1,7 +1,7 @@
-"""The trainer side of vLLM's GPU weight transfer: full tensors out of a DeepSpeed engine, straight into the server's memory.
+"""The trainer side of vLLM's GPU weight transfer: full tensors from a DeepSpeed engine straight into the server's memory.
 
-vLLM ships sources for plain and FSDP modules but none for DeepSpeed. Under ZeRO-3 a parameter is an empty shell until it is
-gathered, and gathering is a collective: every rank walks the parameters in the order of `metadata()`.
+vLLM ships sources for plain and FSDP modules but none for DeepSpeed. Under ZeRO-3 a parameter is empty until it is gathered,
+and gathering is a collective: every rank iterates over the parameters in the order of `metadata()`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentrl.serving.trainer_client import PausedServerClient
 class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not seen by the type checker
     """Named full parameters of a `PolicyEngine`, in metadata order, on every rank. Each iteration is a fresh pass.
 
-    With tied embeddings the output head is sent too, under its own name: a server that keeps a packed copy of the head would go on
-    with the old one otherwise.
+    With tied embeddings the output head is sent too, under its own name: a server with a packed copy of the head would otherwise
+    keep the old one.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -28,11 +28,11 @@ class DeepSpeedWeightSource(WeightSource):  # type: ignore[misc]  # vllm is not 
         self._aliases = _aliases(engine)
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and full shape of what iteration yields; gathers nothing."""
+        """Name, dtype and full shape of what iteration yields, without gathering."""
         return [ParamMeta(name, parameter.dtype, shape) for name, parameter, shape in self._entries()]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields `(name, full tensor on the engine's device)`. The tensor is the caller's own: the shard's memory is freed at once."""
+        """Yields `(name, full tensor on the engine's device)`. The caller owns the tensor; the gathered memory is freed at once."""
         for name, parameter, _ in self._entries():
             with self._engine.gathered(parameter) as full:
                 tensor = full.clone() if hasattr(parameter, "ds_id") else full
@@ -50,11 +50,11 @@ def connect(
 ) -> NCCLTrainerWeightTransferEngine:
     """Opens the NCCL channel to a server started with `--weight-transfer-config '{"backend": "nccl"}'`. All ranks call it.
 
-    Afterwards set `client.version` and call `send_weights()` on the result, again on all ranks: that makes one whole update of the
-    server, once the controller has paused it. `shutdown()` closes the channel.
+    Then, with the server paused, set `client.version` and call `send_weights()` on the result, again on all ranks, for one
+    complete update. `shutdown()` closes the channel.
 
     Args:
-        client: the line to the server's control routes.
+        client: of the server's control routes.
         master_address, master_port: where rank 0 listens for the server's workers.
         server_ranks: GPUs of the server (tensor times data parallel).
     """
@@ -66,12 +66,12 @@ def connect(
 
 
 def _aliases(engine: PolicyEngine) -> dict[str, str]:
-    """First name -> further name of parameters that go by two names (tied embeddings)."""
+    """First name -> second name of tied parameters."""
     first: dict[int, str] = {}
-    further: dict[str, str] = {}
+    second: dict[str, str] = {}
     for name, parameter in engine.lm.named_parameters(remove_duplicate=False):
         if id(parameter) in first:
-            further[first[id(parameter)]] = name
+            second[first[id(parameter)]] = name
         else:
             first[id(parameter)] = name
-    return further
+    return second

@@ -1,47 +1,289 @@
-"""`python -m agentrl.learner.worker --run-dir DIR`: one rank of a run's learner, started by torchrun.
+"""The learner process of a run folder.
 
-Light on purpose: the process ties itself to its parent before it spends seconds importing torch.
+A step: take its groups from the store, build the batch, update, checkpoint, commit the consumption, publish the new version. The
+checkpoint's rename is the moment at which the step happened; if the process dies after it, the rest is repaired from the
+checkpoint.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
-import os
-import sys
+import math
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
-from agentrl.errors import AgentRLError
-from agentrl.learner.farewell import Farewell, say
-from agentrl.learner.lifeline import die_with_parent
-from agentrl.runlock import hold_part
+import torch
+import transformers
+
+from agentrl import plugins
+from agentrl import recipe as recipes
+from agentrl.errors import LearnerHalted, StoreError
+from agentrl.experience import open_store
+from agentrl.learner import checkpoint as checkpoints
+from agentrl.learner import ranks as processes
+from agentrl.learner.broadcast import Broadcaster
+from agentrl.learner.checkpoint import CheckpointMeta
+from agentrl.learner.critic import Critic
+from agentrl.learner.engine import PolicyEngine
+from agentrl.learner.failures import FailureLog
+from agentrl.learner.publish import probe_rows, publish, version_folder
+from agentrl.learner.ranks import Ranks
+from agentrl.learner.ulysses import in_teams
+from agentrl.learner.update import Updater
+from agentrl.objective import Assembled, assemble, counted_samples
+from agentrl.protocols import VersionRegistry
+from agentrl.recipe import Recipe
+from agentrl.records import Group, VersionState
+from agentrl.version import FolderRegistry
+
+log = logging.getLogger("agentrl.learner")
+_POLL_S = 0.05
+_WAIT, _GO, _STOP = 0, 1, 2
 
 
-def main() -> int:
-    """0 when all steps are made or a stop was asked for, 1 when the learner cannot go on; the log says why, and the driver hears it."""
-    parser = argparse.ArgumentParser(description="One rank of a run's learner; start it with torchrun.")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with: the one that started this one")
-    parser.add_argument("--mailbox", help="where to leave a word for the driver")
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent)
-    hold_part(arguments.run_dir)  # for as long as this process lives
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    log = logging.getLogger("agentrl.learner")
+class Worker:
+    """One rank of a run's learner. Opens nothing that another rank writes to, except the store (rank 0 commits)."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe, ranks: Ranks) -> None:
+        self.run_dir = run_dir
+        self.recipe = recipe
+        self.ranks = ranks
+        self.stopping = False
+        self.store = open_store(run_dir, recipe)
+        self.registry: VersionRegistry = FolderRegistry(run_dir / "versions")
+        self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
+        separate = recipe.critic is not None and not recipe.critic.shared
+        self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
+        self.updater = Updater(self.engine, critic=self.critic)
+        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
+        self.failures = FailureLog(run_dir)
+        self.consumed: dict[int, tuple[int, ...]] = {}
+        self.rolled_back: tuple[int, ...] = ()
+        self.next_step = 0
+        self.good = 0
+
+    def run(self) -> None:
+        """Repairs what a crash left, then runs steps until there are `recipe.steps` or a stop is requested."""
+        self._resume()
+        while self.next_step < self.recipe.steps:
+            groups = self._wait_for_groups(self.next_step)
+            if groups is None:
+                log.info("stopped before step %d", self.next_step)
+                return
+            self._step(groups)
+        log.info("all %d steps are done", self.recipe.steps)
+
+    def close(self) -> None:
+        self.store.close()
+        self.registry.close()
+
+    def _step(self, groups: tuple[Group, ...]) -> None:
+        start = time.perf_counter()
+        step, parent = self.next_step, self.next_step
+        made, metrics = self._update(step, groups)
+        if self.updater.guard.sound:
+            self.good = step
+        if self.updater.guard.rolling_back:
+            parent = self._roll_back(step)
+            metrics |= {"rollbacks": 1.0, "weights_changed": float(parent < step)}
+        elif self.good == step and not metrics["weights_changed"]:
+            self.good = step + 1  # the same weights under the next number, for instance while a critic warms up
+        self.consumed[step] = made.batch.group_indices
+        rows = probe_rows(
+            groups, vocabulary=self.engine.lm.config.get_text_config().vocab_size, max_model_len=self.recipe.policy.max_model_len
+        )
+        meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
+        saving = time.perf_counter()
+        name = self._save(meta)
+        publishing = time.perf_counter()
+        if self.ranks.first:
+            self.store.commit(step, made.batch.group_indices, name)
+        self._publish(meta)
+        self.next_step = step + 1
+        end = time.perf_counter()
+        for index, reason in made.dropped.items():
+            log.info("step %d: group %d has no samples: %s", step, index, reason)
+        log.info(
+            "step %d: %d samples, %d tokens trained; update %.2f s, checkpoint %.2f s, publish %.2f s, all %.2f s",
+            *(step, len(made.batch.samples), made.batch.denominator),
+            *(metrics["update_s"], publishing - saving, end - publishing, end - start),
+        )
+
+    def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
+        """Runs the update of a step, and records what was left out, also when the run halts because of it."""
+        guard = self.updater.guard
+        weighed = counted_samples(groups, longest=self.recipe.policy.max_model_len) if self.recipe.objective.kl == "k1_reward" else ()
+        penalties = self.updater.penalties(weighed)
+        made = assemble(step, groups, self.recipe, penalties=penalties)
+        try:
+            left_out = guard.leave_out(step, groups, made.dropped)
+            metrics = self.updater.update(made.batch)
+        finally:
+            setbacks = guard.drain()
+            for setback in setbacks:
+                log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
+            if self.ranks.first:
+                self.failures.append(setbacks)
+        penalised = {"kl_penalty_mean": fmean(penalties.values())} if penalties else {}
+        metrics |= {name: value for name, value in penalised.items() if math.isfinite(value)}
+        metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
+        metrics |= {"groups_set_aside": float(left_out), "rollbacks": 0.0}
+        metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
+        return made, metrics
+
+    def _roll_back(self, step: int) -> int:
+        """Undoes everything since the newest sound checkpoint; returns its number.
+
+        The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts
+        move to them as to any other version.
+        """
+        checkpoint = checkpoints.numbered(self.run_dir / "checkpoints", self.good)
+        if checkpoint is None:
+            raise LearnerHalted(f"step {step}: a limit demands a rollback, but checkpoint {self.good} is missing or damaged")
+        checkpoints.restore(checkpoint, self.engine, critic=self.critic)
+        guard = self.updater.guard
+        guard.counts = replace(guard.counts, undone=step + 1 - (checkpoint.meta.step - checkpoint.meta.counts.undone))
+        self.rolled_back += tuple(number for number in range(self.good + 1, step + 1) if number not in self.rolled_back)
+        log.warning("step %d: rolled back to the weights of version %d", step, self.good)
+        parent, self.good = self.good, step + 1
+        return parent
+
+    def _meta(self, step: int, *, parent: int, metrics: dict[str, float], rows: tuple[tuple[int, ...], ...]) -> CheckpointMeta:
+        return CheckpointMeta(
+            step=step,
+            consumed=dict(self.consumed),
+            ranks=self.ranks.size,
+            zero_stage=self.recipe.learner.zero_stage,
+            counts=self.updater.guard.counts,
+            good=self.good,
+            parent=parent,
+            rolled_back=self.rolled_back,
+            metrics=metrics,
+            probe_rows=rows,
+        )
+
+    def _save(self, meta: CheckpointMeta) -> str:
+        learner = self.recipe.learner
+        spare = self.good if learner.limits.roll_back else None
+        root = self.run_dir / "checkpoints"
+        return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
+
+    def _publish(self, meta: CheckpointMeta) -> None:
+        publish(
+            self.run_dir,
+            self.registry,
+            self.engine,
+            number=meta.step,
+            parent=meta.parent,
+            metrics=meta.metrics,
+            rows=meta.probe_rows,
+            keep=self.recipe.learner.keep_versions,
+            full_every=self.recipe.learner.full_every if self.recipe.serving.weight_transfer == "delta" else None,
+        )
+        self._refuse_rolled_back()
+        if self.broadcaster is not None:
+            self.broadcaster.send(meta.step)
+
+    def _resume(self) -> None:
+        """Loads the newest intact checkpoint and makes the store and the registry agree with it."""
+        checkpoint = checkpoints.newest(self.run_dir / "checkpoints")
+        if checkpoint is not None:
+            checkpoints.restore(checkpoint, self.engine, critic=self.critic)
+            self.next_step = checkpoint.meta.step
+            self.consumed = dict(checkpoint.meta.consumed)
+            self.updater.guard.counts = checkpoint.meta.counts
+            self.good, self.rolled_back = checkpoint.meta.good, checkpoint.meta.rolled_back
+            log.info("resumed after %d steps from %s", self.next_step, checkpoint.folder)
+        elif self.recipe.learner.limits.roll_back:
+            self._save(self._meta(0, parent=0, metrics={}, rows=()))  # so that the first update can be undone too
+        missing = False
+        if self.ranks.first:
+            base = self.registry.get(0)
+            if self.recipe.learner.lora is not None and base is not None:
+                self.registry.verify(base)  # an adapter's checkpoint is useless without its base weights
+            self.store.reconcile(self.consumed)
+            self.registry.reconcile(self.next_step)
+            self.failures.forget_from(self.next_step)
+            missing = checkpoint is not None and not self._published(self.next_step)
+        if self.ranks.decide(int(missing)) and checkpoint is not None:
+            log.info("publishing version %d again", self.next_step)
+            self._publish(checkpoint.meta)
+        elif self.broadcaster is not None and checkpoint is not None:
+            self.broadcaster.catch_up(self.next_step)
+        self._refuse_rolled_back()
+
+    def _refuse_rolled_back(self) -> None:
+        """Called once their successor is published: until then a bad version is better than none."""
+        if self.ranks.first:
+            for number in self.rolled_back:
+                version = self.registry.get(number)
+                if version is not None and version.state is not VersionState.ROLLED_BACK:
+                    self.registry.set_state(number, VersionState.ROLLED_BACK)
+
+    def _published(self, number: int) -> bool:
+        version = self.registry.get(number)
+        if version is None:
+            return False
+        try:
+            self.registry.verify(version)
+        except StoreError as error:
+            log.warning("version %d has to be published again: %s", number, error)
+            return False
+        return True
+
+    def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
+        """The step's groups once all are stored, or None when a stop was requested. Rank 0 decides for all ranks."""
+        size = self.recipe.rollout.groups_per_step
+        indices = range(step * size, (step + 1) * size)
+        while True:
+            decision = self.ranks.decide(self._look(step, indices) if self.ranks.first else _WAIT)
+            if decision == _STOP:
+                return None
+            if decision == _GO:
+                return self.store.take(step, indices, timeout_s=60.0)
+
+    def _look(self, step: int, indices: range) -> int:
+        if self.stopping:
+            return _STOP
+        if all(self.store.has(index) for index in indices):
+            return _GO
+        time.sleep(_POLL_S)
+        return _WAIT
+
+
+def _reasons(dropped: object) -> Counter[str]:
+    """Counts the reasons by name: the word before any details."""
+    return Counter(str(reason).partition(":")[0].partition(" ")[0] for reason in dropped)  # type: ignore[attr-defined]
+
+
+def work(run_dir: Path, *, root: Path | None = None) -> None:
+    """Runs this rank of the learner of `run_dir`, under torchrun, until its steps are made or SIGTERM arrives.
+
+    `root`: the project's, whose own store, estimator and loss the recipe may name.
+
+    Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
+    validate, `LearnerError` or `StoreError` when the learner cannot go on.
+    """
+    began = time.perf_counter()
+    transformers.utils.logging.disable_progress_bar()
+    if root is not None:
+        plugins.add_project_root(root)
+    recipe = recipes.load(run_dir / "recipe.json")
+    if recipe.learner.threads:
+        torch.set_num_threads(recipe.learner.threads)
+    ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
+    random.seed(recipe.seed + ranks.rank)
+    torch.manual_seed(recipe.seed + ranks.rank)
+    worker = Worker(run_dir, recipe, ranks)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
+    log.info("rank %d of %d is ready on %s after %.1f s", ranks.rank, ranks.size, ranks.device, time.perf_counter() - began)
     try:
-        from agentrl.learner.steps import work
-
-        work(arguments.run_dir)
-    except AgentRLError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        say(arguments.mailbox, Farewell.of(error))
-        return 1
-    except Exception as error:
-        log.exception("the learner failed")
-        say(arguments.mailbox, Farewell.of(error))
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        worker.run()
+    finally:
+        worker.close()
+    processes.leave()

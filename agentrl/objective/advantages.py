@@ -1,16 +1,20 @@
-"""Advantages of whole episodes: how much better an attempt did than others. Plain float64 arithmetic on scores.
+"""Advantages of whole episodes: how much better an attempt did than the others. Plain float64 arithmetic on scores.
 
-The three estimators are functions of a list of scores. `batch_advantages` applies the one that the recipe chose to the groups of a
-step and says which groups teach nothing.
+An estimator is an `agentrl.protocols.AdvantageEstimator`: a function of the scores of a step's groups. `batch_advantages` applies the
+one that the recipe names, one of these or anybody's, and says which groups teach nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from agentrl import parts
+from agentrl.causes import location, short
+from agentrl.errors import PluginError
+from agentrl.protocols import AdvantageEstimator
 from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Group
 
@@ -19,52 +23,65 @@ STD_EPS = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """Advantages of one group, aligned with `Group.episodes`; either every counted episode has one or none has."""
+    """Advantages of one group, aligned with `Group.episodes`; either every counted episode has one or none does."""
 
     values: tuple[float | None, ...]  # [E] None where the episode is left out or unscored
-    dropped: str = ""  # why the group teaches nothing; empty when it does
+    dropped: str = ""  # why the group has no learning signal; empty when it has one
 
     @property
     def useful(self) -> bool:
         return not self.dropped
 
 
-def grpo(scores: Sequence[float], *, normalize_std: bool) -> list[float]:
-    """Scores of one group against their mean.
+Groups = Sequence[Sequence[float]]
+
+
+def grpo(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
+    """Scores against the mean of their group.
 
         A_i = (s_i - mean(s)) / (std(s) + 1e-4),   std with n - 1 in the denominator
 
     GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Without `normalize_std` A_i = s_i - mean(s): Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783, eq. 4. One score alone gives 0.
+    arXiv:2503.20783, eq. 4. A single score gives 0.
     """
-    mean = fmean(scores)
-    return _scaled([score - mean for score in scores], scores, normalize_std)
+    return [_centred(scores, normalize_std) for scores in groups]
 
 
-def rloo(scores: Sequence[float], *, normalize_std: bool) -> list[float]:
-    """Scores of one group, each against the mean of the others, which makes the baseline independent of the sample.
+def rloo(groups: Groups, *, normalize_std: bool = False) -> list[list[float]]:
+    """Scores against the mean of the others in their group, which makes the baseline independent of the sample.
 
         A_i = s_i - sum_{j != i} s_j / (n - 1)
 
-    RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; divided by std(s) + 1e-4 where `normalize_std` asks for it. One score alone
-    has no others and gives 0.
+    RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; divided by std(s) + 1e-4 with `normalize_std`. A single score gives 0.
     """
-    n, total = len(scores), math.fsum(scores)
-    if n == 1:
-        return [0.0]
-    return _scaled([score - (total - score) / (n - 1) for score in scores], scores, normalize_std)
+    return [_without_itself(scores, normalize_std) for scores in groups]
 
 
-def reinforce_plus_plus(scores: Sequence[float], *, normalize_std: bool) -> list[float]:
+def reinforce_plus_plus(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
     """Scores of a whole batch against the batch's mean, whatever task they belong to.
 
         A_i = (s_i - mean(s)) / (std(s) + 1e-4)    over all counted episodes of the batch
 
     REINFORCE++, Hu et al. 2025, arXiv:2501.03262: global instead of group normalization. The unit is the episode, so that long ones
-    do not move the baseline more than short ones. Given scores that already have their group's mean taken off, this is the paper's
-    REINFORCE++-baseline.
+    do not move the baseline more than short ones.
     """
-    return grpo(scores, normalize_std=normalize_std)
+    values = iter(_centred([score for scores in groups for score in scores], normalize_std))
+    return [[next(values) for _ in scores] for scores in groups]
+
+
+def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
+    """`reinforce_plus_plus` of scores that have their group's mean taken off: the paper's REINFORCE++-baseline.
+
+    The mean of centred scores is rounding noise; it must not turn a group without a preference into one with.
+    """
+    centred = grpo(groups, normalize_std=False)
+    made = reinforce_plus_plus(centred, normalize_std=normalize_std)
+    return [found if any(before) else [0.0] * len(before) for before, found in zip(centred, made, strict=True)]
+
+
+def rewards_for_a_critic(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
+    """The scores themselves: a critic supplies the baseline, token by token, and whitening is its own (`agentrl.learner.critic`)."""
+    return [list(scores) for scores in groups]
 
 
 def batch_advantages(
@@ -74,33 +91,35 @@ def batch_advantages(
     min_group_size: int,
     penalties: Mapping[str, float] | None = None,
 ) -> list[GroupAdvantages]:
-    """Advantage of each episode of a step, by the estimator `objective.advantage`.
+    """Advantage of each episode of a step, by the estimator that `objective.advantage` names.
 
-    Episodes that are unscored, or left out for an infrastructure or task failure, get None and are part of no mean. A group is
+    Episodes that are unscored, or left out for an infrastructure or task failure, get None and count in no mean. A group is
     dropped, with the reason, when fewer than `min_group_size` episodes count, when a score is infinite, or when all its advantages
-    would be zero: under a group baseline when all its scores are equal, under the batch's when all scores of the batch are.
+    would be zero: with a group baseline when all its scores are equal, with a batch baseline when all scores of the batch are.
 
     Args:
         penalties: subtracted from the score of the episode with that id (the KL term of the reward).
+
+    Raises:
+        PluginError: an estimator of the user's raised, or gave something of another shape.
     """
-    taken = penalties or {}
-    scores = [_counted(group, taken) for group in groups]
+    scores = [_counted(group, penalties or {}) for group in groups]
     reasons = [_refusal(some, min_group_size) for some in scores]
     usable = [some if not reason else {} for some, reason in zip(scores, reasons, strict=True)]
     estimates = _estimate(usable, objective)
-    made = []
+    advantages = []
     for group, some, reason, estimate in zip(groups, scores, reasons, estimates, strict=True):
         empty = reason or ("" if objective.advantage == "gae" or any(estimate.values()) else "all_equal")
-        values = tuple(None if empty or place not in some else estimate[place] for place in range(len(group.episodes)))
-        made.append(GroupAdvantages(values=values, dropped=empty))
-    return made
+        values = tuple(None if empty or index not in some else estimate[index] for index in range(len(group.episodes)))
+        advantages.append(GroupAdvantages(values=values, dropped=empty))
+    return advantages
 
 
 def _counted(group: Group, penalties: Mapping[str, float]) -> dict[int, float]:
-    """Place in the group -> score, of the episodes that count."""
+    """Index in the group -> score, for the episodes that count."""
     return {
-        place: scored.score.value - penalties.get(scored.episode.id, 0.0)
-        for place, scored in enumerate(group.episodes)
+        index: scored.score.value - penalties.get(scored.episode.id, 0.0)
+        for index, scored in enumerate(group.episodes)
         if scored.score.value is not None and not scored.episode.left_out
     }
 
@@ -113,49 +132,73 @@ def _refusal(scores: Mapping[int, float], min_group_size: int) -> str:
     return ""
 
 
+def estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
+    """The estimator that a recipe names. Raises `PluginError` for one that does not resolve or does not fulfil the protocol."""
+    ours = objective.advantage in parts.ADVANTAGE.shipped
+    options = {"normalize_std": objective.divides_by_std} if ours else objective.advantage_options
+    found: AdvantageEstimator = parts.load(parts.ADVANTAGE, objective.advantage, options)
+    return found
+
+
+def checked(made: object, groups: Groups) -> list[list[float]]:
+    """What an estimator gave for these groups, as lists of floats. Raises `ValueError` saying what is wrong with its shape."""
+    if not isinstance(made, Sequence) or len(made) != len(groups):
+        raise ValueError(f"{len(groups)} groups want {len(groups)} lists, not {_shape(made)}")
+    for number, (ours, theirs) in enumerate(zip(made, groups, strict=True)):
+        if not isinstance(ours, Sequence) or isinstance(ours, str) or len(ours) != len(theirs):
+            raise ValueError(f"group {number} of {len(theirs)} scores wants {len(theirs)} advantages, not {_shape(ours)}")
+        for value in ours:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"group {number} holds {_shape(value)} where a float is wanted")
+    return [[float(value) for value in values] for values in made]
+
+
+def _shape(value: object) -> str:
+    try:
+        return f"a {type(value).__name__} of {len(value)}"  # type: ignore[arg-type]
+    except TypeError:
+        return f"a value of type {type(value).__name__}"
+
+
 def _estimate(groups: Sequence[Mapping[int, float]], objective: ObjectiveConfig) -> list[dict[int, float]]:
     """Advantages of each group, aligned with its scores; groups without scores stay empty."""
-    by_std = objective.divides_by_std
-    match objective.advantage:
-        case "grpo":
-            return [_keyed(some, _or_nan(grpo, _listed(some), by_std)) if some else {} for some in groups]
-        case "rloo":
-            return [_keyed(some, _or_nan(rloo, _listed(some), by_std)) if some else {} for some in groups]
-        case "gae":  # the scores themselves: a critic supplies the baseline, token by token
-            return [dict(some) for some in groups]
-        case "reinforce++":
-            return _over_batch(groups, by_std)
-        case "reinforce++-baseline":
-            centred = [_keyed(some, _or_nan(grpo, _listed(some), False)) if some else {} for some in groups]
-            made = _over_batch(centred, by_std)
-            # The mean of centred scores is rounding noise; it must not turn a group without a preference into one with.
-            return [found if any(some.values()) else dict.fromkeys(found, 0.0) for some, found in zip(centred, made, strict=True)]
+    scores = [list(some.values()) for some in groups if some]
+    found = iter(_called(estimator(objective), scores, objective.advantage) if scores else [])
+    return [dict(zip(some, next(found), strict=True)) if some else {} for some in groups]
 
 
-def _over_batch(groups: Sequence[Mapping[int, float]], normalize_std: bool) -> list[dict[int, float]]:
-    flat = [score for some in groups for score in some.values()]
-    values = iter(_or_nan(reinforce_plus_plus, flat, normalize_std) if flat else ())
-    return [{place: next(values) for place in some} for some in groups]
-
-
-def _or_nan(estimator: Callable[..., list[float]], scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """NaN for each score where the arithmetic leaves the range of a float; `assemble` sets such groups aside."""
+def _called(function: AdvantageEstimator, scores: list[list[float]], name: str) -> list[list[float]]:
+    if name in parts.ADVANTAGE.shipped:
+        return [list(values) for values in function(scores)]
     try:
-        return estimator(scores, normalize_std=normalize_std)
+        return checked(function(scores), scores)
+    except Exception as error:
+        told = f"{short(error)} ({location(error)})"
+        raise PluginError(f"objective.advantage {name!r} failed on {len(scores)} groups: {told}", fix="correct it there") from error
+
+
+def _centred(scores: Sequence[float], normalize_std: bool) -> list[float]:
+    """Against their mean; NaN for each where the arithmetic leaves the range of a float, so that `assemble` sets the group aside."""
+    try:
+        mean = fmean(scores)
+        return _scaled([score - mean for score in scores], scores, normalize_std)
     except (OverflowError, ValueError):  # of math.fsum, and of the square in a variance
         return [math.nan] * len(scores)
 
 
-def _listed(scores: Mapping[int, float]) -> list[float]:
-    return list(scores.values())
-
-
-def _keyed(scores: Mapping[int, float], values: Sequence[float]) -> dict[int, float]:
-    return dict(zip(scores, values, strict=True))
+def _without_itself(scores: Sequence[float], normalize_std: bool) -> list[float]:
+    n = len(scores)
+    if n == 1:
+        return [0.0]
+    try:
+        total = math.fsum(scores)
+        return _scaled([score - (total - score) / (n - 1) for score in scores], scores, normalize_std)
+    except (OverflowError, ValueError):
+        return [math.nan] * n
 
 
 def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Divided by the sample standard deviation of the scores. Equal scores give exact zeros, not rounding noise made large."""
+    """Divides by the sample standard deviation of the scores. Equal scores give exact zeros, not amplified rounding noise."""
     if min(scores) == max(scores):
         return [0.0] * len(scores)
     scale = sample_std(scores) + STD_EPS if normalize_std else 1.0

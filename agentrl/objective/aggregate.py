@@ -2,8 +2,8 @@
 
     loss = sum_t c_t l_t / D
 
-The weights c_t need only the token's own sequence and D is known before the first micro-batch, so micro-batches and ranks add up to
-exactly what one big batch gives. A sequence is never split over micro-batches.
+The weight c_t depends only on the token's own sequence, and D is known before the first micro-batch, so micro-batches and ranks add
+up to exactly the loss of one big batch. A sequence is never split over micro-batches.
 
 | aggregation | c_t | D | |
 | --- | --- | --- | --- |
@@ -28,7 +28,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """Which tokens of a micro-batch belong together."""
+    """Which tokens of a micro-batch belong to the same sequence."""
 
     index: Tensor  # [N] int64 in [0, S): the token's sequence
     tokens: Tensor  # [S] int64: trained tokens of each sequence
@@ -49,9 +49,9 @@ class Segments:
 
 
 def sum_segments(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sums [count] of the values [N] with the same number in `index` [N], added in their order.
+    """Sums [count] of the values [N] with equal `index` [N], added in order.
 
-    On CUDA too, where `index_add_` adds in the order that threads arrive in, and a resumed update would not be the same bit for bit.
+    The order is fixed on CUDA too, where `index_add_` depends on thread timing and a resumed update would not be bit for bit the same.
     """
     if not len(index):
         return values.new_zeros(count)
@@ -70,7 +70,7 @@ def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dty
 def denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
     """D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
 
-    0.0 for a batch without a trained token, which is no step to make.
+    0.0 for a batch without a trained token, for which no step is made.
     """
     counts = [sum(sample.loss_mask) for sample in samples]
     sequences = sum(count > 0 for count in counts)

@@ -1,8 +1,8 @@
-"""Off-policy correction: constant weights for tokens that another policy (older, or the server's arithmetic) sampled.
+"""Off-policy correction: constant weights for tokens sampled by another policy (older, or with the server's arithmetic).
 
 The decoupled objective (Hilton et al. 2022, arXiv:2110.00641; for language models Fu et al. 2025, arXiv:2505.24298) clips around a
-proximal policy pi_prox, the weights at the start of the step, and multiplies each token's surrogate by a weight that stands for
-pi_prox / mu, with mu the behaviour policy. This module makes that weight.
+proximal policy pi_prox, the weights at the start of the step, and multiplies each token's surrogate by a weight for pi_prox / mu,
+with mu the behaviour policy. This module computes that weight.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def importance_weights(
 
     With rho_t = pi_prox / mu of the token (`level` token) or the product of them over its sequence (`level` sequence):
 
-        truncate:  w = min(rho, cap)                     biased a little, variance bounded
-        mask:      w = rho if floor <= rho <= cap else 0     what is too far off teaches nothing
+        truncate:  w = min(rho, cap)                         slightly biased, bounded variance
+        mask:      w = rho if floor <= rho <= cap else 0     tokens too far off-policy are ignored
         none:      w = 1                                 no correction
 
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.

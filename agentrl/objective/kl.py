@@ -15,35 +15,35 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d: unbiased, of either sign. As a loss its expected gradient on tokens of pi itself is zero; use it in the reward."""
+    """d: unbiased, of either sign. As a loss its expected gradient on pi's own tokens is zero; use it in the reward."""
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d^2 / 2: biased, never negative; the expected gradient on tokens of pi itself is that of KL(pi || pi_ref)."""
+    """d^2 / 2: biased, never negative; its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
     return 0.5 * (logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """exp(-d) - 1 + d: unbiased and never negative, the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
 
-    Its expected gradient on tokens of pi itself is that of the other divergence, KL(pi_ref || pi).
+    Its expected gradient on pi's own tokens is that of the reverse divergence, KL(pi_ref || pi).
     """
     gap = reference - logprobs
-    return gap.expm1() - gap  # exp(gap) - 1 loses all digits of a float32 near the reference, and the result its sign
+    return gap.expm1() - gap  # near the reference exp(gap) - 1 would lose all float32 digits, and the result its sign
 
 
 def kl_term(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Per-token estimates [N] by the estimator of that name; the gradient goes through `logprobs` only."""
+    """Per-token estimates [N] by the named estimator; the gradient flows through `logprobs` only."""
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs, reference.detach())
 
 
 def sequence_penalty(behaviour: Tensor, reference: Tensor, sequence: Tensor, count: int) -> Tensor:
-    """k1 summed over each sequence, float64 [count]: what `objective.kl=k1_reward` takes off the score, times its coefficient.
+    """k1 summed over each sequence, float64 [count]; `objective.kl=k1_reward` subtracts it, times its coefficient, from the score.
 
         s'_i = s_i - coef * sum_t (log mu(y_t) - log pi_ref(y_t))
 
-    with mu the policy that sampled. Ouyang et al. 2022, arXiv:2203.02155; RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 4.
+    with mu the behaviour policy. Ouyang et al. 2022, arXiv:2203.02155; RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 4.
 
     Args:
         sequence: [N] number of each token's sequence, in [0, count).

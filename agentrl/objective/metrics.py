@@ -1,4 +1,4 @@
-"""What an update says about itself: sums and maxima that add up over micro-batches and ranks, and the figures made of them."""
+"""Metrics of an update: sums and maxima to combine over micro-batches and ranks, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def statistics(
 
     Args:
         log_ratio: log pi - log mu.
-        clipped: where the surrogate's bound is what counts; `high`: on which side the ratio lies.
+        clipped: where the surrogate's bound is active; `high`: where the ratio is above 1.
         cut: where an importance weight was truncated or masked.
-        same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's own weights sampled, NaN elsewhere; None: of none of them.
+        same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's own weights sampled, NaN elsewhere; None: unknown for all.
     """
     log_ratio = log_ratio.detach().double()
     ratio = log_ratio.exp()
@@ -63,19 +63,19 @@ def statistics(
 
 
 def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> dict[str, float]:
-    """Metrics from the added-up `PolicyLoss.sums` and `.maxima`; empty when no token was trained.
+    """Metrics from the combined `PolicyLoss.sums` and `.maxima`; empty when no token was trained.
 
-    Over the n trained tokens of an optimizer step on all ranks, with mu the policy that sampled a token, r = pi / mu, and logs in nats:
+    Over the n trained tokens of an optimizer step on all ranks, with mu the behaviour policy, r = pi / mu, and logs in nats:
 
         kl_behaviour            mean of r - 1 - log r, which is k3 of KL(mu || pi)
         kl_reference            mean of k3 of KL(pi || pi_ref), where there is a reference
-        mismatch_kl             mean of r - 1 - log r over the tokens that these very weights sampled: server against learner, no update
-                                between them. Absent where there is no such token, and where the update has begun and no proximal
-                                policy remembers the weights before it
-        mismatch_tokens         the share of the tokens that mismatch_kl is taken over
+        mismatch_kl             mean of r - 1 - log r over the tokens sampled by these very weights: server against learner, with no
+                                update between them. Absent without such tokens, and after the batch's first step when there is no
+                                proximal policy of the weights before it
+        mismatch_tokens         share of the tokens that mismatch_kl is taken over
         mismatch_mean, _max     |log r|
         ratio_mean, _min, _max  r
-        clip_fraction           share of tokens where the surrogate's bound counts; _low: on the side of ratios below 1, _high: above
+        clip_fraction           share of tokens where the surrogate's bound is active; _low: ratios below 1, _high: above
         truncated_fraction      share of tokens whose importance weight was truncated or masked
         ess                     (sum w)^2 / (n sum w^2) of w = min(r, is_cap): effective sample size as a share of the tokens
         entropy                 mean entropy of pi
@@ -106,18 +106,18 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
 
 
 def over_steps(passes: Sequence[Mapping[str, float]], tokens: Sequence[int]) -> dict[str, float]:
-    """Figures of a batch from those of its optimizer steps: means weighted by the steps' `tokens`, and the extremes of extremes.
+    """Metrics of a batch from those of its optimizer steps: means weighted by the steps' `tokens`, and extremes of extremes.
 
-    A value that is not finite is left out, as is a figure that no step has.
+    Values that are not finite are left out, as are metrics that no step has.
     """
-    found: dict[str, float] = {}
+    combined: dict[str, float] = {}
     for name in sorted({name for made in passes for name in made}):
         pairs = [(made[name], n) for made, n in zip(passes, tokens, strict=True) if math.isfinite(made.get(name, math.nan))]
         if not pairs:
             continue
         values, weights = zip(*pairs, strict=True)
         if name.endswith(("_max", "_min")):
-            found[name] = max(values) if name.endswith("_max") else min(values)
+            combined[name] = max(values) if name.endswith("_max") else min(values)
         else:
-            found[name] = fmean(values, weights)
-    return found
+            combined[name] = fmean(values, weights)
+    return combined

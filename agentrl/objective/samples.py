@@ -1,8 +1,7 @@
-"""From scored groups to the token sequences that one optimizer step trains on.
+"""From scored groups to the token sequences of one learner step.
 
 The law kept here: every sampled token of an episode that counts is trained exactly once, with the id and logprob it was sampled
-with, and no other token is trained. Turns that several episodes share because they branched are trained in one of them
-(`agentrl.objective.branches`).
+with, and no other token is trained. Turns that branched episodes share are trained in one of them (`agentrl.objective.branches`).
 """
 
 from __future__ import annotations
@@ -19,43 +18,39 @@ from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
 
-_LARGEST = 3.4028234663852886e38  # of a float32, which is what the loss computes with
+_LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembled:
-    """A batch, and why some of its groups gave no sample."""
+    """A batch, and why some of its groups have no samples."""
 
     batch: Batch
     dropped: Mapping[int, str]  # group index -> reason
 
 
-def build_batch(step: int, groups: Sequence[Group], recipe: Recipe) -> Batch:
-    """The batch of `step`: `assemble(...).batch`."""
-    return assemble(step, groups, recipe).batch
-
-
 def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> Assembled:
-    """One sample per trajectory of every episode that counts, and the reason for each group that gave none.
+    """One sample per trajectory of every episode that counts, and the reason for each group without samples.
 
-    A group with a score or logprob that is not a finite number, or with a trajectory that starts without a prompt or is longer than
-    the policy's context, is set aside whole, before any mean is taken: half a group would shift its baseline.
-    `Batch.group_indices` holds all the groups, those set aside included, because the step consumes them. A group whose advantages are
-    not finite numbers of float32 is set aside too.
+    A group with a score or logprob that is not finite, or with a trajectory that starts without a prompt or exceeds the policy's
+    context, is left out whole, before any mean is taken: half a group would shift its baseline. So is a group whose advantages are
+    not finite in float32. `Batch.group_indices` holds all groups, including those left out, because the step consumes them.
 
     Args:
-        penalties: taken off the score of the episode with that id; see `counted_samples`.
+        penalties: subtracted from the score of the episode with that id; see `counted_samples`.
 
     Raises:
-        RecipeError: `objective.turn_coef` asks for turn rewards that an episode's score does not have.
+        RecipeError: `objective.turn_coef` needs turn rewards, and an episode's score has none; or `objective.aggregation` counts
+            sequences, and an episode has several.
     """
+    _refuse_cut_rollouts(groups, recipe.objective)
     dropped = {group.index: reason for group in groups if (reason := _unfit(group, recipe.policy.max_model_len))}
     fit = [group for group in groups if group.index not in dropped]
     samples: list[Sample] = []
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
     for group, found in zip(fit, advantages, strict=True):
         made, reason = _group_samples(group, found, recipe.objective, step)
-        if not all(abs(value) <= _LARGEST for sample in made for value in sample.advantages):
+        if not all(abs(value) <= _LARGEST for sample in made for value in (*sample.advantages, *sample.rewards)):
             made, reason = [], "non_finite_advantage"
         samples.extend(made)
         if reason:
@@ -70,7 +65,7 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
 
 
 def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> tuple[Sample, ...]:
-    """The token sequences of every episode that counts, with advantages of zero: what a penalty on scores is computed from.
+    """The token sequences of every episode that counts, with advantages of zero, for computing penalties on scores.
 
     `longest`: the policy's context in tokens, as `assemble` takes it from the recipe.
     """
@@ -84,8 +79,20 @@ def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> t
     )
 
 
+def _refuse_cut_rollouts(groups: Sequence[Group], objective: ObjectiveConfig) -> None:
+    """An episode of several trajectories would weigh more than one of a single one where sequences are what is counted."""
+    if objective.aggregation == "token_mean":
+        return
+    for scored in (scored for group in groups for scored in group.scored):
+        if sum(any(turn.completion_ids for turn in trajectory.turns) for trajectory in scored.episode.trajectories) > 1:
+            raise RecipeError(
+                f"objective.aggregation={objective.aggregation} counts sequences, and episode {scored.episode.id} has several trajectories",
+                fix="set objective.aggregation=token_mean, which counts tokens",
+            )
+
+
 def _unfit(group: Group, longest: int | None) -> str:
-    """Why none of the group's tokens can be trained, whatever its scores are; empty when they can."""
+    """Why none of the group's tokens can be trained, whatever its scores; empty when they can."""
     if group.fault is not None:
         return "broken_task"
     for scored in group.scored:
@@ -97,13 +104,13 @@ def _unfit(group: Group, longest: int | None) -> str:
     return "" if not group.scored or any(turn.completion_ids for turn in turns) else "no_sampled_token"
 
 
-def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveConfig, step: int) -> tuple[list[Sample], str]:
-    """Samples of a group, or the reason why it has none. Turn rewards can make a group useful whose scores are all equal."""
-    turns = _turn_parts(group, objective) if not found.dropped or found.dropped == "all_equal" else {}
-    if not found.useful and not any(value for lines in turns.values() for line in lines for value in line):
-        return [], found.dropped
+def _group_samples(group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int) -> tuple[list[Sample], str]:
+    """Samples of a group, or the reason why it has none. Turn rewards can make a group with equal scores useful."""
+    turns = _turn_parts(group, objective) if not estimate.dropped or estimate.dropped == "all_equal" else {}
+    if not estimate.useful and not any(value for lines in turns.values() for line in lines for value in line):
+        return [], estimate.dropped
     lines = []
-    for scored, value in zip(group.episodes, found.values, strict=True):
+    for scored, value in zip(group.episodes, estimate.values, strict=True):
         if scored.episode.left_out or scored.score.value is None:
             continue
         for number, trajectory in enumerate(scored.episode.trajectories):
@@ -116,22 +123,22 @@ def _group_samples(group: Group, found: GroupAdvantages, objective: ObjectiveCon
 
 
 def _credit(trajectory: Trajectory, value: float, credit: Sequence[float], objective: ObjectiveConfig) -> list[float]:
-    """What each turn is given: an advantage, or a reward that a critic makes advantages of."""
+    """The credit of each turn: an advantage, or a reward from which a critic computes advantages."""
     parts = [objective.turn_coef * part for part in credit]
     if objective.advantage != "gae":
         return [value + part for part in parts]
-    parts[max(place for place, turn in enumerate(trajectory.turns) if turn.completion_ids)] += value
+    parts[max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)] += value
     return parts
 
 
 def _credited(line: Line, group_index: int, objective: ObjectiveConfig, step: int) -> Sample:
-    at_end = objective.advantage == "gae"
-    sample = _sample(line.episode_id, group_index, line.trajectory, line.credit, trains=line.trains, at_end=at_end)
-    return sample if at_end else _aged(sample, step, objective.staleness_decay)
+    rewards = objective.advantage == "gae"
+    sample = _sample(line.episode_id, group_index, line.trajectory, line.credit, trains=line.trains, rewards=rewards)
+    return sample if rewards else _aged(sample, step, objective.staleness_decay)
 
 
 def _turn_parts(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
-    """Episode id -> turn-level advantages [trajectory][turn]; empty when the recipe asks for none."""
+    """Episode id -> turn-level advantages [trajectory][turn]; empty without `objective.turn_coef`."""
     if not objective.turn_coef:
         return {}
     for scored in group.scored:
@@ -164,26 +171,26 @@ def _sample(
     credit: Sequence[float],
     *,
     trains: Sequence[bool] = (),
-    at_end: bool = False,
+    rewards: bool = False,
 ) -> Sample:
-    """The turns end to end; `credit` is the advantage of each turn's sampled tokens, or with `at_end` of the last of them alone.
+    """The turns end to end; `credit` is the advantage of each turn's sampled tokens, or with `rewards` the reward of the last of them.
 
-    A turn for which `trains` is False is context, as if it had been given; empty: all train.
+    Turns whose `trains` is False are context, like a prompt; empty: all train.
     """
     token_ids: list[int] = []
     mask: list[bool] = []
     logprobs: list[float] = []
     versions: list[int] = []
-    advantages: list[float] = []
-    for turn, advantage, trained in zip(trajectory.turns, credit, trains or (True,) * len(credit), strict=True):
+    credits: list[float] = []
+    for turn, value, trained in zip(trajectory.turns, credit, trains or (True,) * len(credit), strict=True):
         given, sampled = len(turn.prompt_ids), len(turn.completion_ids)
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
         if not trained:
             given, sampled = given + sampled, 0
         mask += [False] * given + [True] * sampled
         logprobs += [0.0] * given + list(turn.logprobs[:sampled])
-        spread = [0.0] * (sampled - 1) + [advantage] * min(sampled, 1) if at_end else [advantage] * sampled
-        advantages += [0.0] * given + spread
+        spread = [0.0] * (sampled - 1) + [value] * min(sampled, 1) if rewards else [value] * sampled
+        credits += [0.0] * given + spread
         versions += [-1] * given
         for span in turn.versions if trained else ():
             versions += [span.version] * (span.end - span.start)
@@ -193,13 +200,14 @@ def _sample(
         token_ids=tuple(token_ids),
         loss_mask=tuple(mask),
         logprobs=tuple(logprobs),
-        advantages=tuple(advantages),
         versions=tuple(versions),
+        advantages=() if rewards else tuple(credits),
+        rewards=tuple(credits) if rewards else (),
     )
 
 
 def _aged(sample: Sample, step: int, decay: float) -> Sample:
-    """Advantages of stale tokens scaled down. Every surrogate is proportional to its advantage, so this weighs the token's loss."""
+    """Scales down the advantages of stale tokens. Every surrogate is proportional to its advantage, so this weights the token's loss."""
     if decay == 1.0:
         return sample
     weights = [staleness_weight(step - version, decay) if version >= 0 else 0.0 for version in sample.versions]

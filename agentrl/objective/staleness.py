@@ -1,4 +1,4 @@
-"""Weights for experience that an older policy version sampled."""
+"""Weights for experience sampled by an older policy version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ def staleness_weight(lag: int, decay: float) -> float:
 
     Gradients computed from older weights count less, as in staleness-aware asynchronous SGD (Zhang et al. 2015, arXiv:1511.05950,
     which divides the learning rate by the lag; a power acts from the first version on). A negative lag (after the
-    learner went back to an older checkpoint) counts by its size.
+    learner resumed from an older checkpoint) counts by its absolute value.
     """
     weight: float = decay ** abs(lag)
     return weight

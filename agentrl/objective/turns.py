@@ -1,4 +1,4 @@
-"""Turn-level advantages: credit for single turns, where a verifier rewards them (`Score.turn_rewards`)."""
+"""Turn-level advantages: credit for single turns that a verifier rewards (`Score.turn_rewards`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
 
 
 def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> list[list[list[float]]]:
-    """Advantage of every turn of a group's episodes: the centred rewards still to come, its own included.
+    """Advantage of every turn of a group's episodes: the sum of the centred rewards from this turn on.
 
         A_{i,k} = sum_{l >= k} (r_{i,l} - mean(R)) / (std(R) + 1e-4),    R = all turn rewards of the group
 
     Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3; added to the advantage of the outcome as in
-    turn-level credit assignment, Zeng et al. 2025, arXiv:2505.11821. A turn is not credited with what came before it. Each trajectory
-    of an episode has returns of its own. Equal rewards give zeros.
+    turn-level credit assignment, Zeng et al. 2025, arXiv:2505.11821. A turn gets no credit for earlier rewards. Each trajectory of
+    an episode has its own returns. Equal rewards give zeros.
 
     Args:
         rewards: [episode][trajectory][turn].
@@ -29,7 +29,7 @@ def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> l
     mean = sum(flat) / len(flat)
     try:
         scale = sample_std(flat) + STD_EPS if normalize_std else 1.0
-    except OverflowError:  # the square in the variance; a group with such advantages is set aside
+    except OverflowError:  # the square in the variance; such a group is left out
         scale = math.nan
     return [[_to_come([(reward - mean) / scale for reward in trajectory]) for trajectory in episode] for episode in rewards]
 

@@ -1,4 +1,4 @@
-"""The loss of a value function, and tokens of a batch as rows of episodes."""
+"""The loss of a value function, and a batch's tokens as rows, one a sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | No
         v_clip = old + clamp(v - old, -clip, clip)
         loss = 0.5 max((v - R)^2, (v_clip - R)^2)
 
-    so that a value gains nothing from moving further than `clip` away from what it was. `clip=None`: the plain 0.5 (v - R)^2.
+    so that a value gains nothing from moving further than `clip`. `clip=None`: the plain 0.5 (v - R)^2.
     Source: the implementation of PPO by its authors, described in Huang et al. 2022, "The 37 implementation details of proximal
     policy optimization", detail 9; Schulman et al. 2017, arXiv:1707.06347.
     """
@@ -24,9 +24,9 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | No
 
 
 def rows_of(tokens: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N] as rows [S, L], one a sequence, padded with 0 on the right; and the mask of what is real.
+    """Tokens [N] as rows [S, L], one a sequence, padded with 0 on the right, and the mask of real tokens.
 
-    Tokens of a sequence must lie together and in order; `rows[mask]` gives them back as they were.
+    A sequence's tokens must be adjacent and in order; `rows[mask]` restores them.
     """
     _, counts = torch.unique_consecutive(sequence, return_counts=True)
     longest = int(counts.max()) if len(counts) else 0

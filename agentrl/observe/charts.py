@@ -1,15 +1,14 @@
-"""Line charts as inline SVG. Colours are CSS classes, so that light and dark follow the page."""
+"""Line charts: where each line, mark and label lies on the drawing. `templates/chart.html` draws them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.observe.markup import Html, element, join
+from agentrl.observe.formats import Format
 
 Point = tuple[float, float]
-Format = Callable[[float], str]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 14, 12, 26
 _INSET = 11  # between the edges of the grid and the first and last step
@@ -45,6 +44,56 @@ class Frame:
         return round(self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM), 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A mark of an axis: where it is, and what it says."""
+
+    at: float
+    label: str
+    zero: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One point, and what is told of it where a pointer rests."""
+
+    x: float
+    y: float
+    tip: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A series as it is drawn: SVG paths, and marks."""
+
+    label: str
+    color: str
+    line: bool
+    path: str  # empty: no line
+    whiskers: tuple[str, ...]
+    marks: tuple[Mark, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart over steps, in drawing units."""
+
+    title: str
+    width: int
+    height: int
+    y_ticks: tuple[Tick, ...]
+    x_ticks: tuple[Tick, ...]
+    series: tuple[Drawn, ...]
+
+    @property
+    def left(self) -> int:
+        return _LEFT
+
+    @property
+    def right(self) -> int:
+        return self.width - _RIGHT
+
+
 def line_chart(
     series: Sequence[Series],
     *,
@@ -54,7 +103,7 @@ def line_chart(
     y_range: Point | None = None,
     y_format: Format = lambda value: f"{value:g}",
     whole: bool = False,
-) -> Html:
+) -> Chart:
     """A chart over steps. `y_range` None: from 0, or from the smallest value where that is negative, to the largest.
 
     `whole` keeps the marks of the y axis at whole numbers, for counts.
@@ -69,48 +118,39 @@ def line_chart(
     x_low, x_high = min(xs), max(xs)
     pad = 0.0 if x_high > x_low else 0.5
     frame = Frame(width=width, height=height, x_range=(x_low - pad, x_high + pad), y_range=(ticks[0], ticks[-1]))
-    drawn = [_grid(frame, ticks, y_format), _steps(frame, x_low, x_high), *(_draw(frame, one, y_format) for one in series)]
-    return element("svg", *drawn, viewBox=f"0 0 {width} {height}", role="img", aria_label=title, class_="chart")
+    return Chart(
+        title=title,
+        width=width,
+        height=height,
+        y_ticks=tuple(Tick(at=frame.y(tick), label=y_format(tick), zero=not tick) for tick in ticks),
+        x_ticks=_steps(frame, x_low, x_high),
+        series=tuple(_drawn(frame, one, y_format) for one in series),
+    )
 
 
-def legend(series: Sequence[Series]) -> Html:
-    keys = [element("span", element("i", class_=f"key {one.color}{'' if one.line else ' dot'}"), one.label) for one in series]
-    return element("div", *keys, class_="legend")
-
-
-def _grid(frame: Frame, ticks: Sequence[float], y_format: Format) -> Html:
-    marks = []
-    for tick in ticks:
-        y = frame.y(tick)
-        marks.append(element("line", x1=_LEFT, x2=frame.width - _RIGHT, y1=y, y2=y, class_="grid" if tick else "axis"))
-        marks.append(element("text", y_format(tick), x=_LEFT - 8, y=y + 4, text_anchor="end"))
-    return join(marks)
-
-
-def _steps(frame: Frame, low: float, high: float) -> Html:
+def _steps(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
     every = max(1, _nice((high - low) / max(2, frame.width // 60)))
     first = math.ceil(low / every) * every
     count = int((high - first) // every) + 1
-    labels = [first + n * every for n in range(count)]
-    name = element("text", "step", x=_LEFT - 8, y=frame.height - 6, text_anchor="end", class_="quiet")
-    return join([name, *(element("text", f"{x:g}", x=frame.x(x), y=frame.height - 6, text_anchor="middle") for x in labels)])
+    return tuple(Tick(at=frame.x(x), label=f"{x:g}") for x in (first + n * every for n in range(count)))
 
 
-def _draw(frame: Frame, series: Series, y_format: Format) -> Html:
-    drawn = [_whisker(frame, *interval, shift=series.shift) for interval in series.intervals]
-    if series.line and len(series.points) > 1:
-        path = "M" + "L".join(f"{frame.x(x)},{frame.y(y)}" for x, y in series.points)
-        drawn.append(element("path", d=path, class_="line"))
-    radius, style = (2.5, "point") if series.line else (5, "mark")
-    for x, y in series.points if not series.line or len(series.points) <= 60 else ():
-        tip = element("title", f"step {x:g}, {series.label}: {y_format(y)}")
-        drawn.append(element("circle", tip, cx=frame.x(x) + series.shift, cy=frame.y(y), r=radius, class_=style))
-    return element("g", *drawn, class_=series.color)
+def _drawn(frame: Frame, series: Series, y_format: Format) -> Drawn:
+    joined = series.line and len(series.points) > 1
+    marked = series.points if not series.line or len(series.points) <= 60 else ()
+    return Drawn(
+        label=series.label,
+        color=series.color,
+        line=series.line,
+        path="M" + "L".join(f"{frame.x(x)},{frame.y(y)}" for x, y in series.points) if joined else "",
+        whiskers=tuple(_whisker(frame, *interval, shift=series.shift) for interval in series.intervals),
+        marks=tuple(Mark(x=frame.x(x) + series.shift, y=frame.y(y), tip=f"step {x:g}, {series.label}: {y_format(y)}") for x, y in marked),
+    )
 
 
-def _whisker(frame: Frame, x: float, low: float, high: float, *, shift: float) -> Html:
+def _whisker(frame: Frame, x: float, low: float, high: float, *, shift: float) -> str:
     at, top, bottom = frame.x(x) + shift, frame.y(high), frame.y(low)
-    return element("path", d=f"M{at - 4},{top}h8M{at - 4},{bottom}h8M{at},{top}V{bottom}", class_="whisker")
+    return f"M{at - 4},{top}h8M{at - 4},{bottom}h8M{at},{top}V{bottom}"
 
 
 def _ticks(low: float, high: float, *, least: float) -> list[float]:

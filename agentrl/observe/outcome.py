@@ -13,7 +13,7 @@ Line = Mapping[str, Any]  # of metrics.jsonl
 _NO_SAMPLE = {
     "groups_all_equal": "all attempts scored alike, so there was nothing to prefer",
     "groups_too_few": "fewer than rollout.min_group_size attempts were scored",
-    "groups_broken_task": "the task is wrong in itself (quarantine.jsonl)",
+    "groups_broken_task": "the task is broken (quarantine.jsonl)",
     "groups_no_sampled_token": "no attempt sampled a token",
     "groups_too_long": "an attempt is longer than policy.max_model_len",
     "groups_no_prompt": "an attempt has no prompt",

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Self
 
 _LEVEL = 0.95
@@ -26,12 +27,12 @@ class Rate:
 
         Raises `ValueError` when n is 0 or successes are not within [0, n].
         """
-        from scipy.stats import binomtest
-
         if not 0 <= successes <= n or n == 0:
             raise ValueError(f"a rate needs 0 <= successes <= n and n > 0, got {successes} of {n}")
-        interval = binomtest(successes, n).proportion_ci(confidence_level=_LEVEL, method="wilson")
-        return cls(value=successes / n, ci_low=float(interval.low), ci_high=float(interval.high), n=n)
+        share, z2 = successes / n, NormalDist().inv_cdf((1 + _LEVEL) / 2) ** 2
+        center = (successes + z2 / 2) / (n + z2)
+        half = math.sqrt(z2 * (share * (1 - share) * n + z2 / 4)) / (n + z2)
+        return cls(value=share, ci_low=max(0.0, min(center - half, share)), ci_high=min(1.0, max(center + half, share)), n=n)
 
     @classmethod
     def from_scores(cls, scores: Sequence[float]) -> Self:
@@ -44,8 +45,28 @@ class Rate:
             raise ValueError(f"a rate needs at least one score, all finite; got {len(scores)} scores")
         if all(score in (0.0, 1.0) for score in scores):
             return cls.from_successes(round(sum(scores)), len(scores))
-        from scipy.stats import t
-
         n, mean = len(scores), statistics.fmean(scores)
-        half = float(t.ppf((1 + _LEVEL) / 2, n - 1)) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
+        half = _t(n - 1) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
         return cls(value=mean, ci_low=mean - half, ci_high=mean + half, n=n)
+
+
+def _t(freedom: int) -> float:
+    """The t that Student's distribution with so many degrees of freedom keeps within, up or down, with probability `_LEVEL`."""
+    low, high = 0.0, 1.0
+    while _within(high, freedom) < _LEVEL:
+        high *= 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if _within(middle, freedom) < _LEVEL else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """Probability of |T| <= t: a finite sum for a whole number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for power in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * power / (power + 1)
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total

@@ -7,6 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agentrl import files
 from agentrl.errors import StoreError
 from agentrl.observe.stats import Rate
 
@@ -43,7 +44,7 @@ class Summary(BaseModel):
     left_out_reasons: dict[str, int] = {}
     """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
     tasks_quarantined: int = Field(0, ge=0)
-    """Tasks that are wrong in themselves and were set aside; `quarantine.jsonl` lists them."""
+    """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     updates_set_aside: int = Field(0, ge=0)
@@ -59,7 +60,7 @@ class Summary(BaseModel):
     swap_probe_max_abs_diff: float | None = None
     """Largest logprob difference between server and learner over all swaps, in nats."""
     wall_s: dict[str, float] = {}
-    """Seconds by stage, in the order the stages began; resumed runs add up."""
+    """Seconds by stage, in the order the stages began; `prepare` begins with the command. Resumed runs add up."""
     sandbox_backend: str
     seed: int
     versions: dict[str, str] = {}
@@ -70,9 +71,8 @@ class Summary(BaseModel):
     def write(self, run_dir: Path) -> Path:
         """Replaces `summary.json` in the run folder, whole or not at all."""
         path = run_dir / FILE
-        beside = path.with_name(f".{FILE}.part")
-        beside.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        return beside.replace(path)
+        files.write(path, self.model_dump_json(indent=2) + "\n")
+        return path
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:

@@ -19,7 +19,7 @@ from rich.text import Text
 from agentrl import records
 from agentrl.observe.left_out import printable, reason_of
 from agentrl.observe.outcome import nothing_learned
-from agentrl.observe.stats import Rate
+from agentrl.protocols import Interval
 
 _REASONS_TOLD = 5  # reasons for leaving episodes out that are told the moment they first occur; the summary counts all
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -118,7 +118,7 @@ class Terminal:
             parts.append(f"left out {metrics['episodes_left_out']:.0f}")
         self._say(Text("  ".join(parts)))
 
-    def evaluation_line(self, phase: str, rates: Mapping[str, Rate]) -> None:
+    def evaluation_line(self, phase: str, rates: Mapping[str, Interval]) -> None:
         parts = [f"{_SPLITS.get(split, split)} {r.value:.3f} [{r.ci_low:.3f}, {r.ci_high:.3f}] n={r.n}" for split, r in rates.items()]
         self._say(Text(f"{phase}: ", style="bold green").append("  ".join(parts), style="default"))
 

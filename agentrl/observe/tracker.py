@@ -1,116 +1,202 @@
-"""Where the metrics of a run go: `metrics.jsonl`, TensorBoard, and the terminal."""
+"""Who hears of a run: `metrics.jsonl`, the terminal, TensorBoard, and whatever trackers a recipe names, all behind one `Tracker`."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from agentrl.observe.stats import Rate
+from agentrl import parts, usercode
+from agentrl.errors import AgentRLError
+from agentrl.files import cut_torn_line
 from agentrl.observe.terminal import Progress, Terminal
+from agentrl.protocols import Interval, Tracker
+from agentrl.recipe import Recipe
 from agentrl.records import Group
 
 
-class RunTracker:
-    """A `Tracker` for one run folder. Use it from one thread, and close it.
+class RunTracker(Tracker):
+    """Tells each tracker of a run in turn, after the run's own record. Use it from one thread, and close it.
+
+    What a person should hear of is worked out here, once: a reason for leaving episodes out that is new, a step that changed nothing.
+    A tracker that raises is reported in the log and told of the next event all the same; only the run's own record ends the run.
 
     Args:
-        run_dir: the run folder; `metrics.jsonl` is appended to, `logs/tensorboard/` gets a new event file.
-        console: show progress on standard output: live in a terminal, otherwise one line a step.
-        steps: learner steps of the whole run, for the progress bar and the estimate of the time left; 0: unknown.
+        run_dir: the run folder; `metrics.jsonl` is appended to.
+        trackers: the others; `open_trackers` makes those of a recipe.
+        steps: learner steps of the whole run; 0: unknown.
     """
 
-    def __init__(self, run_dir: Path, *, console: bool, steps: int = 0) -> None:
-        from tensorboard.summary import Writer  # type: ignore[import-untyped]
-
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / "metrics.jsonl"
-        _drop_torn_line(path)
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker] = (), *, steps: int = 0) -> None:
+        self._metrics = MetricsFile(run_dir)
+        self._trackers = tuple(trackers)
         self._progress = Progress(name=run_dir.name, steps=steps)
-        self._metrics = path.open("a", encoding="utf-8")
-        self._tensorboard = Writer(str(run_dir / "logs" / "tensorboard"))
-        self._terminal = Terminal(self._progress, Console()) if console else None
-        self._wall_s: dict[str, float] = {}
-        self._stage_began = time.monotonic()
-        self._closed = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of a finished step. A value that is not finite is written as null, which is what JSON can say."""
-        finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
-        self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
-        self._metrics.flush()
-        for key, value in metrics.items():
-            self._tensorboard.add_scalar(f"{'eval' if key.startswith('heldout') else 'train'}/{key}", float(value), step)
-        self._tensorboard.flush()
-        idle = self._progress.finished_step(step, metrics)
-        if self._terminal:
-            self._terminal.step_line()
-        if idle:
+        self._metrics.log(step, metrics)
+        self._each(lambda one: one.log(step, metrics))
+        if idle := self._progress.finished_step(step, metrics):
             self.alert(f"step {step}: {idle}")
 
     def alert(self, text: str) -> None:
-        """Tells a person, where there is one, what must not be missed."""
-        if self._terminal:
-            self._terminal.alert_line(text)
+        self._each(lambda one: one.alert(text))
 
     def stage(self, name: str, detail: str = "") -> None:
-        """Ends the stage before and begins this one; a stage entered again adds to its time."""
-        self._end_stage()
-        self._wall_s.setdefault(name, 0.0)
-        self._progress.begin_stage(name, detail)
-        if self._terminal:
-            self._terminal.stage_line()
+        self._each(lambda one: one.stage(name, detail))
 
     def progress(self, index: int, group: Group) -> None:
-        """A group of the current stage was scored, or left out; the first time for a reason, that is told."""
+        """Hands the group on; the first time that episodes are left out for a reason, that is told."""
+        self._each(lambda one: one.progress(index, group))
         for reason in self._progress.finished_group(group):
             self.alert(f"episodes are left out: {reason}")
 
     def evaluating(self, done: int, total: int) -> None:
-        """So many of the tasks of one evaluation are done."""
+        self._each(lambda one: one.evaluating(done, total))
+
+    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
+        self._each(lambda one: one.evaluated(phase, rates))
+
+    def close(self) -> None:
+        """Closes them all, the run's own record last. Idempotent."""
+        self._each(lambda one: one.close())
+        self._metrics.close()
+
+    def _each(self, tell: Callable[[Tracker], None]) -> None:
+        for tracker in self._trackers:
+            try:
+                tell(tracker)
+            except Exception as error:
+                usercode.report(f"tracker {type(tracker).__name__}", error)
+
+
+class MetricsFile(Tracker):
+    """The run's own record, `metrics.jsonl`: a line for each step, from which summary and report are made."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a finished step. A value that is not finite is written as null, which is what JSON can say."""
+        finite = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Tracker):
+    """Scalars in a new event file in `logs/tensorboard` of the run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary import Writer  # type: ignore[import-untyped]
+
+        self._writer = Writer(str(run_dir / "logs" / "tensorboard"))
+        self._closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(f"{'eval' if key.startswith('heldout') else 'train'}/{key}", float(value), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._writer.close()
+
+
+class TerminalTracker(Tracker):
+    """Progress on standard output: live in a terminal, otherwise one line for each event."""
+
+    def __init__(self, name: str, *, steps: int = 0) -> None:
+        """`steps`: of the whole run, for the progress bar and the estimate of the time left; 0: unknown."""
+        self._progress = Progress(name=name, steps=steps)
+        self._terminal = Terminal(self._progress, Console())
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._progress.finished_step(step, metrics)
+        self._terminal.step_line()
+
+    def alert(self, text: str) -> None:
+        self._terminal.alert_line(text)
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self._progress.begin_stage(name, detail)
+        self._terminal.stage_line()
+
+    def progress(self, index: int, group: Group) -> None:
+        self._progress.finished_group(group)
+
+    def evaluating(self, done: int, total: int) -> None:
         self._progress.counted = (done, total)
 
-    def evaluated(self, phase: str, rates: Mapping[str, Rate]) -> None:
-        """The result of one evaluation, by split."""
+    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
         self._progress.evaluated({split: rate.value for split, rate in rates.items()})
-        if self._terminal:
-            self._terminal.evaluation_line(phase, rates)
+        self._terminal.evaluation_line(phase, rates)
+
+    def close(self) -> None:
+        self._terminal.close()
+
+
+class StageClock(Tracker):
+    """Seconds by stage; a stage that is entered again adds to its time.
+
+    `began`: when the stage `prepare` began, which runs until another does (monotonic seconds); None: no stage runs yet.
+    """
+
+    def __init__(self, *, began: float | None = None) -> None:
+        self._wall_s: dict[str, float] = {} if began is None else {"prepare": 0.0}
+        self._running = "" if began is None else "prepare"
+        self._began = time.monotonic() if began is None else began
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self.close()
+        self._wall_s.setdefault(name, 0.0)
+        self._running = name
 
     @property
     def wall_s(self) -> dict[str, float]:
         """Seconds by stage so far, the running stage included, in the order the stages began."""
-        running = self._progress.stage
-        return {
-            name: spent + (time.monotonic() - self._stage_began if name == running and not self._closed else 0.0)
-            for name, spent in self._wall_s.items()
-        }
+        now = time.monotonic()
+        return {name: spent + (now - self._began if name == self._running else 0.0) for name, spent in self._wall_s.items()}
 
     def close(self) -> None:
-        """Ends the stage and closes files and terminal. Idempotent."""
-        if self._closed:
-            return
-        self._end_stage()
-        self._closed = True
-        if self._terminal:
-            self._terminal.close()
-        self._tensorboard.close()
-        self._metrics.close()
-
-    def _end_stage(self) -> None:
+        """Ends the stage. Idempotent."""
         now = time.monotonic()
-        if self._progress.stage:
-            self._wall_s[self._progress.stage] += now - self._stage_began
-        self._stage_began = now
+        if self._running:
+            self._wall_s[self._running] += now - self._began
+        self._running, self._began = "", now
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cuts off a last line without its end, which a killed process may have left."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+def open_terminal(run_dir: Path, recipe: Recipe) -> TerminalTracker:
+    """The tracker that a recipe calls terminal."""
+    return TerminalTracker(run_dir.name, steps=recipe.steps)
+
+
+def open_tensorboard(run_dir: Path, recipe: Recipe) -> TensorBoard:
+    """The tracker that a recipe calls tensorboard."""
+    return TensorBoard(run_dir)
+
+
+def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Tracker]:
+    """The trackers that a recipe names, all or none of them open; the terminal only where `console` says that a person watches.
+
+    Raises `PluginError` for one that cannot be opened.
+    """
+    opened: list[Tracker] = []
+    try:
+        for name in recipe.trackers:
+            if console or name != "terminal":
+                opened.append(parts.make(parts.TRACKER, name, recipe.tracker_options.get(name), run_dir, recipe))
+    except (AgentRLError, OSError):
+        for tracker in reversed(opened):
+            tracker.close()
+        raise
+    return opened

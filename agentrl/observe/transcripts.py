@@ -1,13 +1,12 @@
-"""Whole episodes to read: the same task before and after training, as chat bubbles."""
+"""Whole episodes to read: the same task before and after training. `templates/episode.html` shows them as chat bubbles."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from agentrl.observe.markup import Html, element, escape, join
 
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
@@ -29,75 +28,119 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
     return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
 
 
-def render_pair(before: Transcript, after: Transcript) -> Html:
-    """One task, attempted before and after training, side by side where there is room."""
-    sides = [_side("before training", before), _side("after training", after)]
-    return _foldable(after, [_badge(before), escape(" → "), _badge(after)], sides)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Badge:
+    """A score as it is shown."""
+
+    text: str
+    style: str
 
 
-def render_single(item: Transcript) -> Html:
-    """One episode alone."""
-    return _foldable(item, [_badge(item)], [_side(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    tool: str
+    shown: str
 
 
-def _foldable(item: Transcript, badges: Iterable[Html], sides: Sequence[Html]) -> Html:
-    title = element("span", _cut(_text(item, "question") or _text(item, "task_id")), class_="question")
-    kind = element(
-        "span",
-        " · ".join(
-            part for part in (_text(item, "kind").replace("_", " "), _SPLITS.get(_text(item, "split"), _text(item, "split"))) if part
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bubble:
+    """A message of a conversation."""
+
+    style: str
+    role: str
+    content: str  # empty: it said nothing
+    as_typed: bool
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A trajectory besides the first: a sub-agent's, or one in a new context."""
+
+    title: str
+    bubbles: tuple[Bubble, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One episode as it is shown."""
+
+    title: str
+    question: str
+    kind: str
+    versions: str
+    bubbles: tuple[Bubble, ...]
+    others: tuple[Conversation, ...]
+    outcome: tuple[tuple[str, str], ...]
+    badge: Badge
+
+
+def shown_pair(before: Transcript, after: Transcript) -> tuple[Attempt, Attempt]:
+    """One task, attempted before and after training."""
+    return _attempt("before training", before), _attempt("after training", after)
+
+
+def shown_alone(item: Transcript) -> tuple[Attempt]:
+    return (_attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item),)
+
+
+def _attempt(title: str, item: Transcript) -> Attempt:
+    split = _text(item, "split")
+    kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
+    answer, truth = item.get("answer"), item.get("truth")
+    outcome = [
+        ("answer", "(none)" if answer is None else str(answer)),
+        ("truth", "(not recorded)" if truth is None else str(truth)),
+        ("ended by", _text(item, "stop_reason") or "?"),
+    ]
+    if item.get("reason"):
+        outcome.append(("note", str(item["reason"])))
+    return Attempt(
+        title=title,
+        question=_cut(_text(item, "question") or _text(item, "task_id")),
+        kind=" · ".join(part for part in kind if part),
+        versions=", ".join(map(str, item.get("versions") or [])) or "?",
+        bubbles=_bubbles(item),
+        others=tuple(
+            Conversation(title=f"{_text(other, 'agent')}, ended by {_text(other, 'stop_reason') or '?'}", bubbles=_bubbles(other))
+            for other in item.get("trajectories") or []
+            if isinstance(other, dict)
         ),
-        class_="kind",
+        outcome=tuple((name, _cut(value)) for name, value in outcome),
+        badge=_badge(item),
     )
-    head = element("summary", element("span", title, kind, class_="what"), element("span", *badges, class_="badges"))
-    return element("details", head, element("div", *sides, class_=f"sides n{len(sides)}"), class_="episode")
 
 
-def _side(title: str, item: Transcript) -> Html:
-    versions = ", ".join(map(str, item.get("versions") or [])) or "?"
-    caption = element("h4", title, element("small", f"policy version {versions}"))
-    bubbles = [_bubble(message) for message in item.get("messages") or [] if isinstance(message, dict)]
-    return element("section", caption, *bubbles, _outcome(item), class_="side")
+def _bubbles(item: Transcript) -> tuple[Bubble, ...]:
+    return tuple(_bubble(message) for message in item.get("messages") or [] if isinstance(message, dict))
 
 
-def _bubble(message: Mapping[str, Any]) -> Html:
+def _bubble(message: Mapping[str, Any]) -> Bubble:
     role = str(message.get("role", ""))
-    style = role if role in _ROLES else "other"
     content = str(message.get("content") or "")
-    calls = [_call(call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
-    body = element("pre" if role in ("tool", "assistant") else "p", _cut(content)) if content.strip() else None
-    if body is None and not calls:
-        body = element("p", "(nothing)", class_="empty")
-    return element("div", element("span", _ROLES.get(role, role), class_="role"), body, *calls, class_=f"bubble {style}")
+    return Bubble(
+        style=role if role in _ROLES else "other",
+        role=_ROLES.get(role, role),
+        content=_cut(content) if content.strip() else "",
+        as_typed=role in ("tool", "assistant"),
+        calls=tuple(_call(call) for call in message.get("tool_calls") or [] if isinstance(call, dict)),
+    )
 
 
-def _call(call: Mapping[str, Any]) -> Html:
+def _call(call: Mapping[str, Any]) -> Call:
     arguments = call.get("arguments")
     if isinstance(arguments, dict) and len(arguments) == 1 and isinstance(only := next(iter(arguments.values())), str):
         shown = only  # code and answers read best as they are
     else:
         shown = json.dumps(arguments, indent=2, ensure_ascii=False)
-    return element("div", element("span", _cut(str(call.get("name", "?"))), class_="tool-name"), element("pre", _cut(shown)), class_="call")
+    return Call(tool=_cut(str(call.get("name", "?"))), shown=_cut(shown))
 
 
-def _outcome(item: Transcript) -> Html:
-    answer = item.get("answer")
-    rows = [
-        ("answer", "(none)" if answer is None else str(answer)),
-        ("truth", "(not recorded)" if item.get("truth") is None else str(item["truth"])),
-        ("ended by", _text(item, "stop_reason") or "?"),
-    ]
-    if item.get("reason"):
-        rows.append(("note", str(item["reason"])))
-    cells = [join((element("dt", name), element("dd", _cut(value)))) for name, value in rows]
-    return element("dl", *cells, element("dt", "score"), element("dd", _badge(item)), class_="outcome")
-
-
-def _badge(item: Transcript) -> Html:
+def _badge(item: Transcript) -> Badge:
     score = item.get("score")
     if item.get("left_out") or not isinstance(score, int | float):
-        return element("b", "left out", class_="badge none")
-    return element("b", f"{score:g}", class_=f"badge {'good' if score >= 1 else 'bad' if score <= 0 else 'part'}")
+        return Badge(text="left out", style="none")
+    return Badge(text=f"{score:g}", style="good" if score >= 1 else "bad" if score <= 0 else "part")
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:

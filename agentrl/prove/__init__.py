@@ -1,4 +1,5 @@
-"""Single proofs about a task family: purity, splits, answers that lie readable, tools, verifiers. `agentrl.check` runs them all.
+"""Proof as a product: the promises of task families, sandbox backends and boundaries, tested by trying to break them.
 
-Each gives findings and says what it looked at; what it cannot know is for `agentrl.check` to list.
+`check` tests a family, or a backend through `conformance` and `attacks`; the other modules each prove one thing, and say what they
+looked at. `fuzzing` feeds hostile bytes to the boundaries.
 """

@@ -1,6 +1,6 @@
-"""Draws tasks in a process of its own: `python -m agentrl.prove.elsewhere` takes what to draw on standard input.
+"""Draws tasks in another process: `python -m agentrl.prove.elsewhere` reads what to draw from standard input.
 
-The hash seed of the process is another one than its parent's, and the tasks are drawn in another order.
+The process has another hash seed than its parent, and draws the tasks in another order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.plugins import add_project_root
-from agentrl.prove.source import FamilySource, Place, digests
+from agentrl.prove.source import Draw, FamilySource, digests
 from agentrl.recipe import TasksConfig
 from agentrl.records import Split
 from agentrl.task import make_task
@@ -23,17 +23,17 @@ from agentrl.task import make_task
 TIMEOUT_S = 600.0
 
 
-def draw_elsewhere(source: FamilySource, places: Sequence[Place]) -> list[dict[str, tuple[str, str]] | str]:
-    """The digests of the tasks at these places, or why one cannot be made, as another process sees them.
+def draw_elsewhere(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
+    """The digests of these tasks, or why one cannot be made, computed in another process.
 
-    Raises `RuntimeError` with the process's last words when it cannot open the family.
+    Raises `RuntimeError` with the process's last output when it cannot open the family.
     """
     with tempfile.NamedTemporaryFile(prefix="agentrl-check-") as answer:  # standard output belongs to the family
         question = {
             "tasks": source.tasks.model_dump(mode="json"),
             "seed": source.seed,
             "root": str(source.root),
-            "places": places,
+            "draws": draws,
             "answer": answer.name,
         }
         package = str(Path(__file__).resolve().parents[2])
@@ -46,11 +46,11 @@ def draw_elsewhere(source: FamilySource, places: Sequence[Place]) -> list[dict[s
                 command, input=json.dumps(question), env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"no end after {TIMEOUT_S:g} s") from None
+            raise RuntimeError(f"not finished after {TIMEOUT_S:g} s") from None
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-600:] or f"exit code {done.returncode}")
-        told: list[Any] = json.loads(answer.read())
-    return [one if isinstance(one, str) else {name: (pair[0], pair[1]) for name, pair in one.items()} for one in told]
+        drawn: list[Any] = json.loads(answer.read())
+    return [one if isinstance(one, str) else {name: (pair[0], pair[1]) for name, pair in one.items()} for one in drawn]
 
 
 def main() -> None:
@@ -59,14 +59,14 @@ def main() -> None:
     add_project_root(root)
     source = FamilySource(tasks=TasksConfig.model_validate(question["tasks"]), seed=question["seed"], root=root)
     family = source.open()
-    places = [(Split(split), int(index)) for split, index in question["places"]]
-    drawn: dict[Place, Any] = {}
-    for split, index in sorted(places, key=lambda place: (-place[1], place[0])):
+    draws = [(Split(split), int(index)) for split, index in question["draws"]]
+    drawn: dict[Draw, Any] = {}
+    for split, index in sorted(draws, key=lambda draw: (-draw[1], draw[0])):
         try:
             drawn[split, index] = digests(make_task(family, split, index))
-        except Exception as error:  # a family is anybody's code
+        except Exception as error:  # a family is user code
             drawn[split, index] = f"{type(error).__name__}: {error}"
-    Path(question["answer"]).write_text(json.dumps([drawn[place] for place in places]), encoding="utf-8")
+    Path(question["answer"]).write_text(json.dumps([drawn[draw] for draw in draws]), encoding="utf-8")
 
 
 if __name__ == "__main__":

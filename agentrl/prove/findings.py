@@ -1,4 +1,4 @@
-"""What a proof found out, and about what."""
+"""Proofs and their findings."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["failure", "warning", "note"]
-"""failure: wrong, exit code 1. warning: wrong unless it is meant so. note: good to know."""
+"""failure: wrong, exit code 1. warning: wrong unless intended. note: good to know."""
 
 SHOWN = 3  # examples in one finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing worth telling, over all the tasks that it holds for."""
+    """One finding, about all the tasks that it applies to."""
 
     severity: Severity
     what: str
-    tasks: tuple[str, ...] = ()  # ids, or split and index where a task cannot even be made
+    tasks: tuple[str, ...] = ()  # ids, or split and index of tasks that cannot be made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What was to be shown, what was looked at for it, and what was found."""
+    """A claim, what was looked at to prove it, and the findings."""
 
     name: str
     looked_at: str
     findings: tuple[Finding, ...] = ()
-    unproven: tuple[str, ...] = ()  # what it could not look at
+    unproven: tuple[str, ...] = ()  # what could not be looked at
 
     @property
     def ok(self) -> bool:
@@ -47,11 +47,11 @@ def examples(texts: Sequence[str]) -> str:
 
 
 def clipped(text: str, limit: int = 60) -> str:
-    """One line of text, short enough for a sentence."""
+    """Text in one line of at most `limit` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def unique(texts: Iterable[str]) -> tuple[str, ...]:
-    """In order, each once."""
+    """Without duplicates, in order."""
     return tuple(dict.fromkeys(texts))

@@ -1,6 +1,6 @@
-"""The files that an image shows an agent, without those of its Linux distribution: taken out of a sandbox to be searched on the host.
+"""The files of an image that an agent can read, without those of its Linux distribution, copied to the host to be searched there.
 
-The truth stays on the host: nothing is looked for inside. What the sandbox says is data, and bounded.
+The truth stays on the host, so nothing is searched for inside the sandbox. Its answers are bounded data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentrl.records import SandboxSpec
 PAGE_BYTES = 1 << 20
 PAGES = 24
 FILE_BYTES = 256 << 10
-"""Of a larger file, its beginning."""
+"""Bytes searched of each file."""
 PAGE_S = 60.0
 
-# Prints a page of files as JSON, and where the next one begins. Files of Debian's packages are left out, and Python's own places.
+# Prints a page of files as JSON, and where the next page begins. Leaves out files of Debian packages, and Python's own folders.
 _PAGE = """
 import base64, glob, json, os, sys
 owned = set()
@@ -61,37 +61,37 @@ print(json.dumps([files, more, big]))
 
 @dataclass(slots=True, kw_only=True)
 class ImageFiles:
-    """What was taken: path -> bytes. `problem` says what kept the rest from being searched."""
+    """The copied files: path -> bytes. `problem` says why others were not searched."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     problem: str = ""
 
 
 async def image_files(spec: SandboxSpec, sandboxes: SandboxBackend) -> ImageFiles:
-    """Everything readable in a fresh sandbox of this kind, in pages. Raises `SandboxError` when the sandbox itself fails."""
+    """Everything readable in a fresh sandbox of this spec, page by page. Raises `SandboxError` when the sandbox itself fails."""
     sandbox = await sandboxes.open(spec)
-    found, skip = ImageFiles(), 0
+    copied, skip = ImageFiles(), 0
     try:
         for _ in range(PAGES):
             program = _PAGE % (skip, FILE_BYTES, PAGE_BYTES - (1 << 16))
             result = await sandbox.python(program, timeout_s=PAGE_S, output_bytes=PAGE_BYTES)
             page = _page(result.stdout) if result.ok and not result.truncated else None
             if page is None:
-                found.problem = f"the files of its image cannot be listed: {(result.reason or result.stderr)[-200:] or 'no list came back'}"
-                return found
+                copied.problem = f"its image's files cannot be listed: {(result.reason or result.stderr)[-200:] or 'no list came back'}"
+                return copied
             files, more, big = page
-            found.files |= files
+            copied.files |= files
             if big:
-                found.problem = f"files of more than {FILE_BYTES >> 10} KiB were searched in their beginning only"
+                copied.problem = f"of files over {FILE_BYTES >> 10} KiB only the beginning was searched"
             if more is None:
-                return found
+                return copied
             if more <= skip:
-                raise SandboxError(f"sandbox {sandbox.id}: the listing of its files does not come further than {skip}")
+                raise SandboxError(f"sandbox {sandbox.id}: the listing of its files does not get past number {skip}")
             skip = more
     finally:
         await sandbox.close()
-    found.problem = f"only the first {len(found.files):,} files of its image were searched"
-    return found
+    copied.problem = f"only the first {len(copied.files):,} files of its image were searched"
+    return copied
 
 
 def _page(text: str) -> tuple[dict[str, bytes], int | None, bool] | None:

@@ -1,11 +1,11 @@
-"""Answers that lie readable in what the agent gets: the task's files, its prompt, and the image's own files.
+"""Answers that the agent could read in its task's files, its prompt, or the image's files.
 
-What counts as the truth of a task: values in `Task.data` under a key such as `answer`, what the gold solution prints or leaves, and
-of a task folder its tests and its solution. How a find is judged:
+The truth of a task is the values in `Task.data` under keys such as `answer`, what the gold solution prints or leaves, and the tests
+and solution of a task folder. Leaks are judged so:
 
-    failure  a file holds nothing but the truth, and the truth has LONG characters or the file is named like an answer;
-             the truth stands beside a key or under a column such as `answer`; a test or the gold solution is there itself
-    note     a truth of LONG characters or more stands somewhere, word for word: right where looking it up is the task
+    failure  a file holds only the truth, and the truth has LONG characters or the file is named like an answer;
+             the truth is next to a key or in a column such as `answer`; a test or the gold solution is itself there
+    note     a truth of LONG characters or more appears verbatim, which is right if the task is to look it up
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.grading import KEY, Grading
+from agentrl.contract.grading import KEY, Grading
 from agentrl.prove.findings import Finding, clipped, examples, plural, unique
 from agentrl.records import Task
 
 LONG = 8
-"""Characters from which a truth is not found in a file by chance."""
+"""Shortest truth, in characters, that is not in a file by chance."""
 SOURCE = 32
-"""Characters from which a test or a solution is recognised in another file."""
+"""Shortest test or solution, in characters, that is recognised in another file."""
 LONGEST = 10_000
 MAX_FILE = 4 << 20
 """Bytes of a file that are searched."""
@@ -41,36 +41,36 @@ _PAIR = re.compile(rf"(?<![A-Za-z])(?:{_TRUE_KEYS})\b[\"']?\s*(?::|=>|=|\bis\b)\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A text that an agent must not be given, and where it is known from."""
+    """A text that an agent must not be given, and its origin."""
 
     text: str
     origin: str  # such as data.answer
     is_source: bool = False  # a whole test or solution, recognised as such
-    is_compared: bool = False  # a test compares something with it: perhaps with an input that is to stay as it was
+    is_compared: bool = False  # a test compares something with it, perhaps an input that should stay unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A truth that was found: `sure` where it can hardly be meant so."""
+    """A truth that can be read; `sure` if that is hardly intended."""
 
-    place: str
+    path: str
     how: str
     truth: Truth
     sure: bool
 
 
 def truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
-    """What must not be readable. `printed` is what the gold solution printed, where that is the answer."""
-    found = [Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != KEY for text in _answers(key, value)]
+    """What must not be readable. `printed`: the gold solution's output, when that is the answer."""
+    known = [Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != KEY for text in _answers(key, value)]
     if printed.strip() and not task.outputs:
-        found.append(Truth(text=printed.strip(), origin="the gold solution's output"))
+        known.append(Truth(text=printed.strip(), origin="the gold solution's output"))
     if KEY in task.data:
-        found += _hidden(Grading.model_validate(task.data[KEY]))
-    return tuple({truth.text: truth for truth in reversed(found) if 0 < len(truth.text) <= LONGEST}.values())
+        known += _hidden(Grading.model_validate(task.data[KEY]))
+    return tuple({truth.text: truth for truth in reversed(known) if 0 < len(truth.text) <= LONGEST}.values())
 
 
 def _answers(key: str, value: Any) -> Iterator[str]:
-    """Texts below a key that is named like an answer."""
+    """Texts under a key that is named like an answer."""
     if not _DATA_KEY.fullmatch(key.rpartition(".")[2]):
         if isinstance(value, Mapping):
             for inner, part in value.items():
@@ -85,7 +85,7 @@ def _answers(key: str, value: Any) -> Iterator[str]:
 
 
 def _hidden(grading: Grading) -> Iterator[Truth]:
-    """Tests and solution whole, and the longer texts that the tests compare with."""
+    """The whole tests and solution, and the longer texts that the tests compare with."""
     tests = {f"tests/{path}": data for path, data in grading.files().items()}
     for path, data in {**tests, **_solution(grading.gold)}.items():
         text = data.decode("utf-8", "replace").strip()
@@ -97,7 +97,7 @@ def _hidden(grading: Grading) -> Iterator[Truth]:
 
 
 def _solution(gold: str) -> dict[str, bytes]:
-    """The files of solution/, as the gold program of a task folder carries them."""
+    """The files of solution/, from a task folder's gold program."""
     for node in ast.walk(ast.parse(gold or "pass")):
         if isinstance(node, ast.Dict):
             try:
@@ -117,8 +117,8 @@ def _compared(source: str) -> Iterator[str]:
 
 
 def leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
-    """Every truth that can be read in one of these files, each in the plainest way it can."""
-    found: list[Leak] = []
+    """Every truth that can be read in one of these files, each by its most obvious leak."""
+    readable: list[Leak] = []
     known = list(wanted)
     for path, data in files.items():
         text = data[:MAX_FILE].decode("utf-8", "replace")
@@ -126,27 +126,27 @@ def leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
         beside = list(_beside(stripped)) if known else []
         for truth in known:
             if leak := _leak(path, stripped, beside, truth):
-                found.append(leak)
-    return found
+                readable.append(leak)
+    return readable
 
 
 def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
     wanted = truth.text
     if truth.is_source:
-        return Leak(place=path, how="holds a copy of", truth=truth, sure=True) if wanted in text else None
+        return Leak(path=path, how="holds a copy of", truth=truth, sure=True) if wanted in text else None
     if text.strip("\"'") == wanted:
         named = _FILE_NAME.fullmatch(path.rpartition("/")[2].partition(".")[0]) is not None
         sure = named or (len(wanted) >= LONG and not truth.is_compared)
-        return Leak(place=path, how="holds nothing but", truth=truth, sure=sure) if sure or len(wanted) >= LONG else None
+        return Leak(path=path, how="holds only", truth=truth, sure=sure) if sure or len(wanted) >= LONG else None
     if any(_begins(rest, wanted) for rest in beside):
-        return Leak(place=path, how="gives by its name", truth=truth, sure=True)
+        return Leak(path=path, how="gives by its name", truth=truth, sure=True)
     if len(wanted) >= LONG and (wanted in text or wanted in path):
-        return Leak(place=path, how="holds, among other text,", truth=truth, sure=False)
+        return Leak(path=path, how="holds, among other text,", truth=truth, sure=False)
     return None
 
 
 def _beside(text: str) -> Iterator[str]:
-    """What stands after a key such as `answer:`, and in a column of that name."""
+    """Texts after a key such as `answer:`, and in columns of that name."""
     for match in _PAIR.finditer(text):
         yield text[match.end() : match.end() + LONGEST + 2]
     lines = text.splitlines()
@@ -164,27 +164,27 @@ def _beside(text: str) -> Iterator[str]:
 
 
 def _begins(rest: str, wanted: str) -> bool:
-    """Whether `rest` begins with the truth as a whole word: 4 is not found in 42 or 4.5."""
+    """Whether `rest` begins with the truth as a whole word: 4 is not in 42 or 4.5."""
     if not rest.startswith(wanted):
         return False
     after = rest[len(wanted) : len(wanted) + 2]
     return not re.match(r"\w|[.,]\d", after)
 
 
-def tell(found: Mapping[str, list[Leak]], where: str) -> list[Finding]:
-    """Findings over all tasks (id -> leaks): one for each way in which truths lie there."""
-    told: list[Finding] = []
+def findings_of(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
+    """Findings over all tasks (id -> leaks): one for sure leaks, one for the others."""
+    findings: list[Finding] = []
     for sure in (True, False):
-        of_kind = {task: [leak for leak in some if leak.sure is sure] for task, some in found.items()}
+        of_kind = {task: [leak for leak in some if leak.sure is sure] for task, some in leaks_of.items()}
         of_kind = {task: some for task, some in of_kind.items() if some}
         if not of_kind:
             continue
         texts = [
-            f"{task}: {leak.place} {leak.how} {leak.truth.origin} {clipped(leak.truth.text, 40)!r}"
+            f"{task}: {leak.path} {leak.how} {leak.truth.origin} {clipped(leak.truth.text, 40)!r}"
             for task, some in of_kind.items()
             for leak in some[:1]
         ]
-        more = "" if sure else ", which is right where the agent is to look it up"
-        what = f"the truth of {plural(len(of_kind), 'task')} lies {where}{more} ({examples(unique(texts))})"
-        told.append(Finding(severity="failure" if sure else "note", what=what, tasks=tuple(of_kind)))
-    return told
+        more = "" if sure else ", which is right if the agent should look it up"
+        what = f"the truth of {plural(len(of_kind), 'task')} is {where}{more} ({examples(unique(texts))})"
+        findings.append(Finding(severity="failure" if sure else "note", what=what, tasks=tuple(of_kind)))
+    return findings

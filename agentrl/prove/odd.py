@@ -1,4 +1,4 @@
-"""What no program expects and a model writes all the same: odd answers for verifiers, odd files, odd arguments for tools."""
+"""Odd inputs that a model may write: answers and files for verifiers, arguments for tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES: Mapping[str, bytes] = {
 
 
 def arguments(properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Arguments of one call by what is odd about them, for a tool with these parameters."""
+    """Description -> odd arguments of one call, for a tool with these parameters."""
     names = list(properties) or ["x"]
     nested: Any = "x"
     for _ in range(60):

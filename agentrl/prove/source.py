@@ -1,4 +1,4 @@
-"""Where a task family comes from, so that it can be opened again: with another seed, in another process."""
+"""The source of a task family, from which it can be opened again with another seed or in another process."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from agentrl.recipe import TasksConfig
 from agentrl.records import Split, Task
 from agentrl.task import open_family
 
-Place = tuple[Split, int]
-_PARTED = ("data", "files", "binary_files")  # their parts are compared, and named, one by one
+Draw = tuple[Split, int]
+"""A task by split and index."""
+_PARTED = ("data", "files", "binary_files")  # fields whose parts are compared, and named, one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilySource:
-    """A family as a recipe names it, or a folder of task folders (`tasks.family` is its path)."""
+    """A family by its recipe, or a folder of task folders (`tasks.family` is its path)."""
 
     tasks: TasksConfig
     root: Path
     seed: int = 0
 
     def open(self, *, seed: int | None = None) -> TaskFamily:
-        """Raises what `open_family` raises."""
+        """Opens the family. Raises as `open_family` does."""
         return open_family(self.tasks, seed=self.seed if seed is None else seed, root=self.root)
 
 
-def place_name(place: Place) -> str:
-    return f"{place[0]} {place[1]}"
+def draw_name(draw: Draw) -> str:
+    return f"{draw[0]} {draw[1]}"
 
 
 def sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
-    """Tasks of each split to look at: all there are, at most `count`. A split without end needs a count (`ValueError`)."""
-    found: dict[Split, int] = {}
+    """Number of tasks of each split to look at, at most `count`. Raises `ValueError` for an endless split without a count."""
+    number: dict[Split, int] = {}
     for split in Split:
         size = family.size(split)
         if size is None and count is None:
-            raise ValueError(f"{family.name} makes tasks without end")
-        found[split] = min(one for one in (size, count) if one is not None)
-    return found
+            raise ValueError(f"{family.name} has endless tasks")
+        number[split] = min(one for one in (size, count) if one is not None)
+    return number
 
 
 def fields(task: Task) -> dict[str, str]:
-    """Every field of a task as text by its name, such as `data.answer`. Raises `ValueError` that names a field which no JSON can hold."""
+    """Name, such as `data.answer`, -> text of every field of a task. Raises `ValueError` naming a field that is not JSON."""
     return dict(_fields(asdict(task)))
 
 
@@ -64,5 +65,5 @@ def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
-    """Field -> hash of its text, and the beginning of the text for a person."""
+    """Field -> hash of its text, and the beginning of the text for display."""
     return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in fields(task).items()}

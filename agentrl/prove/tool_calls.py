@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from agentrl import usercode
+from agentrl.agent import Tool, ToolOutcome, load_tools
+from agentrl.agent.toolbox import Kept
 from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.prove import odd
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
 from agentrl.records import Task
-from agentrl.rollout.tools import Tool, ToolOutcome, load_tools
 
 NAME = "tools of the project's own answer any call"
 CALL_S = 15.0
@@ -49,7 +51,7 @@ def _clashes(tasks: Sequence[Task]) -> list[Finding]:
     clashing = []
     for tools in {task.tools for task in tasks}:
         try:
-            names = [next(iter(load_tools([name]))) for name in tools]
+            names = [one for name in tools for one in load_tools([name])]
         except Exception:  # a tool is anybody's code, and one that does not load is told elsewhere
             continue
         clashing += [name for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -60,12 +62,27 @@ def _clashes(tasks: Sequence[Task]) -> list[Finding]:
 
 async def _prove(reference: str, task: Task, sandboxes: SandboxBackend) -> list[Finding]:
     try:
-        tool = next(iter(load_tools([reference]).values()))
-        wrong = _wrong_schema(tool)
+        tools = load_tools([reference])
+        wrong = {tool.name: _wrong_schema(tool) for tool in tools.values()}
     except (UserError, AttributeError) as error:
         return [Finding(severity="failure", what=f"tool {reference} does not load: {error}")]
     except (Exception, SystemExit) as error:  # a tool is anybody's code
         return [Finding(severity="failure", what=f"tool {reference} does not load: {type(error).__name__}: {error}")]
+    try:
+        fresh = [await _fresh(kept.kind) for kept in tools.kept.values() for _ in range(2)]
+        found: list[Finding] = []
+        for tool in tools.values():
+            name = f"{reference}, method {tool.name}," if tools.kept else reference
+            found += await _prove_calls(tool, name, wrong[tool.name], task, sandboxes)
+        for kept in tools.kept.values():
+            found += await _prove_state(reference, kept, fresh)
+        return found
+    finally:
+        await tools.close(timeout_s=CALL_S)
+
+
+async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: Task, sandboxes: SandboxBackend) -> list[Finding]:
+    """One tool: its schema, and how it takes what no schema allows."""
     found = [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong]
     properties = {} if wrong else tool.schema["function"].get("parameters", {}).get("properties", {})
     bad: dict[str, list[str]] = {}
@@ -89,6 +106,39 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend) -> list[
             Finding(severity="warning" if raises else "failure", what=f"tool {reference} {problem}, given {examples(cases)}{more}")
         )
     return found
+
+
+async def _fresh(kind: Any) -> Any:
+    """What tools keep that nobody has called yet; None where they cannot even be opened, which their calls tell."""
+    kept = Kept(kind)
+    try:
+        await usercode.call(kept.opened, what=f"opening {kept.kind.__name__}", timeout_s=CALL_S)
+        return await kept.state(timeout_s=CALL_S)
+    except (Exception, SystemExit):  # a tool is anybody's code
+        return None
+    finally:
+        await kept.close(timeout_s=CALL_S)
+
+
+async def _prove_state(reference: str, kept: Kept, fresh: Sequence[Any]) -> list[Finding]:
+    """Whether what the tools keep can be taken and given back, and stays with the episode that has called them."""
+    try:
+        state = await kept.state(timeout_s=CALL_S)
+    except ValueError as error:
+        return [Finding(severity="failure", what=f"tool {reference}: {clipped(str(error), 200)}; such an episode is never captured")]
+    found = []
+    again = Kept(kept.kind, state, restored=True)
+    try:
+        await usercode.call(again.opened, what=f"restoring {kept.kind.__name__}", timeout_s=CALL_S)
+        if await again.state(timeout_s=CALL_S) != state:
+            found.append("a state that is restored is another one: an episode that goes on has other tools than it had")
+    except (Exception, SystemExit) as error:  # a tool is anybody's code
+        found.append(f"its state is not restored ({clipped(usercode.describe(error), 200)})")
+    finally:
+        await again.close(timeout_s=CALL_S)
+    if fresh[0] == fresh[1] != await _fresh(kept.kind):
+        found.append("what one episode tells it is there for the next: keep state in self, made in __init__, not in the class or module")
+    return [Finding(severity="failure", what=f"tool {reference}: {one}") for one in found]
 
 
 def _wrong_schema(tool: Tool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Verifiers give a score for whatever an agent hands in, and the same one when they are asked again."""
+"""Verifiers give a score for anything an agent hands in, and the same score again."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from agentrl.reward import TaskScorer
 
 NAME = "verifiers score anything, and twice alike"
 TASKS = 3
-"""Tasks of each verifier that odd work is handed in for."""
+"""Tasks of each verifier that get odd answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Golden:
-    """The episode of a gold solution, and how it was scored the first time."""
+    """The episode of a gold solution, and its first score."""
 
     episode: Episode
     score: Score
 
 
 async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], scorer: TaskScorer, *, parallel: int) -> Proof:
-    """Hands odd work in for a few tasks of each verifier, and every gold episode a second time (`golden`: by task id)."""
+    """Scores odd answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
         some = chosen.setdefault(task.verifiers, [])
@@ -51,19 +51,19 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
     for case, job in odd_ones:
         if problem := _problem(job.result()):
             bad.setdefault(problem, []).append(case)
-    found = [Finding(severity="failure", what=f"{problem}; handed in: {examples(cases)}") for problem, cases in bad.items()]
+    findings = [Finding(severity="failure", what=f"{problem}; handed in: {examples(cases)}") for problem, cases in bad.items()]
     pairs = [(task.id, golden[task.id].score, job.result()) for task, job in again]
     verifiers = {name for task in tasks for name in task.verifiers}
     return Proof(
         name=NAME,
         looked_at=f"{plural(len(verifiers), 'verifier')}: {len(odd_ones)} odd answers, {plural(len(pairs), 'gold episode')} twice",
-        findings=(*found, *_unlike(pairs)),
+        findings=(*findings, *_unlike(pairs)),
     )
 
 
 @contextlib.asynccontextmanager
 async def _quiet() -> AsyncIterator[None]:
-    """Without the traceback of every verifier that raises: the finding has its text, once."""
+    """Suppresses the tracebacks of verifiers that raise, since the finding has the text."""
     log = logging.getLogger("agentrl.reward.scorer")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -82,7 +82,7 @@ def _odd_episodes(task: Task, golden: Golden | None) -> list[tuple[str, Episode]
 
 
 def _problem(score: Score) -> str:
-    """What is wrong with the score of work that nobody would call right."""
+    """What is wrong with the score of odd work; empty when it is 0."""
     if score.value is None:
         return f"no score: {clipped(score.reason, 300)}"
     if not math.isfinite(score.value):

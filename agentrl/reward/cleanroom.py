@@ -1,13 +1,13 @@
-"""Clean-room grading: declared outputs and hidden tests meet in fresh sandboxes, after the agent's last action.
+"""Clean-room grading: hidden tests judge declared outputs in fresh sandboxes, after the agent's last action.
 
-In mode `judge` they do not even meet there. The host performs the runs of a task in a sandbox that holds the task's own files and
-the outputs, and takes what comes back as data; then the judging code runs in another sandbox, which gets this data and the tests,
-and which never runs a program under test. What a program is compared with can therefore not be read by it, and a report of the
-tests cannot be written by it. The other modes run tests and code under test in one sandbox; docs/security.md says what that costs.
+In mode `judge` even those are separate. The host performs the task's runs in a sandbox with the task's files and the outputs, and
+takes the results as data; the judging code then runs in another sandbox with this data and the tests, which never runs a program
+under test. So a program can neither read what it is compared with nor write a report of the tests. The other modes run tests and
+code under test in one sandbox; docs/security.md says what that costs.
 
-A test has passed when it says so itself: no report is no pass. In mode `harbor` the value is the reward that the tests left. When
-tests break instead of reporting, the gold solution is graded the same way, once for each task: where that breaks too the task is to
-blame, else the outputs are.
+A test has passed only if it reports so. In mode `harbor` the value is the reward that the tests wrote. When tests break instead of
+reporting, the gold solution is graded in the same way, once for each task: if that breaks too, the task is to blame, else the
+outputs are.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.contract.grading import Grading, Run, grading_of
+from agentrl.contract.outputs import overlay, plain_path, produce
 from agentrl.errors import TaskError
-from agentrl.grading import Grading, Run, grading_of
-from agentrl.outputs import overlay, plain_path, produce
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
 from agentrl.reward.rewardfile import reward
@@ -31,19 +31,19 @@ JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
     (INSIDE / f"{name}.py").read_text() for name in ("judge", "call", "contained", "pytest_child", "harbor")
 )
 RUN_OUTPUT_BYTES = 128 << 10
-"""How much of stdout and of stderr of one run is kept."""
+"""Bytes kept of stdout, and of stderr, of one run."""
 READ_BYTES = 4 << 20
-"""How much all files that runs have written may have together."""
+"""Largest total size of the files that runs write."""
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
 OPEN_S = 300.0
-"""Deadline of opening a sandbox; it may have to wait until an episode gives up its own."""
+"""Deadline for opening a sandbox; it may have to wait until an episode closes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the tests said: name -> empty or what went wrong. `broken`: why there is no complete report. `untouched`: nothing of the
-    agent's was looked at before it broke. `reward`: the value, where the tests say one."""
+    """Results of the tests. `said`: test -> "" or its error. `broken`: why there is no complete report. `untouched`: it broke before
+    any of the agent's files was read. `reward`: the value, where the tests give one."""
 
     reward: float | None = None
     said: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class CleanRoom:
-    """The verifier of task folders: 1 when every test passes, else 0; `parts["tests"]` is the share that passes. See `SandboxVerifier`."""
+    """The verifier of task folders: 1 when every test passes, else 0; `parts["tests"]` is the share that passes (a `SandboxVerifier`)."""
 
     needs_sandboxes = True
 
@@ -60,7 +60,7 @@ class CleanRoom:
         self._gold: dict[str, Outcome] = {}
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-        """Raises `InfrastructureError`, and `TaskError` when the tests break by themselves."""
+        """Raises `InfrastructureError`, and `TaskError` when the tests are broken."""
         plan = grading_of(task)
         if not episode.outputs and not episode.removed:
             return Score(value=0.0, parts={"tests": 0.0}, evidence="none of the declared outputs exists")
@@ -79,7 +79,7 @@ class CleanRoom:
         return Score(value=float(right), parts={"tests": len(passed) / len(expected)}, evidence=evidence)
 
     async def _prove(self, task: Task, plan: Grading, outcome: Outcome, sandboxes: SandboxBackend) -> None:
-        """Raises `TaskError` when the tests break without the agent's doing."""
+        """Raises `TaskError` when it is not the agent's fault that the tests break."""
         if outcome.untouched:
             raise TaskError(f"task {task.id}: its tests do not load: {outcome.broken}", fix="run agentrl check on the family")
         if not plan.gold:
@@ -94,20 +94,20 @@ class CleanRoom:
 
 
 grade = CleanRoom()
-"""What a task names: `agentrl.reward.cleanroom:grade`."""
+"""The verifier's reference in tasks: `agentrl.reward.cleanroom:grade`."""
 
 
 async def grade_outputs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
 ) -> Outcome:
-    """Runs the tests of a task over outputs, in fresh sandboxes. Raises `InfrastructureError`."""
+    """Runs a task's tests on outputs, in fresh sandboxes. Raises `InfrastructureError`."""
     try:
         if plan.mode == "harbor":
             return await _harbor(task, plan, outputs, removed, sandboxes)
         if plan.mode == "judge":
             return await _judge(task, plan, outputs, sandboxes)
         return await _contained(task, plan, outputs, sandboxes)
-    except ValueError as error:  # the sandbox refused files: no room, or a name that is too long for it
+    except ValueError as error:  # the sandbox refused files: too large, or a name too long
         if isinstance(error, TaskError):
             raise
         return Outcome(broken=f"the outputs cannot be placed in a sandbox: {error}"[:500])
@@ -138,7 +138,7 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
 async def _perform(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Every run in a sandbox without tests: how it ended, in order, and `<number of the run>/<path>` -> file that it wrote."""
+    """Performs every run, in a sandbox without tests: results in order, and `<number of the run>/<path>` -> file it wrote."""
     results: list[dict[str, Any]] = []
     written: dict[str, bytes] = {}
     tests, below = plan.files(), overlay(task.contents(), outputs)
@@ -169,7 +169,7 @@ async def _one_run(run: Run, sandbox: Sandbox, tests: Mapping[str, bytes]) -> di
     try:
         for path, source in run.files.items():
             await sandbox.write(path, tests[source])
-    except ValueError as error:  # something an earlier run left is in the way
+    except ValueError as error:  # an earlier run left something at that path
         done = ExecResult(exit_code=None, stdout="", stderr=str(error)[:500], wall_s=0.0, reason="blocked")
     else:
         done = await sandbox.exec(argv, stdin=stdin, timeout_s=run.timeout_sec, output_bytes=RUN_OUTPUT_BYTES)
@@ -184,7 +184,7 @@ async def _one_run(run: Run, sandbox: Sandbox, tests: Mapping[str, bytes]) -> di
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Those of `paths` that are plain files within `left` bytes; the tests find the others missing."""
+    """Those of `paths` that are regular files within `left` bytes; for the tests the others are missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:
@@ -217,7 +217,7 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
 
 
 async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
-    """test.sh in a fresh sandbox whose working directory is as the image made it and the agent left it; its reward file is the value."""
+    """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes; its reward file is the value."""
     secret = secrets.token_hex(16)
     gone = [path for path in removed if plain_path(path) and path not in outputs]
     request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
@@ -239,16 +239,16 @@ async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], remov
 
 
 def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:
-    """The lines of a report, each an object; none when anything else is among them: only the reporting program has that stdout."""
+    """The lines of a report, each an object; none if there is anything else, since only the reporting program has that stdout."""
     *texts, rest = done.stdout.split("\n")
     lines = [text.partition(" ") for text in texts]
     if done.truncated or rest or any(mark != secret for mark, _, _ in lines):
         return []
     try:
-        found = [json.loads(text) for _, _, text in lines]
+        report = [json.loads(text) for _, _, text in lines]
     except (ValueError, RecursionError):
         return []
-    return found if all(isinstance(line, dict) for line in found) else []
+    return report if all(isinstance(line, dict) for line in report) else []
 
 
 def _are_texts(said: Iterable[object]) -> bool:
@@ -256,7 +256,7 @@ def _are_texts(said: Iterable[object]) -> bool:
 
 
 def _texts(said: Mapping[Any, object]) -> dict[str, str]:
-    """Those entries of a report that are a test and what it said, as text that can be stored."""
+    """The valid entries of a report (test -> error), as text that can be stored."""
     return {
         name.encode("utf-8", "replace").decode(): error.encode("utf-8", "replace").decode()
         for name, error in said.items()

@@ -1,4 +1,4 @@
-"""A reward as Harbor's tests leave it: a number in reward.txt, or a number in the JSON object of reward.json."""
+"""Rewards in Harbor's form: a number in reward.txt, or a number in the JSON object of reward.json."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ KEY = "reward"
 
 
 def reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
-    """The reward, from 0 to 1, and what is wrong with it. Without either file: None. Whoever ran in the sandbox may have written them."""
+    """The reward, from 0 to 1, and what is wrong with it; None without either file. Any program in the sandbox may have written them."""
     if txt is not None and txt.strip():
         return _checked(txt.strip(), "reward.txt")
     if as_json is None:
         return None, "tests/test.sh left neither /logs/verifier/reward.txt nor reward.json"
     try:
-        found: Any = json.loads(as_json)
+        content: Any = json.loads(as_json)
     except (ValueError, RecursionError):
         return 0.0, "reward.json is not JSON"
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return 0.0, "reward.json holds no object"
-    if KEY not in found and len(found) != 1:
-        return 0.0, f"reward.json holds {len(found)} numbers and none is named {KEY!r}"
-    return _checked(found.get(KEY, next(iter(found.values()), None)), "reward.json")
+    if KEY not in content and len(content) != 1:
+        return 0.0, f"reward.json holds {len(content)} numbers and none is named {KEY!r}"
+    return _checked(content.get(KEY, next(iter(content.values()), None)), "reward.json")
 
 
 def _checked(said: object, where: str) -> tuple[float, str]:
-    """A number is what is written as one: true is not, nor is a text in JSON."""
+    """Accepts only what is written as a number: neither true nor, in JSON, a string."""
     if isinstance(said, bool) or not isinstance(said, int | float | str) or (isinstance(said, str) and where != "reward.txt"):
         return 0.0, f"{where} holds no number: {str(said)[:80]!r}"
     try:

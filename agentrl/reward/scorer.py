@@ -1,7 +1,7 @@
-"""Runs verifiers with a deadline. What a verifier breaks is never the policy's fault: no value, and the reason.
+"""Runs verifiers with a deadline. A verifier's failure is never blamed on the policy: there is no value, but a reason.
 
-A verifier is code of the user's own that gets to see an agent's words, so whatever it does, its episode has a score or none, with
-the reason, and the run goes on.
+A verifier is user code that reads an agent's words, so whatever it does, its episode gets a score or a reason for having none,
+and the run goes on.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from agentrl.records import Blame, Episode, Score, Task
 log = logging.getLogger(__name__)
 
 MAX_EVIDENCE = 20_000
-"""Characters of evidence that are kept of a verifier; the rest is cut."""
+"""Characters kept of a verifier's evidence."""
 MAX_PARTS = 1000
-_CLOSING_S = 30.0  # for a verifier in sandboxes to end them when its time is up
+_CLOSING_S = 30.0  # for a verifier to close its sandboxes at its deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskScorer:
-    """Scores an episode with every verifier its task names; the value is their mean, each verifier a named part."""
+    """Scores an episode with every verifier of its task; the value is their mean, and each verifier is a named part."""
 
     timeout_s: float = 30.0
-    sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes of their own
-    sandbox_timeout_s: float = 9000.0  # of such a verifier, which bounds by itself what it runs
-    max_retries: int = 2  # after faults of the infrastructure
+    sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
+    sandbox_timeout_s: float = 9000.0  # of such a verifier, which sets its own deadlines for what it runs
+    max_retries: int = 2  # after infrastructure failures
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
-        """Resolves verifiers ahead of need. Raises `PluginError` for one that does not resolve or cannot be called."""
+        """Resolves verifiers in advance. Raises `PluginError` for one that does not resolve or is not callable."""
         for reference in references:
             if reference in self._verifiers:
                 continue
@@ -49,8 +49,8 @@ class TaskScorer:
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         self.load(task.verifiers)
-        if self.sandboxes is None and (lacking := [name for name in task.verifiers if _needs_sandboxes(self._verifiers[name])]):
-            raise PluginError(f"verifier {lacking[0]!r} judges in sandboxes", fix="give them to TaskScorer(sandboxes=...)")
+        if self.sandboxes is None and (waiting := [name for name in task.verifiers if _needs_sandboxes(self._verifiers[name])]):
+            raise PluginError(f"verifier {waiting[0]!r} judges in sandboxes", fix="pass them as TaskScorer(sandboxes=...)")
         scores = {reference: await self._judge(reference, task, episode) for reference in task.verifiers}
         unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
         if unscored or not scores:
@@ -73,7 +73,7 @@ class TaskScorer:
                 log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
                 reason = f"verifier: {usercode.describe(error, 2000)}"
             if attempt < self.max_retries:
-                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # a restarting part gets a moment
+                await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
@@ -90,7 +90,7 @@ class TaskScorer:
         except NotAScore as error:
             usercode.report(what, error, trace=False)
             return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}")
-        except BaseException as error:  # user code may raise anything; it becomes "unscored", never a value
+        except BaseException as error:  # user code may raise anything; the episode is then unscored
             if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
                 raise
             if (fault := usercode.cause(error, InfrastructureError)) is not None:
@@ -104,19 +104,19 @@ class TaskScorer:
     async def _ask(self, verifier: Any, task: Task, episode: Episode) -> Any:
         if not _needs_sandboxes(verifier):
             return await verifier(task, episode)
-        assert self.sandboxes is not None, "__call__ has looked"
+        assert self.sandboxes is not None, "checked by __call__"
         return await verifier(task, episode, self.sandboxes)
 
 
 class NotAScore(Exception):
-    """A verifier gave something that is no score."""
+    """A verifier returned something that is not a valid score."""
 
 
 def _checked(given: object, turns: Sequence[int]) -> Score:
-    """The score, within bounds. Raises `NotAScore`.
+    """The score, cut to its bounds. Raises `NotAScore`.
 
     Args:
-        turns: how many turns each trajectory has, for which there may be rewards.
+        turns: number of turns of each trajectory.
     """
     if not isinstance(given, Score):
         raise NotAScore(f"{type(given).__name__}, not a Score")
@@ -135,6 +135,6 @@ def _needs_sandboxes(verifier: object) -> bool:
 
 
 def _mean_turns(scores: Sequence[Score]) -> tuple[tuple[float, ...], ...]:
-    """The mean over verifiers, as for values; a verifier that rewards no turn counts as zeros. Empty when none does."""
+    """The mean over verifiers, as for values; one without turn rewards counts as zeros. Empty when none has any."""
     given = [score.turn_rewards for score in scores if score.turn_rewards]
     return tuple(tuple(sum(turn) / len(scores) for turn in zip(*lines, strict=True)) for lines in zip(*given, strict=True))

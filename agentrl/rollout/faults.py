@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from agentrl import usercode
-from agentrl.errors import InfrastructureError, PluginError, SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
+from agentrl.errors import InfrastructureError, PluginError, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame, Failure
 
 
 def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
-    """A task that is wrong in itself: trying again would not help."""
+    """A broken task: trying again would not help."""
     return Failure(stage="task", blame=Blame.TASK, kind=_kind(error), message=_message(error), turn=turn)
 
 
@@ -35,21 +33,6 @@ def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failu
 
 def infrastructure_fault(stage: str, kind: str, message: str, *, turn: int | None = None) -> Failure:
     return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message, turn=turn, retryable=True)
-
-
-def let_go(error: BaseException, since: int) -> None:
-    """Raises what is no fault of an episode: this machine has no sandboxes at all, or the run is being ended.
-
-    The latter also where code on the way has made another exception of a cancellation. A CancelledError that nobody asked for is a
-    bug like any other, and is not raised.
-
-    Args:
-        since: `usercode.cancellations()` of when the guarded code began.
-    """
-    if isinstance(error, KeyboardInterrupt | GeneratorExit | SandboxUnavailable):
-        raise error
-    if usercode.cancellations() > since:
-        raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error
 
 
 def _kind(error: BaseException) -> str:

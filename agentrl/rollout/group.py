@@ -18,8 +18,9 @@ from agentrl import usercode
 from agentrl.protocols import EpisodeKeeper
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
-from agentrl.rollout.episode import Capture, EpisodeRunner, OnTurn
-from agentrl.rollout.faults import fault, infrastructure_fault, let_go
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.faults import fault, infrastructure_fault
+from agentrl.rollout.life import Capture, OnTurn
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ OnAttempt = Callable[[Failure | None], None]
 
 
 class _BrokenTask(Exception):
-    """Ends the other attempts at a task that is wrong in itself."""
+    """Ends the other attempts at a broken task."""
 
     def __init__(self, fault: Failure) -> None:
         super().__init__(fault.message)
@@ -88,7 +89,7 @@ class GroupRunner:
     on_attempt: OnAttempt = lambda failure: None
 
     async def group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """All attempts at one task, in order, those that are left out included; all are when the task is wrong in itself.
+        """All attempts at one task, in order, those that are left out included; all are when the task is broken.
 
         Args:
             oldest_version: an attempt that the keeper has goes on only when no older version sampled any of its tokens.
@@ -151,7 +152,7 @@ class GroupRunner:
                 return episode, score
             failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
         except BaseException as error:
-            let_go(error, since)
+            usercode.let_go(error, since)
             failure = fault(error, stage=stage)
         return replace(episode, failures=(*episode.failures, failure)), None
 
@@ -169,14 +170,14 @@ class GroupRunner:
             found = await self._found(place, task)
             if isinstance(found, ScoredEpisode):
                 return found
-            if fork is not None and found is not None and len(found.turns) >= fork.turn:
-                fork.settle(found if len(found.turns) == fork.turn < task.limits.turns else None)  # past it, branches have their own
+            if fork is not None and found is not None and found.turn_count >= fork.turn:
+                fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
             if place.fork is not None and fork is None and found is None:
                 found = await place.fork.state
             on_turn = None if fork is None and self.keeper is None else self._watching(place, task)
             scored = await self.episode(task, name=place.name, start=found, on_turn=on_turn)
         except BaseException as error:
-            let_go(error, since)
+            usercode.let_go(error, since)
             failure = fault(error, stage="group")
             scored = _unscored(replace(_nothing(f"{place.name}-a0", task.id, task.key), failures=(failure,)), failure)
         finally:
@@ -195,7 +196,7 @@ class GroupRunner:
 
         async def on_turn(turns: int, capture: Capture) -> None:
             fork = place.stem_of
-            forks = fork is not None and not fork.state.done() and turns == fork.turn < task.limits.turns
+            forks = fork is not None and not fork.state.done() and fork.turn <= turns < task.limits.turns
             if self.keeper is None and not forks:
                 return
             state = await capture()
@@ -231,7 +232,7 @@ class GroupRunner:
 
 
 def left_out_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
-    """A group of which nothing is trained or counted, because of a task that is wrong in itself or a group that cannot be kept."""
+    """A group of which nothing is trained or counted, because of a broken task or a group that cannot be kept."""
     names = (f"g{index:06d}-{member}-a0" for member in range(size))
     episodes = tuple(replace(_nothing(name, task_id, task_key), failures=(failure,)) for name in names)
     return Group(index=index, task_id=task_id, task_key=task_key, episodes=tuple(_unscored(episode, failure) for episode in episodes))
@@ -254,7 +255,7 @@ def _safety_net() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        let_go(error, since)
+        usercode.let_go(error, since)
         usercode.report("keeping a running episode", error)
 
 

@@ -8,7 +8,7 @@ from agentrl.sandbox.docker import DockerBackend
 from agentrl.sandbox.eviction import evict
 from agentrl.sandbox.pool import WarmPool
 from agentrl.sandbox.reaper import OpenSandbox, list_open, prune
-from agentrl.sandbox.select import open_sandboxes, select_backend
+from agentrl.sandbox.select import open_backend, open_sandboxes, select_backend
 
 __all__ = [
     "BubblewrapBackend",
@@ -17,6 +17,7 @@ __all__ = [
     "WarmPool",
     "evict",
     "list_open",
+    "open_backend",
     "open_sandboxes",
     "prune",
     "select_backend",

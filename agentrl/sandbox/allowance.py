@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from agentrl.records import SandboxSpec
@@ -65,15 +65,23 @@ def socket_bytes(spec: SandboxSpec) -> int:
     return spec.memory_mb * MEBIBYTE // SOCKET_SHARE
 
 
-def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
-    """Writes the files that tell programs who they are and what they have; gives where in the sandbox each is shown."""
+def told(options: dict[str, Any]) -> dict[str, str]:
+    """The files that tell programs who they are and what they have: path in the sandbox -> content."""
     agent, home = options["agent"], HOME
-    (folder / "passwd").write_text(
+    passwd = (
         f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{home}:/bin/sh\n"
         "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
     )
-    (folder / "cores").write_text(",".join(map(str, options["cores"])) + "\n")
-    return {"/etc/passwd": folder / "passwd", CORES_FILE: folder / "cores"}
+    return {"/etc/passwd": passwd, CORES_FILE: ",".join(map(str, options["cores"])) + "\n"}
+
+
+def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
+    """Writes the files of `told` to `folder`; gives where in the sandbox each is shown."""
+    shown = {}
+    for place, text in told(options).items():
+        shown[place] = folder / PurePath(place).name
+        shown[place].write_text(text)
+    return shown
 
 
 def cores(spec: SandboxSpec) -> list[int]:

@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import egress, giving_up, images, layout, server_code
+from agentrl.sandbox import cancellation, egress, images, layout, server_code
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.place import ChannelSandbox
@@ -33,11 +33,18 @@ class ReadyImage:
     tree: str  # what the backend calls it: a tag, or the path of a folder
     server: Path  # exec server, as source or compiled
     begins: bool = False  # with a working directory that the image fills
+    packaged: bool = False  # made of a distribution's packages, and of nothing else
+    instead: Path | None = None  # run in the exec server's place
 
     @property
-    def server_inside(self) -> str:
-        """Path of the exec server in the sandbox."""
-        return f"/agentrl/exec_server{self.server.suffix}"
+    def program(self) -> Path:
+        """What runs as the exec server."""
+        return self.instead or self.server
+
+    @property
+    def program_inside(self) -> str:
+        """Its path in the sandbox."""
+        return f"/agentrl/exec_server{self.program.suffix}"
 
 
 class ChannelBackend(abc.ABC):
@@ -70,12 +77,14 @@ class ChannelBackend(abc.ABC):
                 return
             async with self._making:
                 image = await asyncio.to_thread(images.load_image, self._root / spec.image)
-                with giving_up.told():
+                with cancellation.propagated():
                     tree = await self._ensure(image)
             async with self._compiling:
                 from_source = ReadyImage(tree=tree, server=await asyncio.to_thread(server_code.as_source, image))
                 code = await server_code.compiled(image, lambda: self._first(spec, from_source))
-            self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=isinstance(image.recipe, BuildContext))
+            begins = isinstance(image.recipe, BuildContext)
+            packaged = isinstance(image.recipe, images.ImageRecipe) and not image.recipe.pull
+            self._images[spec.image] = ReadyImage(tree=tree, server=code, begins=begins, packaged=packaged)
 
     async def open(
         self,
@@ -95,7 +104,7 @@ class ChannelBackend(abc.ABC):
         image = self._images[spec.image]
         images.note_use(image.server)
         async with self._under_way(timeout_s):
-            sandbox = await self._start(spec, image if server is None else ReadyImage(tree=image.tree, server=server))
+            sandbox = await self._start(spec, replace(image, instead=server))
             try:
                 if snapshot is not None:
                     await sandbox.restore(snapshot)
@@ -123,7 +132,7 @@ class ChannelBackend(abc.ABC):
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
 
     async def _greeted(
-        self, sandbox: ChannelSandbox, channel: Channel, door: egress.Door | None, *, explain: Callable[[], str] = str
+        self, sandbox: ChannelSandbox, channel: Channel, listener: egress.EgressListener | None, *, explain: Callable[[], str] = str
     ) -> ChannelSandbox:
         """`sandbox`, once its exec server has greeted and its network, where it has one, is the host's; else nothing is left of it.
 
@@ -132,8 +141,8 @@ class ChannelBackend(abc.ABC):
         self._open[sandbox.id] = sandbox
         try:
             await channel.hello()
-            if door is not None:
-                await door.take()
+            if listener is not None:
+                await listener.take()
         except BaseException as error:
             said = explain()
             await sandbox.close()

@@ -5,7 +5,7 @@ is no network, a pid namespace of its own, no capability, and a system call filt
 
 Run by root, each sandbox gets a control group for memory, processes and CPU time (`agentrl.sandbox.cgroups`), and the exec
 server gives up root before it runs anything: programs get one user, the server another. Run by anyone else, bubblewrap maps a
-user namespace with one user in it, and limits are per process where the kernel offers no better (`limits_note` says which).
+user namespace with one user in it, and limits are per process where the kernel offers no better.
 """
 
 from __future__ import annotations
@@ -45,13 +45,6 @@ class BubblewrapBackend(ChannelBackend):
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find()
 
-    @property
-    def limits_note(self) -> str:
-        """How memory and process limits are enforced here."""
-        if self._hierarchy is not None:
-            return f"control groups ({self._hierarchy.kind}): memory, processes and CPU time of the whole sandbox"
-        return "resource limits: processes of the sandbox, memory of each process; CPU time is not limited"
-
     async def prepare(self, spec: SandboxSpec) -> None:
         """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec that names a container runtime."""
         if spec.runtime:
@@ -67,9 +60,9 @@ class BubblewrapBackend(ChannelBackend):
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:  # nothing here waits for a process to end
             mark_folder(folder, self.name, self.run_label)
-            door = egress.Door.where_wanted(name, spec, folder)
-            if door is not None:
-                undo.callback(door.abandon)
+            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            if listener is not None:
+                undo.callback(listener.abandon)
             group = self._hierarchy.group(name) if self._hierarchy is not None else None
             if group is not None:
                 undo.callback(group.remove)
@@ -83,8 +76,8 @@ class BubblewrapBackend(ChannelBackend):
 
         async def destroy(ended: bool) -> None:
             self._open.pop(name, None)
-            if door is not None:
-                await door.close()
+            if listener is not None:
+                await listener.close()
             await _end(process, patience_s=PATIENCE_S if ended else 0.0)
             if group is not None:
                 await asyncio.to_thread(group.remove)
@@ -92,7 +85,7 @@ class BubblewrapBackend(ChannelBackend):
 
         channel = Channel(reader, writer, name=name)
         sandbox = ChannelSandbox(name, spec, channel, destroy)
-        return await self._greeted(sandbox, channel, door, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
+        return await self._greeted(sandbox, channel, listener, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
 
     async def _spawn(
         self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
@@ -108,7 +101,7 @@ class BubblewrapBackend(ChannelBackend):
             stack.callback(os.close, args_read)
             arguments = stack.enter_context(open(args_write, "wb"))
             log = stack.enter_context(open(folder / "log", "wb"))
-            server = ["python3", "-I", image.server_inside, f"fd:{link}", json.dumps(options)]
+            server = ["python3", "-I", image.program_inside, f"fd:{link}", json.dumps(options)]
             process = subprocess.Popen(
                 ["bwrap", "--args", str(args_read), *server],
                 stdin=subprocess.DEVNULL,
@@ -144,7 +137,7 @@ class BubblewrapBackend(ChannelBackend):
         words += ["--size", "65536", "--tmpfs", "/sys"]
         for parent in reversed(PurePath(allowance.CORES_FILE).parents[:-2]):
             words += ["--perms", "0755", "--dir", str(parent)]
-        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.server), image.server_inside]
+        words += ["--size", "65536", "--tmpfs", "/agentrl", "--ro-bind", str(image.program), image.program_inside]
         for place, source in shown.items():
             words += ["--ro-bind", str(source), place]
         if group is not None and group.memory_events.exists():

@@ -1,8 +1,8 @@
-"""A folder with a `Dockerfile`: what a build may take from it, bounded and named by its content.
+"""A folder with a `Dockerfile`: the files that its build may use, bounded and named by their content.
 
-The archive that goes to the daemon holds regular files, folders and links (as links, never followed), without owners and times,
-and without what `.dockerignore` names. Its hash is the image's key. A base image is named by the Dockerfile alone: where `FROM`
-names a tag that moves, the image that was built first stays in use; name a digest (`FROM debian@sha256:...`) to say which one.
+The archive sent to the daemon holds regular files, folders and links (as links, never followed), without owners and times, and
+without what `.dockerignore` names. Its hash is the image's key. The hash covers only the name of a base image: where `FROM`
+names a tag that moves, the image built first stays in use; name a digest (`FROM debian@sha256:...`) to pin it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.errors import TaskError
 
 DOCKERFILE = "Dockerfile"
 LAYOUT = 2
-"""Raised when the way such images are made changes, so that none made the old way is used."""
+"""Incremented when the way such images are built changes, so that none built the old way is used."""
 MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000
 MAX_DEPTH = 64
@@ -40,7 +40,7 @@ class BuildContext(BaseModel):
 
     folder: Path
     key: str
-    """sha256 (first 16 hex digits) of everything that goes to the daemon."""
+    """sha256 (first 16 hex digits) of everything sent to the daemon."""
 
     @property
     def dockerfile(self) -> Path:
@@ -51,34 +51,34 @@ class BuildContext(BaseModel):
         """The context as a tar archive in a temporary file. Raises `TaskError` when the folder has changed since it was read."""
         with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
             if _pack(self.folder, file) != self.key:
-                raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once it is at rest")
+                raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once nothing changes it")
             file.seek(0)
             yield file
 
 
 def read(folder: Path) -> BuildContext:
-    """The context in `folder`. Raises `TaskError` naming the file and the bound that it breaks."""
+    """The build context in `folder`. Raises `TaskError` naming the file and the bound it exceeds."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
 def instructions(text: str) -> list[tuple[int, str]]:
-    """(line number, instruction) of each step of a Dockerfile, in the order in which the daemon counts them."""
+    """(line number, instruction) of each step of a Dockerfile, in the daemon's order."""
     lines = text.splitlines()
     escape = _escape(lines)
-    found: list[tuple[int, list[str]]] = []
-    going_on = False
+    steps: list[tuple[int, list[str]]] = []
+    continued = False
     for number, line in enumerate(lines, 1):
-        said = line.strip()
-        if not said or said.startswith("#"):
+        text = line.strip()
+        if not text or text.startswith("#"):
             continue
-        more = said.endswith(escape)
-        said = said[:-1].rstrip() if more else said
-        if going_on:
-            found[-1][1].append(said)
+        more = text.endswith(escape)
+        text = text[:-1].rstrip() if more else text
+        if continued:
+            steps[-1][1].append(text)
         else:
-            found.append((number, [said]))
-        going_on = more
-    return [(number, " ".join(parts).strip()) for number, parts in found]
+            steps.append((number, [text]))
+        continued = more
+    return [(number, " ".join(parts).strip()) for number, parts in steps]
 
 
 def _escape(lines: list[str]) -> str:
@@ -93,10 +93,10 @@ def _escape(lines: list[str]) -> str:
 
 
 def _pack(folder: Path, target: IO[bytes] | None) -> str:
-    """The key of a context; with a `target`, the archive is written there from the same bytes."""
+    """The key of a context; the same bytes are written as an archive to `target`, if given."""
     path = folder / DOCKERFILE
     if not path.is_file() or path.is_symlink():
-        raise TaskError(f"{path} is not a regular file", fix="put a file of its own there")
+        raise TaskError(f"{path} is not a regular file", fix="replace it by a regular file")
     digest = hashlib.sha256(f"agentrl build context {LAYOUT}\0".encode())
     left = MAX_BYTES
     try:
@@ -119,7 +119,7 @@ def _pack(folder: Path, target: IO[bytes] | None) -> str:
 
 
 def _members(folder: Path) -> Iterator[tuple[tarfile.TarInfo, os.DirEntry[str]]]:
-    """Each entry of the context with its place in the archive, still without a size."""
+    """Each entry of the context with its archive member, which has no size yet."""
     for path, entry in _entries(folder):
         member = tarfile.TarInfo(path)
         mode = entry.stat(follow_symlinks=False).st_mode
@@ -134,14 +134,14 @@ def _members(folder: Path) -> Iterator[tuple[tarfile.TarInfo, os.DirEntry[str]]]
 
 
 def _opened(entry: os.DirEntry[str]) -> IO[bytes]:
-    """A regular file, never through a link; nothing to read for a folder or a link."""
+    """A regular file, opened without following a link; an empty one for a folder or a link."""
     if not entry.is_file(follow_symlinks=False):
         return open(os.devnull, "rb")
     return open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def _ignore(folder: Path) -> str:
-    return f"name what the image does not need in {folder / '.dockerignore'}"
+    return f"list what the image does not need in {folder / '.dockerignore'}"
 
 
 def _content(file: IO[bytes], size: int) -> bytes:
@@ -154,7 +154,7 @@ def _content(file: IO[bytes], size: int) -> bytes:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(path within the folder, entry) of what belongs to the context, folders before what they hold, in a fixed order."""
+    """(path within the folder, entry) of everything in the context, folders before their contents, in a fixed order."""
     ignored = _ignored(folder)
     count = 0
     todo = [""]
@@ -162,12 +162,12 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
         within = todo.pop()
         if within.count("/") > MAX_DEPTH:
             raise TaskError(f"{folder / within} is nested more than {MAX_DEPTH} deep")
-        with os.scandir(folder / within) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder / within) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
         for entry in entries:
             path = within + entry.name
             if entry.is_dir(follow_symlinks=False):
-                todo.append(path + "/")  # one that is ignored may hold what an exception of the list takes back
+                todo.append(path + "/")  # an ignored folder may hold files that a later `!` pattern includes again
             if path != DOCKERFILE and ignored.matches(path):
                 continue
             count += 1
@@ -181,7 +181,7 @@ def _ignored(folder: Path) -> PatternMatcher:
     lines = path.read_text(errors="replace").splitlines() if path.is_file() and not path.is_symlink() else []
     ignored = PatternMatcher([line.strip() for line in lines if line.strip() and not line.startswith("#")])
     try:
-        ignored.matches("x")  # makes a regular expression of each pattern
+        ignored.matches("x")  # compiles each pattern
     except re.error as error:
-        raise TaskError(f"{path} holds a pattern that is none: {error}", fix="write ranges in order, such as [a-z]") from None
+        raise TaskError(f"{path} holds an invalid pattern: {error}", fix="write ranges in order, such as [a-z]") from None
     return ignored

@@ -1,7 +1,7 @@
-"""Images from a `Dockerfile`: built by the Docker daemon of this machine, checked, and given as a file tree where that is wanted.
+"""Images from a `Dockerfile`: built by this machine's Docker daemon, checked, and exported as a file tree on request.
 
-The build runs with the daemon's defaults, as `docker build` does: a Dockerfile is as trusted as a recipe. It is the daemon's
-classic builder, which knows no `RUN --mount` and no here-documents.
+The build runs with the daemon's defaults, as `docker build` does: a Dockerfile is as trusted as a recipe. The builder is the
+daemon's classic one, which supports neither `RUN --mount` nor here-documents.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError
-from agentrl.sandbox import engine, giving_up, layout
+from agentrl.sandbox import cancellation, engine, layout
 from agentrl.sandbox.build_context import BuildContext, instructions
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import lease, sandbox_name
 
 BUILD_S = 900.0
 LOOK_S = 5.0
-"""How long the daemon may say nothing of a build before it is asked whether it is there."""
+"""How long the daemon may be silent during a build before it is checked."""
 CHECK_S = 60.0
 LAST_LINES = 12
 MOUNT_POINTS = ("home/agent", "agentrl", "proc", "sys", "dev", "tmp")
@@ -43,10 +43,10 @@ Progress = Callable[[str], None]
 
 
 def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
-    """Makes sure that the daemon has the image `tag` of this context, with a python3 that the exec server runs on. Blocking.
+    """Builds the image `tag` of this context unless the daemon has it; it must have a python3 that the exec server runs on. Blocking.
 
-    Raises `TaskError` (file, line, last output) for one that does not build, `SandboxUnavailable` without a daemon,
-    `SandboxTimeout` or `SandboxError` for a daemon that hangs or goes away.
+    Raises `TaskError` (file, line, last output) when it does not build, `SandboxUnavailable` without a daemon,
+    `SandboxTimeout` or `SandboxError` when the daemon hangs or goes away.
     """
     state = engine.state()
     if state == "silent":
@@ -69,7 +69,7 @@ def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
 
 
 def plain(tag: str) -> bool:
-    """Whether sandboxes can start from the image as it is: one with volumes or a health check brings disks and programs of its own."""
+    """Whether sandboxes can start from the image as it is: not with volumes (extra disks) or a health check (an extra program)."""
     with _daemon(CHECK_S) as api:
         config = api.inspect_image(tag)["Config"] or {}
     return not config.get("Volumes") and not config.get("Healthcheck")
@@ -121,7 +121,7 @@ def has(api: docker.APIClient, tag: str) -> bool:
 
 @contextlib.contextmanager
 def _daemon(patience_s: float) -> Iterator[docker.APIClient]:
-    """A connection of its own, whose errors are ours."""
+    """A new connection to the daemon, whose errors are raised as ours."""
     try:
         api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=patience_s)
         try:
@@ -134,7 +134,7 @@ def _daemon(patience_s: float) -> Iterator[docker.APIClient]:
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
-    """A container that is removed at the end, with its volumes; the reaper knows it by its lease."""
+    """A container that is removed at the end with its volumes; its lease tells the reaper whose it is."""
     name = sandbox_name()
     api.create_container_from_config({**config, "Labels": {engine.LABEL_RUN: "image check", engine.LABEL_LEASE: lease()}}, name=name)
     try:
@@ -160,17 +160,17 @@ def _add(archive: tarfile.TarFile, present: set[str], path: str, kind: bytes) ->
 
 
 def _build(tag: str, context: BuildContext, progress: Progress) -> None:
-    """Has the daemon build, and shows what it says line by line."""
+    """Has the daemon build the image, and shows its output line by line."""
     step = 0
     last: deque[str] = deque(maxlen=LAST_LINES)
     try:
-        for item in _said(tag, context):
+        for item in _messages(tag, context):
             if "error" in item:
                 raise _failure(context, step, str(item["error"]), last)
             for line in _ESCAPES.sub("", str(item.get("stream") or "")).splitlines():
                 shown = "".join(character if character.isprintable() else " " for character in line).rstrip()
-                if found := _STEP.match(shown):
-                    step = int(found[1])
+                if match := _STEP.match(shown):
+                    step = int(match[1])
                     last.clear()
                 if shown:
                     last.append(shown)
@@ -182,7 +182,7 @@ def _build(tag: str, context: BuildContext, progress: Progress) -> None:
 
 
 def _failure(context: BuildContext, step: int, said: str, last: deque[str]) -> TaskError:
-    """The error for a Dockerfile that does not build: which line, what the daemon says, and what was printed last."""
+    """The error for a Dockerfile that does not build: the line, the daemon's message, and the last output."""
     steps = instructions(context.dockerfile.read_text(errors="replace"))
     parse = _PARSE_ERROR.search(said)
     if parse is not None:
@@ -198,23 +198,23 @@ def _failure(context: BuildContext, step: int, said: str, last: deque[str]) -> T
     return TaskError(f"{context.dockerfile}{where} does not build: {said.strip()}{output}", fix=fix)
 
 
-def _said(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
-    """What the daemon says of a build. Read in a thread, so that a daemon that has gone silent is told from a step that takes long."""
-    said: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
+def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
+    """The daemon's messages during a build. A thread reads them, so that a silent daemon can be told from a slow step."""
+    messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     abandoned = threading.Event()
-    threading.Thread(target=_listen, args=(tag, context, said, abandoned), name="docker build", daemon=True).start()
+    threading.Thread(target=_listen, args=(tag, context, messages, abandoned), name="docker build", daemon=True).start()
     deadline = time.monotonic() + BUILD_S
     try:
         while True:
-            giving_up.look()
+            cancellation.check()
             if time.monotonic() > deadline:
                 raise TaskError(
-                    f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="make it do less, or build a base image for it"
+                    f"{context.dockerfile} did not build in {BUILD_S:.0f} s", fix="shorten the build, or build a base image for it"
                 )
             try:
-                item = said.get(timeout=LOOK_S)
+                item = messages.get(timeout=LOOK_S)
             except queue.Empty:
-                _look()
+                _check_daemon()
                 continue
             if item is None:
                 return
@@ -225,7 +225,7 @@ def _said(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
         abandoned.set()
 
 
-def _look() -> None:
+def _check_daemon() -> None:
     """Raises a typed error when the daemon has hung or gone."""
     state = engine.state()
     if state == "silent":
@@ -234,8 +234,8 @@ def _look() -> None:
         raise SandboxError(f"the Docker daemon at {engine.address()} went away during a build")
 
 
-def _listen(tag: str, context: BuildContext, said: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
-    """Passes on what the daemon says, and any error; hanging up ends the build."""
+def _listen(tag: str, context: BuildContext, messages: queue.SimpleQueue[Any], abandoned: threading.Event) -> None:
+    """Passes on the daemon's messages and any error; closing the connection ends the build."""
     try:
         api = docker.APIClient(base_url=engine.address(), version=engine.API_VERSION, timeout=BUILD_S)
         with contextlib.closing(api), context.archive() as archive:
@@ -243,7 +243,7 @@ def _listen(tag: str, context: BuildContext, said: queue.SimpleQueue[Any], aband
             for item in api.build(fileobj=archive, tag=tag, **options):
                 if abandoned.is_set():
                     return
-                said.put(item)
-        said.put(None)
+                messages.put(item)
+        messages.put(None)
     except Exception as error:  # raised where it is read
-        said.put(error)
+        messages.put(error)

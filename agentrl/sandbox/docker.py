@@ -1,15 +1,16 @@
-"""Sandboxes made by a Docker daemon on this machine, one container each.
+"""Sandboxes made by a Docker daemon on this machine: several to a container (`agentrl.sandbox.shared`), or a container for each.
 
-A container has no network, no new privileges, a read-only root, and limits on memory (swap included), processes, CPU time and
-disk (tmpfs of limited size). Its main process, the exec server, starts as root with the few rights it needs to become another
-user; the programs it runs are a third one, without any right. A filter of system calls comes on top of the daemon's own.
+A container has no network, no new privileges, a read-only root, and limits on memory (swap included), processes and, where it is one
+sandbox's own, CPU time and disk (tmpfs of limited size). Two daemon calls start it; none is needed while it is used or when it ends:
+process 1 inside connects to a socket of ours that is mounted into the container, so programs run without `docker exec`, and when we hang
+up it ends, the kernel ends the rest, and the daemon removes the container. What does not go by itself is removed by force.
 
-Two daemon calls open it; none is needed while it is used or when it ends: the exec server inside connects to a socket of ours
-that is mounted into the container, so programs run without `docker exec`, and when we hang up it ends, the kernel ends the rest,
-and the daemon removes the container. What does not go by itself is removed by force.
+In a container of its own a sandbox's exec server is process 1. It starts as root with the few rights it needs to become another user; the
+programs it runs are a third one, without any right. A filter of system calls comes on top of the daemon's own. In a shared one process 1
+is a keeper, which makes sandboxes with all that besides namespaces, a control group and a file tree for each.
 
-`NetworkDisabled` is what makes this cheap: the container still gets a network namespace of its own, with nothing in it, but the
-daemon does not start a helper process to fill it. That halves the CPU time of a container. The runtime `crun` takes off more.
+`NetworkDisabled` makes containers cheaper: one still gets a network namespace of its own, with nothing in it, but the daemon does not
+start a helper process to fill it. That halves the CPU time of a container. The runtime `crun` takes off more.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -34,16 +36,20 @@ from docker.transport import UnixHTTPAdapter
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import allowance, builds, egress, engine, images
+from agentrl.sandbox import allowance, builds, egress, engine, images, shared
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
-from agentrl.sandbox.lease import lease, mark_folder, remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.inside.keeper import EGRESS_FD
+from agentrl.sandbox.inside.room import NAMESPACES, PERIOD_US
+from agentrl.sandbox.lease import lease, mark_folder, remove_folder, runtime_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.links import accept
 from agentrl.sandbox.place import ChannelSandbox
+from agentrl.sandbox.shared import CannotShare, Container, Containers, Keeper, Room
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
 """The daemon's own list, and a tmpfs that anyone could write where a runtime mounts control groups (v1) on it."""
@@ -61,6 +67,7 @@ TERMINALS = {
     },
 }
 """Pseudo terminals of the container's own, in place of the daemon's, which may be all that the machine has. It goes with the container."""
+HOSTS = "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 REQUEST_S = 60.0
 QUICK_S = 15.0
 """For requests that only look or remove."""
@@ -73,8 +80,14 @@ PULL_S = 300.0
 THREADS = MAX_OPENING
 LOOK_S = 1.0
 LEAVING_S = 10.0
+PATIENCE_S = 1.0
+"""How long a sandbox that has hung up may take to be gone before it is killed."""
 SWEEP_AT = 64
 STREAM_BYTES = 1 << 20
+
+
+class NeverAnswered(SandboxError):
+    """A container has ended without a word."""
 
 
 class DockerBackend(ChannelBackend):
@@ -85,13 +98,17 @@ class DockerBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="docker")
-        self._undoing: set[asyncio.Task[None]] = set()  # openings that failed
+        self._undoing: set[asyncio.Task[None]] = set()  # openings that failed, and shared containers that are ended
+        self._shared = Containers(self._stop)
+        self._has_shared = False  # a sandbox has opened in a shared container
+        self._alone = ""  # why none can be
         self._leaving: dict[str, float] = {}  # containers the daemon is to remove by itself -> since when
 
     async def _close(self) -> None:
         """See `close`; besides, removes by force what the daemon does not remove by itself."""
         try:
             await super()._close()
+            self._shared.close()
             if self._undoing:
                 await asyncio.wait(self._undoing, timeout=QUICK_S)
             if self._leaving:
@@ -106,18 +123,40 @@ class DockerBackend(ChannelBackend):
         return await asyncio.to_thread(ensure_image, image, self._progress)
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        """In a container with others, unless the spec names a runtime, the image is not of packages alone, or containers here cannot.
+
+        What starts sandboxes in a shared container has rights there that nothing has in a sandbox's own, and is run by the image's python3.
+        So that comes from a distribution's packages, and not out of a Dockerfile that came with a task.
+        """
+        if image.packaged and not spec.runtime and not self._alone:
+            try:
+                return await self._start_shared(spec, image)
+            except (CannotShare, NeverAnswered) as error:
+                if self._has_shared:
+                    raise
+                if not self._alone:
+                    self._alone = str(error)
+                    self._shared.close()
+                    log.warning("containers of this daemon cannot be shared, so each sandbox gets its own, which costs more: %s", error)
+        return await self._start_alone(spec, image)
+
+    # A container for each sandbox --------------------------------------------------------------------------------------
+
+    async def _start_alone(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
-            door = egress.Door.where_wanted(name, spec, folder)
-            if door is not None:
-                undo.callback(door.abandon)
-            reader, writer = await self._connect(spec, image, name, folder)
+            mark_folder(folder, self.name, self.run_label)
+            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            if listener is not None:
+                undo.callback(listener.abandon)
+            link = await self._connect(name, self._container(name, spec, image, folder), folder, image.program)
+            reader, writer = await asyncio.open_unix_connection(sock=link, limit=STREAM_BYTES)
             undo.pop_all()
 
         async def destroy(ended: bool) -> None:
             self._open.pop(name, None)
-            if door is not None:
-                await door.close()
+            if listener is not None:
+                await listener.close()
             await asyncio.to_thread(remove_folder, folder)
             if ended:
                 await self._leave(name)
@@ -125,20 +164,99 @@ class DockerBackend(ChannelBackend):
                 await self._discard(name)
 
         channel = Channel(reader, writer, name=name)
-        return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, door)
+        return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
 
-    async def _connect(self, spec: SandboxSpec, image: ReadyImage, name: str, folder: Path) -> Connection:
-        """Creates the container and takes the connection of its exec server: the first one, before any other program runs there."""
+    # A container for several sandboxes ---------------------------------------------------------------------------------
+
+    async def _start_shared(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        """Raises `CannotShare` when the first sandbox of all meets something that no other would be spared."""
+        name = sandbox_name()
+        async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
+            mark_folder(folder, self.name, self.run_label)
+            listener = egress.EgressListener.where_wanted(name, spec, folder)
+            if listener is not None:
+                undo.callback(listener.abandon)
+            container = await self._shared.take((image.tree, image.server, spec), lambda: self._new_container(spec, image))
+            undo.callback(self._shared.give_back, container)
+            keeper = container.starting.result()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                ours.setblocking(False)
+                reader, writer = await asyncio.open_unix_connection(sock=ours, limit=STREAM_BYTES)  # closes `ours` when it fails
+                undo.callback(writer.close)
+                room = _hand_over(keeper, self._room(name, spec), theirs, folder / egress.LINK if listener else None, image.instead)
+            undo.pop_all()
+
+        async def destroy(ended: bool) -> None:
+            self._open.pop(name, None)
+            if listener is not None:
+                await listener.close()
+            try:
+                await keeper.end(room, PATIENCE_S if ended else 0.0)
+            finally:
+                self._shared.give_back(container)
+                await asyncio.to_thread(remove_folder, folder)
+
+        channel = Channel(reader, writer, name=name)
+        try:
+            sandbox = await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
+        except SandboxError as error:
+            if room.refused and not self._has_shared:
+                raise CannotShare(room.failure) from None
+            raise SandboxError(f"{error}; {room.failure}") from None if room.failure else error
+        self._has_shared = True
+        return sandbox
+
+    def _new_container(self, spec: SandboxSpec, image: ReadyImage) -> Container:
+        name = sandbox_name()
+        return Container(name, self._start_keeper(name, spec, image))
+
+    async def _start_keeper(self, name: str, spec: SandboxSpec, image: ReadyImage) -> Keeper:
+        async with sandbox_folder(name) as folder, asyncio.timeout(REQUEST_S):
+            mark_folder(folder, "container", self.run_label)
+            link = await self._connect(name, self._shared_container(name, spec, image, folder), folder, image.server, socket.SOCK_SEQPACKET)
+            keeper = Keeper(link, name)
+            try:
+                await keeper.ready()
+            except BaseException:
+                keeper.close()
+                await self._discard(name)
+                raise
+        return keeper
+
+    def _stop(self, container: Container) -> None:
+        """Ends a shared container, behind the caller's back; close() waits for it."""
+        self._behind(self._end_container(container), f"end {container.name}")
+
+    async def _end_container(self, container: Container) -> None:
+        container.starting.cancel()  # nothing happens when it has started
+        await asyncio.wait([container.starting])
+        if not container.starting.cancelled() and container.starting.exception() is None:
+            container.starting.result().close()
+            await asyncio.to_thread(remove_folder, runtime_folder() / lease() / container.name)
+            await self._leave(container.name)
+
+    def _behind(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
+        return task
+
+    # What goes through the daemon --------------------------------------------------------------------------------------
+
+    async def _connect(
+        self, name: str, container: dict[str, Any], folder: Path, program: Path, kind: socket.SocketKind = socket.SOCK_STREAM
+    ) -> socket.socket:
+        """Creates the container and takes its exec server's or keeper's connection: the first one, before any other program runs there."""
         folder.chmod(0o711)  # the user inside must reach the socket; the folders above are this user's alone
-        mark_folder(folder, self.name, self.run_label)
-        server = folder / f"exec_server{image.server.suffix}"
-        shutil.copyfile(image.server, server)
+        server = folder / f"exec_server{program.suffix}"
+        shutil.copyfile(program, server)
         server.chmod(0o644)
-        with _listening(folder / "link") as listener:
-            starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, self._container(name, spec, image, folder))))
+        with _listening(folder / "link", kind) as listener:
+            starting = asyncio.ensure_future(self._call(lambda: _create_and_start(name, container)))
             try:
                 await asyncio.shield(starting)
-                return await asyncio.open_unix_connection(sock=await self._first_of(listener, name), limit=STREAM_BYTES)
+                return await self._first_of(listener, name)
             except BaseException:
                 await self._give_up(starting, name)
                 raise
@@ -150,15 +268,12 @@ class DockerBackend(ChannelBackend):
                 async with asyncio.timeout(LOOK_S):
                     return await accept(listener)
             if not await self._call(lambda: _runs(name)):
-                raise SandboxError(f"container {name} ended before its exec server answered; does its image hold python3 (3.9 or later)?")
+                raise NeverAnswered(f"container {name} ended before its exec server answered; does its image hold python3 (3.9 or later)?")
 
     async def _give_up(self, starting: asyncio.Future[None], name: str) -> None:
         """Has a container removed whose opening failed, and waits a moment for that."""
         self._leaving[name] = time.monotonic()  # found again by close() should what follows fail
-        undoing = asyncio.create_task(self._undo(starting, name), name=f"undo {name}")
-        self._undoing.add(undoing)
-        undoing.add_done_callback(self._undoing.discard)
-        await asyncio.wait([undoing], timeout=UNDO_S)
+        await asyncio.wait([self._behind(self._undo(starting, name), f"undo {name}")], timeout=UNDO_S)
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
         """Removes a container whose opening failed, once the daemon has answered; close() looks again for what stays."""
@@ -226,16 +341,68 @@ class DockerBackend(ChannelBackend):
         }
         if spec.runtime:
             host["Runtime"] = spec.runtime
+        command = [image.program_inside, "connect:/agentrl/link", json.dumps(options)]
+        return self._labelled({"Image": image.tree, "Entrypoint": ["python3", "-I", *command], "HostConfig": host})
+
+    def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
+        """The same for a container that sandboxes with this spec share: wide enough for all of them, each of which has its own bounds.
+
+        Its keeper may make namespaces and mounts, and what it starts gives that up before it runs anybody's program.
+        """
+        memory = shared.PLACES * (spec.memory_mb << 20) + shared.KEEPER_BYTES
+        host = {
+            "NetworkMode": "none",
+            "CapDrop": ["ALL"],
+            "CapAdd": ["SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", *allowance.server_rights()],
+            "SecurityOpt": ["no-new-privileges", "apparmor=unconfined"],  # its usual profile allows no mount, whatever the rights
+            "ReadonlyRootfs": True,
+            "Tmpfs": dict.fromkeys(("/tmp", "/home/agent"), "rw,nosuid,nodev,noexec,mode=755,size=65536"),
+            "Memory": memory,
+            "MemorySwap": memory,
+            "KernelMemoryTCP": shared.PLACES * allowance.socket_bytes(spec),
+            "PidsLimit": shared.PLACES * (spec.processes + 1) + 1,
+            "LogConfig": {"Type": "none", "Config": {}},
+            "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
+            "AutoRemove": True,
+            "IpcMode": "none",
+            "CgroupnsMode": "private",
+        }
+        command = [f"/agentrl/exec_server{image.server.suffix}", "keep:/agentrl/link"]
+        container = self._labelled({"Image": image.tree, "Entrypoint": ["python3", "-I", *command], "HostConfig": host})
+        return {**container, "Labels": {**container["Labels"], engine.LABEL_SHARED: "yes"}}
+
+    def _labelled(self, container: dict[str, Any]) -> dict[str, Any]:
+        """With what all containers of ours have."""
         return {
-            "Image": image.tree,
-            "Entrypoint": ["python3", "-I", image.server_inside, "connect:/agentrl/link", json.dumps(options)],
             "User": "0:0",
             "Env": ["LANG=C.UTF-8"],
             "WorkingDir": "/",
             "Hostname": "sandbox",
             "NetworkDisabled": True,
             "Labels": {engine.LABEL_RUN: self.run_label, engine.LABEL_LEASE: lease()},
-            "HostConfig": host,
+            **container,
+        }
+
+    def _room(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
+        """What a keeper is told of one sandbox (see `agentrl.sandbox.inside.room`)."""
+        options = allowance.server_options(name, spec)
+        if spec.network:
+            options["network"] = {**options["network"], "link": f"fd:{EGRESS_FD}"}
+        sizes = dict.fromkeys(allowance.WRITABLE, allowance.disk_bytes(spec)) | {"/dev/shm": allowance.shared_memory_bytes(spec)}
+        return {
+            "name": name,
+            "options": options,
+            "bounds": {
+                "memory": spec.memory_mb << 20,
+                "processes": spec.processes + 1,  # the exec server
+                "cpu_us": int(spec.cpus * PERIOD_US),
+                "sockets": allowance.socket_bytes(spec),
+            },
+            "namespaces": list(NAMESPACES),
+            "files": {**allowance.told(options), "/etc/hosts": HOSTS, "/etc/hostname": "sandbox\n"},
+            "terminals": allowance.TERMINAL_OPTIONS,
+            "settings": allowance.NETWORK_SETTINGS,
+            "tmpfs": {place: f"mode=1777,size={size},nr_inodes={allowance.inodes(spec)}" for place, size in sizes.items()},
         }
 
 
@@ -272,9 +439,9 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def _listening(path: Path) -> Iterator[socket.socket]:
+def _listening(path: Path, kind: socket.SocketKind) -> Iterator[socket.socket]:
     """A socket at `path` to which whoever sees it may connect; gone after the block."""
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, kind) as listener:
         listener.bind(str(path))
         try:
             path.chmod(0o666)
@@ -283,6 +450,19 @@ def _listening(path: Path) -> Iterator[socket.socket]:
             yield listener
         finally:
             path.unlink(missing_ok=True)
+
+
+def _hand_over(keeper: Keeper, room: dict[str, Any], link: socket.socket, listener: Path | None, instead: Path | None) -> Room:
+    """Has `keeper` make a sandbox with these descriptors: its connection, to whom it hands its listener, an exec server of another kind."""
+    with contextlib.ExitStack() as stack:
+        handed = {"link": link.fileno()}
+        if listener is not None:
+            egress_link = stack.enter_context(socket.socket(socket.AF_UNIX))
+            egress_link.connect(str(listener))
+            handed["egress"] = egress_link.fileno()
+        if instead is not None:
+            handed["program"] = stack.enter_context(open(instead, "rb")).fileno()
+        return keeper.open(room, handed)
 
 
 def _tmpfs(spec: SandboxSpec, size: int) -> str:

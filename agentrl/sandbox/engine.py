@@ -14,8 +14,8 @@ from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 DEFAULT = "unix:///var/run/docker.sock"
 ANSWER_S = 2.0
 API_VERSION = "1.41"  # Docker Engine 20.10
-LABEL_RUN, LABEL_LEASE = "agentrl.run", "agentrl.lease"
-"""Of containers: whose run they belong to, and which driver's."""
+LABEL_RUN, LABEL_LEASE, LABEL_SHARED = "agentrl.run", "agentrl.lease", "agentrl.shared"
+"""Of containers: whose run they belong to, which driver's, and that several sandboxes share one."""
 
 State = Literal["answers", "silent", "absent"]
 

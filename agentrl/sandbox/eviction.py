@@ -1,8 +1,8 @@
-"""Images that nobody has used for long: what they take of the disk, and their removal. What is needed again is made again.
+"""Images unused for long: the disk space they take, and their removal. An image that is needed again is built again.
 
 An image lives in its folder of the cache and, for the Docker backend, as images of the daemon whose tags end in the folder's name.
-It was last used when the exec server's file in its folder was last handed to a sandbox (`images.note_use`). Images of the daemon without a
-folder in this cache are not looked at: another cache may know them.
+Its last use is when a sandbox last got the exec server's file in its folder (`images.note_use`). Images of the daemon without a
+folder in this cache are left alone: they may belong to another cache.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from agentrl.sandbox.images import cache_folder
 DAY_S = 86400.0
 _KEY = re.compile(r"[0-9a-f]{16}")
 _HALF_MADE = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")
-"""What is left of a build whose process was killed; only looked at while nobody builds."""
+"""What a build leaves when its process is killed; only considered while nothing is being built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Something that nothing has used for `days`: `Unused(what="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
+    """Something unused for `days`: `Unused(what="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
 
     what: str  # tag of an image of the daemon, or path below the cache
-    size: int  # bytes; layers that images of the daemon share are counted for each
+    size: int  # bytes; layers shared by several of the daemon's images are counted for each
     days: float
 
 
 def evict(*, days: float, dry: bool) -> list[Unused]:
-    """Images unused for `days`, single exec servers (of earlier versions) unused for as long, what killed builds left. Blocking.
+    """Images and exec servers (of earlier versions) unused for `days`, and what killed builds left behind. Blocking.
 
-    Removes them unless `dry`. What is being built, or what a container still uses, stays. Raises `SandboxError` for a daemon that
-    misbehaves.
+    Removes them unless `dry`. Keeps what is being built and what a container still uses. Raises `SandboxError` when the daemon
+    fails.
     """
-    found: list[Unused] = []
+    unused: list[Unused] = []
     tags = _tags()
     folders = sorted(path for path in (cache_folder() / "images").glob("*") if path.is_dir() and _KEY.fullmatch(path.name))
     for folder in folders:
         with _nobody_builds(folder) as quiet:
             if quiet:
-                found += _evict(folder, tags.get(folder.name, {}), days, dry)
-    return found
+                unused += _evict(folder, tags.get(folder.name, {}), days, dry)
+    return unused
 
 
 def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[Unused]:
@@ -61,14 +61,14 @@ def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[U
     half_made = {path for path in files if _HALF_MADE.fullmatch(path.name)}
     age = min((_age(path) for path in files if path not in half_made), default=float("inf"))
     doomed = files if age >= days else [path for path in files if path in half_made or _old_server(path, days)]
-    found = [Unused(what=f"{folder.name}/{path.name}", size=_size(path), days=_age(path)) for path in doomed]
+    unused = [Unused(what=f"{folder.name}/{path.name}", size=_size(path), days=_age(path)) for path in doomed]
     if not dry:
         for path in doomed:
             _remove(path)
     if age >= days:
         gone = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
-        found += [Unused(what=tag, size=size, days=age) for tag, size in sorted(gone.items())]
-    return found
+        unused += [Unused(what=tag, size=size, days=age) for tag, size in sorted(gone.items())]
+    return unused
 
 
 def _old_server(path: Path, days: float) -> bool:
@@ -86,7 +86,7 @@ def _size(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """A file tree is moved away first, so that a half of it is never taken for the whole."""
+    """A file tree is moved away first, so that a half-removed one is never taken for a complete one."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
         return
@@ -97,7 +97,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _nobody_builds(folder: Path) -> Iterator[bool]:
-    """Whether no process makes this image now; none begins to within the block."""
+    """Whether no process is building this image; none can start within the block."""
     with contextlib.ExitStack() as stack:
         for what in ("files", "docker", "build"):
             lock = stack.enter_context(open(folder / f"{what}.lock", "w"))
@@ -110,19 +110,19 @@ def _nobody_builds(folder: Path) -> Iterator[bool]:
 
 
 def _tags() -> dict[str, dict[str, int]]:
-    """Key of an image -> tag -> size, of what the daemon has; empty without a daemon."""
+    """Image key -> tag -> size in bytes, of the daemon's images; empty without a daemon."""
     listed: list[dict[str, Any]] = docker.ask(
         lambda: docker.client(docker.REQUEST_S).images(filters={"reference": "agentrl/*"}), without=[]
     )
-    found: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for image in listed:
         for tag in image["RepoTags"] or ():
-            found.setdefault(tag.rpartition(":")[2].partition("-")[0], {})[tag] = int(image["Size"])
-    return found
+            sizes.setdefault(tag.rpartition(":")[2].partition("-")[0], {})[tag] = int(image["Size"])
+    return sizes
 
 
 def _untag(tag: str) -> bool:
-    """Removes one name of an image, and the image with its last; False for one that a container uses."""
+    """Removes a tag, and the image with its last tag; False when a container uses it."""
     try:
         docker.client(docker.REQUEST_S).remove_image(tag)
     except APIError as error:

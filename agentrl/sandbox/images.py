@@ -6,9 +6,9 @@
 
 The hash of the recipe, or of the whole build context (`agentrl.sandbox.build_context`), names the result:
 `<cache>/images/<hash>/base.tar`, extracted beside it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker.
-Both backends therefore run the very same tree. What a Dockerfile says besides is kept as files of that tree where it matters (WORKDIR
-and ENV, see `agentrl.sandbox.layout`), and plays no part where it does not (entry point, user). The
-exec server is not part of an image: it is handed to each sandbox when it opens, so a changed one is never served stale.
+Both backends therefore run the very same tree. WORKDIR and ENV of a Dockerfile are kept as files of that
+tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The
+exec server is not part of an image: each sandbox gets it when it opens, so it is never stale.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl import toml
 from agentrl.errors import SandboxUnavailable, UserError
-from agentrl.sandbox import build_context, builds, giving_up
+from agentrl.sandbox import build_context, builds, cancellation
 from agentrl.sandbox.build_context import BuildContext
 
 BUILD_S = 900.0
 LOOK_S = 0.5
 NOTE_S = 3600.0
 LAYOUT = 3
-"""Raised when the way images are built changes, so that none built the old way is used."""
+"""Incremented when the way images are built changes, so that none built the old way is used."""
 MOUNT_POINTS = ("home/agent", "agentrl")
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/var/cache/apt/*")
 
@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 
 def silent(message: str) -> None:
-    """A progress callback that says nothing."""
+    """A progress callback that does nothing."""
 
 
 class ImageRecipe(BaseModel):
@@ -57,14 +57,14 @@ class ImageRecipe(BaseModel):
     suite: str = Field("bookworm", pattern=r"^[a-z][a-z0-9-]*$")
     """Debian release."""
     packages: tuple[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.+-]*$")], ...] = ("python3",)
-    """Debian packages beyond the essential ones; must bring a python3."""
+    """Debian packages beyond the essential ones; must include python3."""
     pull: str = Field("", pattern=r"^$|^[a-z0-9][A-Za-z0-9./:@_-]*$")
     """Registry reference that the Docker backend tries before building; the image must hold python3 (3.9 or later)."""
     variant: Literal["minbase"] = "minbase"
 
     @property
     def key(self) -> str:
-        """sha256 (first 16 hex digits) of everything that decides what the image holds."""
+        """sha256 (first 16 hex digits) of everything that determines the image's contents."""
         text = json.dumps([LAYOUT, self.model_dump(mode="json")], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -79,7 +79,7 @@ _FORMS = {
 
 
 class Image(BaseModel):
-    """A recipe with its place in the cache: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
+    """A recipe with its folder in the cache: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -93,7 +93,7 @@ class Image(BaseModel):
 
     @property
     def built(self) -> str:
-        """The daemon's name for what it has built of a Dockerfile, before anything is made of it."""
+        """The daemon's name for what it built from a Dockerfile, before it is processed further."""
         return f"{self.tag}-built"
 
     @property
@@ -139,7 +139,7 @@ def _read(path: Path) -> ImageRecipe:
 
 
 def _name(folder: Path) -> str:
-    """What an image is called: its folder's name, or its task's where the folder is a task's `environment`."""
+    """An image's name: that of its folder, or of its task where the folder is a task's `environment`."""
     name = folder.parent.name if folder.name == "environment" else folder.name
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower()).strip("-") or "image"
 
@@ -152,7 +152,7 @@ def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
         if not image.tarball.exists():
             if isinstance(image.recipe, BuildContext):
                 ensure_built(image, progress)
-                progress(f"taking the file tree of sandbox image {image.name} out of Docker")
+                progress(f"exporting the file tree of sandbox image {image.name} from Docker")
                 _export(image)
             else:
                 progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
@@ -161,7 +161,7 @@ def ensure_tarball(image: Image, progress: Progress = silent) -> Path:
 
 
 def ensure_built(image: Image, progress: Progress = silent) -> None:
-    """Makes sure that the Docker daemon has built the image's Dockerfile (see `agentrl.sandbox.builds.ensure_built`)."""
+    """Has the Docker daemon build the image's Dockerfile if it has not yet (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
         builds.ensure_built(image.built, image.recipe, progress)
@@ -186,7 +186,7 @@ def ensure_rootfs(image: Image, progress: Progress = silent) -> Path:
 
 
 def note_use(file: Path) -> None:
-    """Notes, at most once an hour, that a file of an image is in use; in a cache that is not this user's to write nothing is noted."""
+    """Records, at most once an hour, that a file of an image is in use; records nothing in a cache this user cannot write to."""
     with suppress(OSError):
         if file.stat().st_mtime < time.time() - NOTE_S:
             os.utime(file)
@@ -194,7 +194,7 @@ def note_use(file: Path) -> None:
 
 @contextmanager
 def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
-    """Holds one of the image's locks between processes; the lock goes with the process that holds it. Not re-entrant."""
+    """Holds one of the image's inter-process locks; it is released when its holder dies. Not re-entrant."""
     image.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with open(image.folder / f"{what}.lock", "w") as lock:
@@ -207,7 +207,7 @@ def locked(image: Image, what: str = "files", *, timeout_s: float = BUILD_S + 60
                     raise UserError(
                         f"another process has been building {image.folder} for {timeout_s:.0f} s", fix=f"end it, or remove {image.folder}"
                     ) from None
-                giving_up.look()
+                cancellation.check()
                 time.sleep(0.2)
         yield
 
@@ -241,20 +241,20 @@ def _build(image: Image) -> None:
 
 
 def _check_python(tarball: Path, name: str) -> None:
-    """Raises `UserError` when a tree made of Debian packages has no python3 that the exec server runs on; it is removed then."""
+    """Raises `UserError`, and removes the tree, when one made of Debian packages has no python3 that the exec server runs on."""
     listing = subprocess.run(["tar", "-tvf", str(tarball), "--occurrence=1", "./usr/bin/python3"], capture_output=True, check=False)
-    found = re.search(rb"-> python3\.(\d+)\s", listing.stdout)
-    if found is None or int(found[1]) < 9:
+    version = re.search(rb"-> python3\.(\d+)\s", listing.stdout)
+    if version is None or int(version[1]) < 9:
         _remove(tarball)
-        problem = "no python3" if found is None else f"python3.{int(found[1])}"
+        problem = "no python3" if version is None else f"python3.{int(version[1])}"
         raise UserError(
-            f"sandbox image {name}: its packages bring {problem}; the exec server runs on python3, 3.9 or later",
+            f"sandbox image {name}: its packages include {problem}; the exec server needs python3 3.9 or later",
             fix='add "python3" to packages in image.toml, or name a newer suite',
         )
 
 
 def _run(command: list[str], target: Path) -> None:
-    """Runs a build step in its own process group with a deadline; on failure nothing half-made stays."""
+    """Runs a build step in its own process group with a deadline; on failure nothing half-built is left."""
     try:
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -285,7 +285,7 @@ def _output(process: subprocess.Popen[bytes]) -> bytes:
         try:
             return process.communicate(timeout=LOOK_S)[0]
         except subprocess.TimeoutExpired:
-            giving_up.look()
+            cancellation.check()
             if time.monotonic() > deadline:
                 raise
 

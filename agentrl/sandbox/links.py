@@ -1,4 +1,4 @@
-"""Waiting for a socket, and leaving nothing behind when the wait is given up: the event loop never watches one that is closed."""
+"""Waiting for a socket. A cancelled wait leaves no watcher behind, so the event loop never watches a closed socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-    """The next connection of a listener that does not block. The caller bounds the wait."""
+    """The next connection of a non-blocking listener. The caller sets the deadline."""
     await readable(listener)
     link, _ = listener.accept()
     link.setblocking(False)
@@ -15,7 +15,7 @@ async def accept(listener: socket.socket) -> socket.socket:
 
 
 async def readable(sock: socket.socket) -> None:
-    """Returns once there is something to read, or somebody to accept. The caller bounds the wait."""
+    """Returns once there is something to read or a connection to accept. The caller sets the deadline."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(sock, ready.set)

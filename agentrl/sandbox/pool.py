@@ -1,6 +1,6 @@
 """A pool in front of any backend: sandboxes kept ready ahead of need, and a bound on how many are in use.
 
-A sandbox from the pool is handed out once and never taken back: `close` destroys it. While callers work, the pool opens
+A sandbox from the pool is handed out once and never returned to it: `close` destroys it. While callers work, the pool opens
 replacements in the background, a few at a time.
 """
 

@@ -22,7 +22,7 @@ class OpenSandbox:
     """A sandbox on this machine: `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
 
     name: str
-    backend: str  # "docker" or "bubblewrap"
+    backend: str  # "docker", "bubblewrap", or "container" for one that sandboxes of the Docker backend share
     run: str
     driver_alive: bool
 
@@ -39,7 +39,8 @@ def list_open() -> list[OpenSandbox]:
         found[folder.name] = OpenSandbox(name=folder.name, backend=backend, run=run, driver_alive=alive(lease))
     for name, labels in _containers().items():
         lease = labels.get(engine.LABEL_LEASE, "")
-        found[name] = OpenSandbox(name=name, backend="docker", run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
+        backend = "container" if engine.LABEL_SHARED in labels else "docker"
+        found[name] = OpenSandbox(name=name, backend=backend, run=labels.get(engine.LABEL_RUN, ""), driver_alive=alive(lease))
     return sorted(found.values(), key=lambda sandbox: sandbox.name)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the sandbox backend of a run. There is no fallback to the host."""
+"""Chooses the sandbox backend of a run: one of those that ship, or anybody's. There is no fallback to the host."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
-from typing import Literal
 
-from agentrl.errors import SandboxError, SandboxUnavailable
+from agentrl import parts
+from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.protocols import SandboxBackend
 from agentrl.recipe import SandboxConfig
 from agentrl.sandbox import bubblewrap, engine, images, reaper
+from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
+from agentrl.sandbox.plain import Poolable
 from agentrl.sandbox.pool import WarmPool
 
 log = logging.getLogger(__name__)
@@ -21,17 +24,33 @@ START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m
 RESTART_DOCKER = "sudo systemctl restart docker, or end that dockerd and start one"
 INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
 
-BackendName = Literal["auto", "docker", "bubblewrap"]
+
+def open_auto(*, root: Path, run_label: str) -> DockerBackend | BubblewrapBackend:
+    """`select_backend("auto", ...)`."""
+    return select_backend("auto", run_label=run_label, root=root)
+
+
+def open_docker(*, root: Path, run_label: str) -> DockerBackend | BubblewrapBackend:
+    """`select_backend("docker", ...)`."""
+    return select_backend("docker", run_label=run_label, root=root)
+
+
+def open_bubblewrap(*, root: Path, run_label: str) -> DockerBackend | BubblewrapBackend:
+    """`select_backend("bubblewrap", ...)`."""
+    return select_backend("bubblewrap", run_label=run_label, root=root)
 
 
 def select_backend(
-    name: BackendName, *, run_label: str, root: Path, progress: images.Progress = images.silent
+    name: str, *, run_label: str, root: Path, progress: images.Progress = images.silent
 ) -> DockerBackend | BubblewrapBackend:
-    """The backend `name`; `auto` is Docker when a local daemon answers, bubblewrap when that works, else `SandboxUnavailable`.
+    """The backend of ours called `name`: `auto` is Docker when a local daemon answers, bubblewrap when that works, else
+    `SandboxUnavailable`. `UserError` for a name that none of ours has.
 
     `root` is the folder that `SandboxSpec.image` is relative to; `run_label` marks what the run leaves open. Blocks for a
     moment, never starts a daemon, and raises `SandboxUnavailable` with the command that puts it right.
     """
+    if name not in parts.BACKEND.shipped:
+        raise UserError(f"no sandbox backend {name!r} ships", fix=f"use {', '.join(parts.BACKEND.shipped)}")
     daemon = engine.state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
@@ -52,9 +71,16 @@ def select_backend(
     )
 
 
-async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> WarmPool:
-    """The sandboxes of a run: removes what dead drivers left, chooses the backend, and puts a warm pool in front of it."""
-    backend = await asyncio.to_thread(select_backend, config.backend, run_label=run_label, root=root, progress=progress)
+def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
+    """The backend that a recipe names. Raises `SandboxUnavailable` for one of ours, `PluginError` for somebody's that is none."""
+    made: SandboxBackend = parts.make(parts.BACKEND, config.backend, config.options, run_label=run_label, root=root)
+    return made
+
+
+async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path) -> WarmPool:
+    """The sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
+    made = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
+    backend = made if isinstance(made, ChannelBackend) else Poolable(made)
     try:
         await asyncio.to_thread(reaper.prune)
     except SandboxError as error:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 from agentrl.errors import SandboxError
+from agentrl.files import replacing
 from agentrl.protocols import Sandbox
 from agentrl.sandbox import inside
 from agentrl.sandbox.images import Image
@@ -91,9 +92,7 @@ def _path(image: Image, suffix: str) -> Path:
 
 
 def _place(path: Path, data: bytes) -> None:
-    """Written beside and renamed, so that no one sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}{path.suffix}")
-    beside.write_bytes(data)
-    beside.chmod(0o644)
-    beside.rename(path)
+    with replacing(path, tag=str(os.getpid())) as part:
+        part.write_bytes(data)
+        part.chmod(0o644)

@@ -1,4 +1,4 @@
-"""Serving: a vLLM server as a child process, the token client on it, and hot weight swaps into it."""
+"""Serving: a vLLM server as a child process, its token client, and hot weight swaps."""
 
 from agentrl.serving.client import TokenClient
 from agentrl.serving.control import UnsentError

@@ -1,4 +1,4 @@
-"""The policy behind an inference server: token ids in, token ids with logprobs and weight versions out. Text never travels."""
+"""The policy behind an inference server: token ids in, token ids with logprobs and weight versions out, never text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from agentrl.serving.weights import WeightsInService
 
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
-# vLLM answers -9999 for a logprob that is NaN or minus infinity; a token that was sampled has neither.
+# vLLM answers -9999 for a logprob that is NaN or minus infinity, which no sampled token can have.
 _IMPOSSIBLE_LOGPROB = -9000.0
 _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
-    """A `Policy` on one vLLM server. One pooled HTTP client; any number of requests at once, up to `max_connections` on the wire.
+    """A `Policy` on one vLLM server. One pooled HTTP client; any number of requests, up to `max_connections` at once on the wire.
 
     Logprobs are those of the distribution the token was drawn from: the server applies the temperature first
-    (`--logprobs-mode processed_logprobs`). At temperature 0 the token is the most likely one and its logprob is at temperature 1.
+    (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
     def __init__(self, url: str, *, weights: WeightsInService, max_connections: int = 512) -> None:
@@ -44,9 +44,9 @@ class TokenClient:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion of `prompt_ids`.
 
-        Raises `ServingError` when the server fails, answers nonsense, or does not answer within `timeout_s`; leaving early
-        (cancellation, deadline) closes the connection, upon which vLLM aborts the request. Only a request that never reached
-        the server is sent again.
+        Raises `ServingError` when the server fails, answers nonsense, or does not answer within `timeout_s`. Cancellation or the
+        deadline closes the connection, and vLLM then aborts the request. Only a request that never reached the server is
+        retried.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -78,9 +78,9 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "top_p": 1.0,  # said outright: a model's generation_config must not change what the logprobs mean
+        "top_p": 1.0,  # explicit: a model's generation_config must not change what the logprobs mean
         "stop_token_ids": list(params.stop_token_ids),
-        "logprobs": 0,  # the sampled token's own
+        "logprobs": 0,  # only the sampled token's
         "detokenize": False,
     }
     return {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": cache_salt}
@@ -117,7 +117,7 @@ class _Generated(_Answer):
 
 
 def parse_completion(answer: Any, params: SamplingParams) -> Completion:
-    """The server's answer as a record, with everything checked that a training sample relies on. Raises `ServingError`."""
+    """The server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`."""
     try:
         choice = _Generated.model_validate(answer).choices[0]
     except ValidationError as error:
@@ -131,13 +131,13 @@ def parse_completion(answer: Any, params: SamplingParams) -> Completion:
             versions=_spans(choice),
             finish_reason=choice.finish_reason,
         )
-    except ValueError as error:  # numbers that no record holds
+    except ValueError as error:  # numbers that a record cannot hold
         raise ServingError(f"malformed answer of the inference server: {error}") from error
 
 
 def _tokens(choice: _Choice, max_tokens: int) -> tuple[int, ...]:
     if len(choice.token_ids) > max_tokens:
-        raise ServingError(f"{len(choice.token_ids)} tokens answered, at most {max_tokens} were asked for")
+        raise ServingError(f"{len(choice.token_ids)} tokens answered, but at most {max_tokens} were requested")
     return tuple(choice.token_ids)
 
 
@@ -155,7 +155,7 @@ def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:
     spans, edge = [], 0
     for span in choice.weight_versions:
         if span.start != edge or span.end <= span.start or not _VERSION.fullmatch(span.version):
-            raise ServingError(f"weight-version spans are not a cover of the tokens by numbered versions: {choice.weight_versions}")
+            raise ServingError(f"weight-version spans do not cover the tokens with numbered versions: {choice.weight_versions}")
         spans.append(VersionSpan(version=int(span.version), start=span.start, end=span.end))
         edge = span.end
     if edge != len(choice.token_ids):

@@ -1,4 +1,4 @@
-"""vLLM's HTTP routes as typed calls. One place where HTTP faults become `ServingError`; every call has a deadline.
+"""vLLM's HTTP routes as typed calls. HTTP faults become `ServingError` here and only here; every call has a deadline.
 
 The control routes have no authentication; vLLM only offers them with `VLLM_SERVER_DEV_MODE=1`, and the server binds to loopback.
 """
@@ -22,10 +22,10 @@ class ControlPlane:
 
     def __init__(self, url: str, *, max_connections: int = 64) -> None:
         self.url = url
-        # Idle connections are dropped well before the server would (it is started with 30 s), so that no request is lost on a
-        # connection the server is closing at the same moment.
+        # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
+        # that the server is just closing.
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=10.0)
-        # trust_env=False: a proxy meant for the internet must not stand between driver and loopback.
+        # trust_env=False: an internet proxy must not come between driver and loopback.
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False)
 
     async def close(self) -> None:
@@ -41,7 +41,7 @@ class ControlPlane:
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """The decoded JSON of a 200 answer (None when empty). Raises `ServingError`, with `UnsentError` when surely not received."""
+        """The decoded JSON of a 200 answer, None when empty. Raises `ServingError`; `UnsentError` when the request did not arrive."""
         if self._http.is_closed:
             raise UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
         try:
@@ -56,7 +56,7 @@ class ControlPlane:
         return decoded(response, f"{self.url}{path}")
 
     async def healthy(self, *, timeout_s: float) -> bool:
-        """True when the server answers and its engine lives."""
+        """Whether the server answers and its engine lives."""
         try:
             await self.request("GET", "/health", timeout_s=timeout_s)
         except ServingError:
@@ -84,15 +84,15 @@ class ControlPlane:
         await self._control("/finish_weight_update", json={"weight_version": None if version is None else str(version)})
 
     async def set_version(self, version: int) -> None:
-        """Names the weights in service, without changing them."""
+        """Names the serving weights without changing them."""
         await self._control("/update_weight_version", json={"new_version": str(version)})
 
     async def version(self) -> str:
-        """The name of the weights in service, "default" before one was given."""
+        """The name of the serving weights; "default" until one is set."""
         return weight_version(await self.request("GET", "/weight_info", timeout_s=CONTROL_TIMEOUT_S))
 
     async def reload(self, folder: str, version: int) -> None:
-        """Has every worker load a Hugging Face folder by itself: vLLM's own slow road, independent of the weight-transfer backend."""
+        """Has every worker load a Hugging Face folder: vLLM's own slow way, independent of the weight-transfer backend."""
         await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await self.set_version(version)
 
@@ -101,8 +101,8 @@ class ControlPlane:
         return await self.request("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
 
     async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
-        # On a connection of its own: when the engine refuses, the server hangs up after its 500, and the next call must not
-        # meet that connection in the pool.
+        # On a new connection: when the engine refuses, the server closes it after its 500, and the next call must not get it from
+        # the pool.
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
 
 
@@ -127,4 +127,4 @@ def weight_version(answer: Any) -> str:
 
 
 class UnsentError(ServingError):
-    """The request never reached the server, so sending it again cannot do anything twice."""
+    """The request never reached the server, so a retry is safe."""

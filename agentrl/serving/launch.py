@@ -1,34 +1,24 @@
-"""First code of the server process: ties its life to the driver's, trims its start, then hands over to vLLM's own server.
+"""First code of the server process: sets its parent death signal, shortens its start, then runs vLLM's own server.
 
     python -m agentrl.serving.launch --driver-pid 4711 [--cpu-threads 2] -- <vLLM api_server arguments>
 
-On CPU vLLM starts the engine as a freshly spawned interpreter that imports everything a second time (about 13 CPU seconds of a
-40-second start). Here the engine is forked instead, as vLLM itself does on GPU: safe because this process runs single-threaded
-torch until then, so no OpenMP pool exists that a fork could break.
+On CPU vLLM starts the engine in a newly spawned interpreter that imports everything again (about 13 CPU seconds of a 40-second
+start). Here the engine is forked instead, as vLLM itself does on GPU. That is safe because until then this process runs torch with
+one thread, so there is no OpenMP pool that a fork could break.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import runpy
-import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from agentrl.processes import die_with_parent
+
 # Imported by vLLM and transformers where installed, never used by a text server on CPU: a fifth of the start, and joblib (by
 # way of sklearn) leaves a semaphore in /dev/shm. triton has no CPU backend; vLLM would import it only to set it aside.
 _UNUSED_ON_CPU = ("cv2", "pandas", "pyarrow", "scipy", "sklearn", "triton")
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, however the parent ends (Linux `prctl(2)`)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it ended before the call above
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -40,7 +30,7 @@ def main() -> None:
 
     die_with_parent(options.driver_pid)
     api_server = os.getpid()
-    # A fork forgets the signal that was asked for, so every forked child asks again.
+    # A forked child does not inherit the parent death signal, so each child sets it again.
     os.register_at_fork(after_in_child=lambda: die_with_parent(api_server) if os.getppid() == api_server else None)
     if options.cpu_threads:
         _trim_cpu_start(options.cpu_threads)
@@ -50,12 +40,12 @@ def main() -> None:
 
 def _trim_cpu_start(threads: int) -> None:
     for name in _UNUSED_ON_CPU:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # an import of it then says "not installed"
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it then fails as if it were not installed
     import torch
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    # Looking up the model class takes a whole further interpreter the first time, to keep CUDA out of this process.
+    # vLLM looks the model class up in another interpreter the first time, to keep CUDA out of this process.
     registry._run_in_subprocess = lambda inspect: inspect()
 
     torch.set_num_threads(1)

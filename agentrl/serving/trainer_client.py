@@ -1,4 +1,4 @@
-"""The learner's line to the inference server during an NCCL transfer: vLLM's own client, made to wait its turn."""
+"""The learner's client of the inference server during an NCCL transfer: vLLM's own, which waits for the pause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _POLL_S = 0.005
 
 
 class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
-    """Begins an update only while the controller holds the server paused, and names the version it ends with.
+    """Starts an update only while the controller holds the server paused, and names the new version at its end.
 
     Give it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
     """
@@ -21,7 +21,7 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
         self.version = 0
 
     def start_weight_update(self) -> None:
-        """Waits for the pause, then begins. Raises `TimeoutError` when the controller does not pause the server in time."""
+        """Waits for the pause, then starts. Raises `TimeoutError` when the controller does not pause the server in time."""
         deadline = time.monotonic() + self.timeout
         with httpx.Client(base_url=self.base_url, timeout=self.timeout, trust_env=False) as http:
             while not http.get("/is_paused").raise_for_status().json()["is_paused"]:

@@ -1,15 +1,15 @@
-"""The end of the file weight channel that runs inside vLLM: maps a version's safetensors files and loads them in place.
+"""The file weight channel's end inside vLLM: maps a version's safetensors files and loads them in place.
 
-A version that is a delta (`agentrl.deltas`) is applied to a copy of its parent's file that this end keeps for the purpose, and must
-come out with the checksum that it was published with.
+A delta (`agentrl.weights.deltas`) is applied to a copy of its parent's file that is kept here, and the result must have the
+published checksum.
 
-Works wherever server and learner see one file system, on CPU and GPU alike. Everything that can be wrong with a version is
-checked before the first parameter is touched, because vLLM's layerwise reload moves parameters aside as it begins: a
-refused file leaves the old weights serving untouched.
+This works wherever server and learner share a file system, on CPU and GPU. A version is checked completely before the first
+parameter is touched, because vLLM's layerwise reload starts by moving parameters away: a refused file leaves the old weights
+serving.
 
-A version that is an adapter is merged on its way in, into the weights the server was started with, which are mapped again from
-their file. So requests name no adapter, a request in flight goes on with the new weights as with any version, and decoding costs
-what it costs without adapters.
+An adapter is merged while it is loaded, into the weights that the server was started with, which are mapped again from their file.
+So requests name no adapter, requests in flight continue with the new weights as with any version, and decoding costs no more than
+without adapters.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl import deltas
 from agentrl.records import ADAPTER
-from agentrl.serving.adapter import Adapter, read_adapter, tensors_of
-from agentrl.serving.weight_files import WeightCopy, check_same_shapes, tensor_shapes, weight_paths
+from agentrl.weights import deltas
+from agentrl.weights.adapters import Adapter, read_adapter, tensors_of
+from agentrl.weights.files import WeightCopy, check_same_shapes, tensor_shapes, weight_paths
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -36,7 +36,7 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's types are not followed
-    """Which folder versions may be loaded from; said once, right after the server has started."""
+    """The folder that versions may be loaded from; set once, right after the server has started."""
 
     versions_folder: str
 
@@ -50,7 +50,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
-    """Loads versions from files: whole models, or adapters to the first. One `update_weights` call carries a whole version."""
+    """Loads versions from files: whole models, deltas, or adapters to the first. One `update_weights` call loads one version."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
@@ -61,7 +61,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder: Path | None = None
         self._copy = WeightCopy(Path(tempfile.gettempdir()))
         self._tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may go back to it
+        self._first_folder = Path(self.model_config.model).resolve()  # the server was started with it, so it may be restored
         self._first_paths = sorted(self._first_folder.glob("*.safetensors"))
         self._shapes = self._untied(tensor_shapes(self._first_paths))
 
@@ -72,7 +72,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self._versions_folder = folder
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the reload begins in `receive_weights`, once the files are known to fit."""
+        """Does nothing: the reload begins in `receive_weights`, once the files are known to fit."""
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         if self._versions_folder is None:
@@ -89,12 +89,12 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         try:
             self.model.load_weights(self._tensors(paths, adapter))
         finally:
-            # Also after a failure: parameters that were not reached get their old values back, so that the model can
-            # go on computing until the caller loads a whole version again.
+            # Also after a failure: parameters that were not reached get their old values back, so that the model can run until
+            # the caller loads a whole version again.
             finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
-        """Nothing left to do: `receive_weights` ends with the model whole."""
+        """Does nothing: the model is complete after `receive_weights`."""
 
     def shutdown(self) -> None:
         """Removes the copy that deltas are applied to."""
@@ -110,6 +110,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
                 continue
             yield name, tensor
             if self._tied and name == EMBEDDING:
-                # Tied or not, vLLM's CPU kernels keep a packed copy of the output head. Unless the head is sent
-                # under its own name that copy goes stale, and every route still answers 200.
+                # Even when tied, vLLM's CPU kernels keep a packed copy of the output head. Unless the head is sent under its own
+                # name the copy goes stale, and every route still answers 200.
                 yield LM_HEAD, tensor

@@ -1,4 +1,4 @@
-"""Which weights a server answers with, as its driver knows it: shared by the token client and the weight channel."""
+"""The driver's view of a server's weights, shared by the token client and the weight channel."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from agentrl.errors import ServingError
 
 
 class WeightsInService:
-    """The version in service, the one on probation after a swap, and the salt that keeps their cached prefixes apart.
+    """The serving version, the one on probation after a swap, and the salt that separates their cached prefixes.
 
-    Between the moment new weights answer and the moment their probe agrees, they are on probation: tokens they sample are
-    withheld until the verdict (`settle`), so that nothing sampled by refused weights ever reaches an episode.
+    New weights are on probation from their first answer until their probe agrees: tokens they sample are withheld until then
+    (`settle`), so that nothing sampled by refused weights ever reaches an episode.
 
-    Keys and values cached under older weights must not meet newer ones. vLLM leaves that to its caller, and resetting its
-    prefix cache would need every request in flight to start over; a fresh `cache_salt` per swap makes old entries
-    unreachable instead, and they age out. A request in flight during the swap goes on with the keys and values it has.
+    Keys and values cached under older weights must not be used with newer ones. vLLM leaves that to its caller, and resetting its
+    prefix cache would restart every request in flight; a fresh `cache_salt` per swap makes old entries unreachable instead, and
+    they are evicted in time. A request in flight during the swap keeps its keys and values.
     """
 
     def __init__(self, number: int) -> None:
@@ -30,7 +30,7 @@ class WeightsInService:
 
     @property
     def on_probation(self) -> int | None:
-        """The version that answers but is not proven yet."""
+        """The version that answers but is not yet proven."""
         return self._probation
 
     def begin_probation(self, number: int) -> None:
@@ -41,19 +41,19 @@ class WeightsInService:
         self._verdict.clear()
 
     def accept(self, number: int) -> None:
-        """The probe agreed: `number` is in service."""
+        """The probe agreed: `number` is the serving version."""
         self.number = number
         self._end_probation()
 
     def refuse(self) -> None:
-        """The version on probation, if any, is wrong: whatever it sampled is void."""
+        """Refuses the version on probation, if any: everything it sampled is void."""
         if self._probation is not None:
             self._refused.add(self._probation)
         self.cache_salt = _salt(self.number)
         self._end_probation()
 
     async def settle(self, versions: Iterable[int]) -> None:
-        """Waits until none of `versions` is on probation (the caller sets the deadline). Raises `ServingError` when one was refused."""
+        """Waits until none of `versions` is on probation; the caller sets the deadline. Raises `ServingError` when one was refused."""
         versions = frozenset(versions)
         while self._probation in versions:
             await self._verdict.wait()

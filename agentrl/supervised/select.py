@@ -1,7 +1,7 @@
-"""What supervised training learns from: token sequences of scored episodes, exactly as they were sampled.
+"""Data for supervised training: token sequences of scored episodes, exactly as they were sampled.
 
-Nothing is rendered or tokenized again, so these are the ids that were in the context; tokens that the policy did not write (prompts,
-tool output) are never a target.
+Nothing is rendered or tokenized again, so these are the ids that were in the context. Tokens that the policy did not write
+(prompts, tool output) are never a target.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ IGNORED = -100  # the label that losses skip
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two attempts at one task that got different scores."""
+    """Two attempts at one task with different scores."""
 
     task_key: str
-    prompt_ids: tuple[int, ...]  # what both began with and neither wrote
-    chosen_ids: tuple[int, ...]  # what followed, tool output included
+    prompt_ids: tuple[int, ...]  # the shared prompt
+    chosen_ids: tuple[int, ...]  # what followed, including tool output
     chosen_mask: tuple[bool, ...]  # True where the policy wrote it
     rejected_ids: tuple[int, ...]
     rejected_mask: tuple[bool, ...]
@@ -32,16 +32,16 @@ class Preference:
 def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:
     """Rows `input_ids`, `labels` of the best episodes that score at least `min_score`, at most `per_task` for each task.
 
-    Of equal scores the shortest come first, and an attempt that was made twice counts once. Trajectories of one episode (sub-agents)
-    are rows of their own.
+    Among equal scores the shortest come first, and duplicate attempts count once. Each trajectory of an episode (sub-agents) is a
+    separate row.
     """
-    found: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
+    by_task: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
     for group in groups:
         for score, samples in _episodes(group):
             if score >= min_score:
-                found[group.task_key].append((-score, sum(len(sample.token_ids) for sample in samples), samples))
+                by_task[group.task_key].append((-score, sum(len(sample.token_ids) for sample in samples), samples))
     rows = []
-    for attempts in found.values():
+    for attempts in by_task.values():
         attempts.sort(key=lambda attempt: attempt[:2])
         for samples in _different([attempt[2] for attempt in attempts])[:per_task]:
             rows += [_row(sample) for sample in samples]
@@ -51,9 +51,9 @@ def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task:
 def preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int = 4) -> list[Preference]:
     """Pairs of attempts at one task whose scores differ, by at least `margin`; at most `per_task` for each task.
 
-    Best with worst, second best with second worst, and so on, so that no attempt is in two pairs. Only attempts that were given the
-    same prompt, token for token, are compared, and only episodes of one trajectory: which part of a tree a score belongs to is not
-    known.
+    Pairs the best with the worst, the second best with the second worst, and so on, so that no attempt is in two pairs. Compares
+    only attempts with the same prompt, token for token, and only episodes of one trajectory, because it is unknown which part of a
+    tree earned a score.
     """
     attempts: dict[tuple[str, tuple[int, ...]], list[tuple[float, Sample]]] = defaultdict(list)
     for group in groups:
@@ -61,14 +61,14 @@ def preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int =
             if len(samples) == 1:
                 prompt = samples[0].token_ids[: samples[0].loss_mask.index(True)]
                 attempts[group.task_key, prompt].append((score, samples[0]))
-    found: dict[str, list[Preference]] = defaultdict(list)
+    pairs: dict[str, list[Preference]] = defaultdict(list)
     for (key, prompt), scored in attempts.items():
         scored.sort(key=lambda attempt: -attempt[0])
-        for place in range(len(scored) // 2):
-            (high, chosen), (low, rejected) = scored[place], scored[-1 - place]
+        for rank in range(len(scored) // 2):
+            (high, chosen), (low, rejected) = scored[rank], scored[-1 - rank]
             if high > low and high - low >= margin and chosen.token_ids != rejected.token_ids:
-                found[key].append(_pair(key, prompt, chosen, rejected, high - low))
-    return [pair for pairs in found.values() for pair in pairs[:per_task]]
+                pairs[key].append(_pair(key, prompt, chosen, rejected, high - low))
+    return [pair for of_task in pairs.values() for pair in of_task[:per_task]]
 
 
 def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
@@ -81,7 +81,7 @@ def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
 
 
 def _different(attempts: Sequence[list[Sample]]) -> list[list[Sample]]:
-    """Without the later of two attempts that are the same, token for token."""
+    """Drops attempts that equal an earlier one, token for token."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     kept = []
     for samples in attempts:

@@ -1,4 +1,4 @@
-"""The trainings themselves: TRL's trainers, given token ids instead of text."""
+"""Supervised training with TRL's trainers, on token ids instead of text."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.files import commit_folder, part_folder
 from agentrl.supervised.select import Preference
 
 _NOT_COPIED = (
@@ -25,12 +26,12 @@ _NOT_COPIED = (
 
 
 def sft(rows: Sequence[dict[str, list[int]]], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
-    """Imitates `rows` (`select.demonstrations`) starting from `model`, writes a model folder, returns the last loss (nats per token)."""
+    """Fine-tunes `model` on `rows` (`select.demonstrations`), writes a model folder, returns the last loss (nats per token)."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    _need(rows, "an episode that scores high enough", "lower --min-score, or take a run that has been trained further")
+    _need(rows, "an episode with a high enough score", "lower --min-score, or use a run that has trained longer")
     with tempfile.TemporaryDirectory() as work:
         common = _common(work, model, epochs, lr, batch, seed)
         trainer = SFTTrainer(
@@ -51,7 +52,7 @@ def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epo
     from transformers import AutoModelForCausalLM
     from trl import DPOConfig
 
-    _need(pairs, "a task with attempts of different scores", "lower --margin, or take an earlier part of the run")
+    _need(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
     tokenizer = _tokenizer(model)
     with tempfile.TemporaryDirectory() as work:
         trainer = _exact_dpo_trainer()(
@@ -66,7 +67,7 @@ def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epo
 
 
 def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
-    """A model that gives whole episodes one number, higher for the better of a pair (Bradley-Terry), starting from `model`'s trunk.
+    """Trains a model that gives a whole episode one number, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
     Writes a folder for `AutoModelForSequenceClassification` and returns the last loss.
     """
@@ -74,8 +75,8 @@ def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs:
     from transformers import AutoModelForSequenceClassification, set_seed
     from trl import RewardConfig, RewardTrainer
 
-    _need(pairs, "a task with attempts of different scores", "lower --margin, or take an earlier part of the run")
-    set_seed(seed)  # of the head too, which is drawn when the model is made
+    _need(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
+    set_seed(seed)  # also for the head, which is initialized when the model is made
     rows = [{"chosen_ids": [*pair.prompt_ids, *pair.chosen_ids], "rejected_ids": [*pair.prompt_ids, *pair.rejected_ids]} for pair in pairs]
     with tempfile.TemporaryDirectory() as work:
         trainer = RewardTrainer(
@@ -87,13 +88,13 @@ def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs:
         return _train(trainer, model, out)
 
 
-def _need(found: Sequence[Any], what: str, fix: str) -> None:
-    if not found:
-        raise UserError(f"the run holds not {what}", fix=fix)
+def _need(rows: Sequence[Any], what: str, fix: str) -> None:
+    if not rows:
+        raise UserError(f"the run does not hold {what}", fix=fix)
 
 
 def _start(kind: Any, model: Path, **options: Any) -> Any:
-    """The model with float32 weights, whatever its own: at these learning rates most updates of a bfloat16 weight are rounded away."""
+    """The model with float32 weights: at these learning rates most updates of a bfloat16 weight would be rounded away."""
     import torch
 
     return kind.from_pretrained(model, dtype=torch.float32, **options)
@@ -115,12 +116,12 @@ def _common(work: str, model: Path, epochs: float, lr: float, batch: int, seed: 
         "per_device_train_batch_size": batch,
         "learning_rate": lr,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.05,  # below 1: a share of the steps
+        "warmup_steps": 0.05,  # below 1, so a share of the steps
         "max_grad_norm": 1.0,
         "logging_steps": 1,
         "save_strategy": "no",
         "gradient_checkpointing": False,
-        "bf16": torch.cuda.is_available() and _own_dtype(model) == torch.bfloat16,  # the arithmetic; the weights are float32
+        "bf16": torch.cuda.is_available() and _own_dtype(model) == torch.bfloat16,  # computation only; the weights are float32
         "report_to": [],
         "seed": seed,
         "data_seed": seed,
@@ -138,17 +139,14 @@ def _tokenizer(model: Path) -> Any:
 
 def _train(trainer: Any, model: Path, out: Path) -> float:
     trainer.train()
-    if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # its log takes a loss of NaN for one of 0
-        raise UserError("the training diverged: weights are not finite, and no model is written", fix="lower --lr")
+    if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL's log shows a NaN loss as 0
+        raise UserError("the training diverged: weights are not finite, so no model is written", fix="lower --lr")
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    beside = out.with_name(f".{out.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
-    shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+    beside = part_folder(out)
+    shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
     trainer.model.config.use_cache = True
     trainer.model.to(_own_dtype(model)).save_pretrained(beside)
-    if out.exists():
-        shutil.rmtree(out)
-    beside.rename(out)
+    commit_folder(beside, out)
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
 
@@ -168,13 +166,13 @@ def _exact_dpo_trainer() -> Any:
 
     class ExactTokens(DPOTrainer):  # type: ignore[misc]  # trl's types are not followed
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-            return dataset  # token ids already; TRL's own way there begins with text
+            return dataset  # already token ids; TRL's method expects text
 
     return ExactTokens
 
 
 def _masked_collator(pad_token_id: int) -> Any:
-    """TRL's collator, with tool output taken out of what counts as the completion."""
+    """TRL's collator, with tool output excluded from the completion."""
     import torch
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 

@@ -1,4 +1,4 @@
-"""Tasks: opening a family, which may be a folder of task folders, and saying which task each group of a run gets."""
+"""Tasks: opening a family, in Python or of task folders, and the schedule of tasks for the groups of a run."""
 
 from agentrl.task.folders import TaskFolders
 from agentrl.task.schedule import GroupSchedule, make_task, open_family, sandbox_specs

@@ -1,10 +1,10 @@
-"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours beside them; any other key is refused.
+"""The contents of a `task.toml`: Harbor's keys (see `agentrl.task.harbor`) and ours; any other key is refused.
 
 version = "1.0"
-outputs = ["report.json"]         # ours: the files that are judged, as agentrl.outputs reads patterns
-[metadata]                        # free; `category` is the kind that evaluations are split by
+outputs = ["report.json"]         # ours: the files that are judged, as patterns of agentrl.contract.outputs
+[metadata]                        # free; `category` is the kind by which evaluations are split
 [agent]                           # what an episode may spend
-[environment]                     # what its sandbox is
+[environment]                     # its sandbox
 [verifier]                        # how it is graded
 """
 
@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentrl import destinations, toml
-from agentrl.grading import MAX_TEST_SECONDS, Mode, Run
-from agentrl.outputs import WHOLE, wrong_pattern
+from agentrl.contract.grading import MAX_TEST_SECONDS, Mode, Run
+from agentrl.contract.outputs import WHOLE, wrong_pattern
 from agentrl.records import Limits, SandboxSpec, Split
 from agentrl.task import harbor
 
@@ -44,20 +44,20 @@ class Agent(_Table):
     tool_timeout_sec: float = Field(_LIMITS.tool_timeout_s, gt=0, le=_MAX_SECONDS)
     """Time of one tool call."""
     tool_output_chars: int = Field(_LIMITS.tool_output_chars, ge=1)
-    """What the agent is shown of one call's output."""
+    """Characters of one call's output that the agent sees."""
 
 
 class Environment(_Table):
-    """The sandbox. Programs reach what `network` names, and nothing else."""
+    """The sandbox. Programs reach only what `network` names."""
 
     network: tuple[str, ...] = ()
-    """Hosts that programs may reach, such as "pypi.org:443"; while they are graded too."""
+    """Hosts that programs may reach, such as "pypi.org:443", also while they are graded."""
     docker_image: str = ""
-    """Harbor's name of a prebuilt image; the Dockerfile beside it is what counts."""
+    """Harbor's name of a prebuilt image; only the Dockerfile is used."""
     build_timeout_sec: float = Field(1800.0, gt=0, le=_MAX_SECONDS)
     """How long `agentrl check` waits for the image."""
     cpus: float = Field(_SPEC.cpus, gt=0, le=1024)
-    """Cores' worth of time."""
+    """CPU time, in cores."""
     memory_mb: int = Field(_SPEC.memory_mb, ge=32)
     """Memory of all programs together."""
     storage_mb: int = Field(_SPEC.disk_mb, ge=1)
@@ -94,9 +94,9 @@ class Description(_Table):
     """One `task.toml`."""
 
     version: Literal["1.0", "1.1", "1.2", "1.3", "1.4"] = "1.0"
-    """Of the format; Harbor's schema_version."""
+    """Version of the format; Harbor's schema_version."""
     outputs: tuple[str, ...] | None = Field(None, min_length=1, max_length=64)
-    """Patterns of the files that are judged. Default in mode harbor: whatever the agent changed in the working directory."""
+    """Patterns of the files that are judged. Default in mode harbor: every change of the agent to the working directory."""
     tools: tuple[str, ...] = Field(("python", "submit"), min_length=1)
     """What the agent may call."""
     split: Split | None = None
@@ -169,7 +169,7 @@ class Runs(BaseModel):
 
 
 def parse(kind: type[M], text: str) -> M:
-    """A model from TOML. Raises `ValueError` with one line for each wrong key: its name, what is wrong, what is allowed."""
+    """A model from TOML. Raises `ValueError` with a line for each wrong key: its name, what is wrong, what is allowed."""
     try:
         return kind.model_validate(toml.loads(text))
     except ValidationError as error:

@@ -1,15 +1,15 @@
-"""A family of task folders, as users of Harbor and terminal-bench know them.
+"""A family of task folders, like those of Harbor and terminal-bench.
 
     FAMILY/
-        image.toml              the image of tasks that have none of their own
+        image.toml              the image of tasks without their own
         TASK/
             task.toml           limits, outputs, mode of grading (agentrl.task.description)
             instruction.md      what the agent is told
             environment/        image.toml or Dockerfile; files/ is copied to the working directory
-            tests/              hidden: test_*.py with runs.toml, or test.sh (in Harbor's way: one that leaves a reward)
+            tests/              hidden: test_*.py with runs.toml, or test.sh (as in Harbor: one that writes a reward)
             solution/           hidden: solve.sh or solve.py, the gold solution
 
-Everything is read and checked when the family is opened; every mistake in it is told at once, with task, file, field and fix.
+Everything is read and checked when the family is opened; all mistakes are reported at once, with task, file, field and fix.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
+from agentrl.contract.grading import KEY, Grading, Mode, Run, pack
+from agentrl.contract.outputs import WHOLE, is_exact, plain_path
 from agentrl.errors import TaskError, UserError
 from agentrl.fields import text
-from agentrl.grading import KEY, Grading, Mode, Run, pack
-from agentrl.outputs import WHOLE, is_exact, plain_path
 from agentrl.records import Message, Split, Task
 from agentrl.task import harbor
 from agentrl.task.description import Description, M, Runs, parse
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 VERIFIER = "agentrl.reward.cleanroom:grade"
 MAX_BYTES = 8 << 20
@@ -56,9 +60,35 @@ class _Mistake(Exception):
         self.where, self.what, self.fix = where, what, fix
 
 
+class _Mistakes(Exception):
+    """All that is wrong with a task."""
+
+    def __init__(self, several: Sequence[_Mistake]) -> None:
+        super().__init__("; ".join(map(str, several)))
+        self.several = tuple(several)
+
+
+class _Look:
+    """Looks at the parts of a task one by one, and goes on after a mistake; of what needs a part that has one, nothing is said."""
+
+    def __init__(self) -> None:
+        self.mistakes: list[_Mistake] = []
+
+    def __call__(self, at: Callable[P, T], /, *args: P.args, **more: P.kwargs) -> T | None:
+        try:
+            return at(*args, **more)
+        except _Mistake as error:
+            self.mistakes.append(error)
+            return None
+
+    def end(self) -> None:
+        if self.mistakes:
+            raise _Mistakes(self.mistakes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTask:
-    """One task as its folder says it; its split is still to be drawn where the folder does not name one."""
+    """One task from its folder; its split is drawn later if the folder does not name one."""
 
     name: str
     description: Description
@@ -67,7 +97,7 @@ class FolderTask:
     files: Mapping[str, bytes]
     grading: Grading
     context: str
-    """Hash of what a Dockerfile may take into the image; empty where there is none."""
+    """Hash of the Dockerfile's build context; empty without a Dockerfile."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -75,15 +105,15 @@ class FolderTask:
 
     @property
     def tools(self) -> tuple[str, ...]:
-        said = "tools" in self.description.model_fields_set or self.grading.mode != "harbor"
-        return self.description.tools if said else HARBOR_TOOLS
+        named = "tools" in self.description.model_fields_set or self.grading.mode != "harbor"
+        return self.description.tools if named else HARBOR_TOOLS
 
 
 class TaskFolders:
     """The family in a folder; see `agentrl.protocols.TaskFamily`. Train and held-out tasks are different folders.
 
-    `root` is what images are named relative to. `heldout` is the share of the tasks without a `split` of their own that the
-    seed holds out, of two or more at least one and never all. Raises `TaskError` that lists every mistake.
+    Images are named relative to `root`. `heldout` is the share of the tasks without a `split` that the seed holds out: of two or
+    more tasks at least one and never all. Raises `TaskError` that lists every mistake.
     """
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:
@@ -125,7 +155,7 @@ class TaskFolders:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that does what solution/ does; it leaves the right outputs in the working directory."""
+        """Python source that runs solution/; it leaves the right outputs in the working directory."""
         return str(task.data[KEY]["gold"])
 
     def _image(self, folder: Path) -> str:
@@ -133,7 +163,7 @@ class TaskFolders:
 
 
 def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, list[FolderTask]]:
-    """Tasks of each split, by name. Those without a split are ordered by a seeded hash and the first of them held out."""
+    """Tasks of each split, by name. Those without a split are ordered by a seeded hash, and the first ones are held out."""
     free = [task for task in tasks if task.description.split is None]
     free.sort(key=lambda task: hashlib.sha256(f"{seed}:{task.name}".encode()).digest())
     count = min(max(1, round(heldout * len(free))), len(free) - 1) if heldout and len(free) > 1 else 0
@@ -147,50 +177,81 @@ def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, 
 def _load_all(folder: Path) -> list[FolderTask]:
     if not folder.is_dir():
         raise UserError(f"no folder {folder}", fix="give the folder of a task family, such as sandboxes/chores")
-    found = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
-    if not found:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "_")))
+    if not folders:
         raise TaskError(
             f"{folder} holds no task folders",
             fix="write NAME/task.toml, NAME/instruction.md and NAME/tests/ for each task",
         )
-    tasks, mistakes = [], []
-    for path in found:
+    tasks: list[FolderTask] = []
+    lines: list[str] = []
+    for path in folders:
         try:
             tasks.append(_load(path))
-        except _Mistake as error:
-            mistakes.append((text(path.name), error))
-    if mistakes:
-        lines = [f"task {name}: {error.where}: {error.what}\n  fix: {error.fix}" for name, error in mistakes]
-        raise TaskError("\n".join([f"{folder.name}: {len(mistakes)} of {len(found)} tasks cannot be read", *lines]))
+        except _Mistakes as error:
+            lines += [f"task {text(path.name)}: {one.where}: {one.what}\n  fix: {one.fix}" for one in error.several]
+    if lines:
+        raise TaskError("\n".join([f"{folder.name}: {len(folders) - len(tasks)} of {len(folders)} tasks cannot be read", *lines]))
     return tasks
 
 
 def _load(folder: Path) -> FolderTask:
-    if not plain_path(folder.name):
-        raise _Mistake(repr(folder.name), "is a name that is not UTF-8 and cannot be written down", "rename the folder")
-    for path in sorted(folder.iterdir()):
-        if path.name not in _PARTS and not path.name.startswith((".", "LICENSE")) and path.suffix != ".md":
-            raise _Mistake(path.name, "is no part of a task", f"a task folder holds {', '.join(sorted(_PARTS))}")
-    description = _parsed(Description, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
-    instruction = _text(folder, "instruction.md", "write what the agent is to do").strip()
-    if not instruction:
-        raise _Mistake("instruction.md", "is empty", "write what the agent is to do")
-    image = _image(folder, description)
-    grading = _grading(folder, description)
-    from_dockerfile = image == folder / "environment" and not (image / "image.toml").is_file()
-    if grading.mode == "harbor":
-        _fits_harbor(folder, description, grading, from_dockerfile)
-    elif description.outputs is None:
-        raise _Mistake("task.toml", "outputs: is missing", 'write a line such as outputs = ["answer.txt"]')
+    """Raises `_Mistakes`."""
+    look = _Look()
+    look(_named, folder)
+    description = look(_parsed, Description, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
+    instruction = look(_instruction, folder)
+    tests, gold = look(_tree, folder, "tests"), look(_gold, folder)
+    runs = look(_runs, folder, tests) if tests is not None else None
+    files = look(_given, folder)
+    image = look(_image, folder, description) if description is not None else None
+    mode = (description.verifier.mode or _mode(tests)) if description is not None and tests is not None else None
+    if description is not None and mode is not None and mode != "harbor":
+        look(_outputs, description)
+    grading = None
+    if description is not None and tests is not None and runs is not None:
+        grading = look(_grading, description, mode or _mode(tests), tests, runs, gold or "")
+    if description is not None and grading is not None and image is not None and gold is not None and mode == "harbor":
+        look(_fits_harbor, folder, description, grading, _from_dockerfile(folder, image))
+    look.end()
+    assert description is not None and instruction is not None and files is not None and image is not None and grading is not None
     return FolderTask(
         name=folder.name,
         description=description,
         image=image,
         instruction=instruction,
-        files=_given(folder) if grading.mode != "harbor" else {},
+        files=files if mode != "harbor" else {},
         grading=grading,
-        context=_digest(image) if from_dockerfile else "",
+        context=_digest(image) if _from_dockerfile(folder, image) else "",
     )
+
+
+def _named(folder: Path) -> None:
+    """The names in it, its own included."""
+    if not plain_path(folder.name):
+        raise _Mistake(repr(folder.name), "is a name that is not UTF-8 and cannot be written down", "rename the folder")
+    odd = [
+        p.name for p in sorted(folder.iterdir()) if p.name not in _PARTS and not p.name.startswith((".", "LICENSE")) and p.suffix != ".md"
+    ]
+    if odd:
+        what = "is no part of a task" if len(odd) == 1 else "are no parts of a task"
+        raise _Mistake(", ".join(odd), what, f"a task folder holds {', '.join(sorted(_PARTS))}")
+
+
+def _instruction(folder: Path) -> str:
+    found = _text(folder, "instruction.md", "write what the agent is to do").strip()
+    if not found:
+        raise _Mistake("instruction.md", "is empty", "write what the agent is to do")
+    return found
+
+
+def _outputs(description: Description) -> None:
+    if description.outputs is None:
+        raise _Mistake("task.toml", "outputs: is missing", 'write a line such as outputs = ["answer.txt"]')
+
+
+def _from_dockerfile(folder: Path, image: Path) -> bool:
+    return image == folder / "environment" and not (image / "image.toml").is_file()
 
 
 def _given(folder: Path) -> dict[str, bytes]:
@@ -198,7 +259,7 @@ def _given(folder: Path) -> dict[str, bytes]:
 
 
 def _digest(folder: Path) -> str:
-    """Says when what an image is built from changes: its files are a part of what the task is."""
+    """Hash of the files that an image is built from; they are part of the task's identity."""
     digest = hashlib.sha256()
     for path in _walk(folder):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode("utf-8", "surrogateescape"))
@@ -207,10 +268,10 @@ def _digest(folder: Path) -> str:
 
 
 def _fits_harbor(folder: Path, description: Description, grading: Grading, from_dockerfile: bool) -> None:
-    """Says what keeps the scripts of a Harbor folder from working in a sandbox."""
+    """Raises `_Mistake` for a Harbor folder whose scripts cannot work in a sandbox."""
     if not from_dockerfile:
         fix = "write environment/Dockerfile, such as FROM python:3.11-slim and WORKDIR /app"
-        raise _Mistake("tests/test.sh", "leaves a reward in /logs/verifier, a place that only images from a Dockerfile have", fix)
+        raise _Mistake("tests/test.sh", "writes a reward to /logs/verifier, a folder that only images from a Dockerfile have", fix)
     solution = _tree(folder, "solution")
     for where, script in (("tests/test.sh", grading.files()["test.sh"]), ("solution/solve.sh", solution.get("solve.sh", b""))):
         if wrong := harbor.fetches(script.decode("utf-8", "replace"), network=bool(description.environment.network)):
@@ -220,20 +281,20 @@ def _fits_harbor(folder: Path, description: Description, grading: Grading, from_
 
 
 def _image(folder: Path, description: Description) -> Path:
-    """The folder that holds the image's recipe: the task's own or the family's."""
+    """The folder with the image's recipe: the task's or the family's."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
         raise _Mistake("environment", "holds an image.toml and a Dockerfile", "keep one of them")
     if (environment / "docker-compose.yaml").is_file():
-        raise _Mistake("environment/docker-compose.yaml", "asks for several containers, and a sandbox is one", "leave the task out")
+        raise _Mistake("environment/docker-compose.yaml", "asks for several containers, but a sandbox is one", "leave the task out")
     if not own and (name := description.environment.docker_image):
         raise _Mistake("task.toml", f"environment.docker_image = {name!r} has no Dockerfile", f"write environment/Dockerfile: FROM {name}")
     if environment.is_dir() and "Dockerfile" not in own:
         known = {"image.toml", "files"}
         for path in sorted(environment.iterdir()):
             if path.name not in known:
-                raise _Mistake(f"environment/{path.name}", "is not used", "files for the working directory lie in environment/files")
+                raise _Mistake(f"environment/{path.name}", "is not used", "put files for the working directory into environment/files")
     if own:
         return environment
     if (folder.parent / "image.toml").is_file():  # no Dockerfile here: its context would hold every task's tests
@@ -243,19 +304,18 @@ def _image(folder: Path, description: Description) -> Path:
     )
 
 
-def _grading(folder: Path, description: Description) -> Grading:
-    tests = _tree(folder, "tests")
-    runs: tuple[Run, ...] = ()
-    if "runs.toml" in tests:
-        runs = _parsed(Runs, folder, "tests/runs.toml", "write [[run]] with name, and argv or call").run
-        del tests["runs.toml"]
-    mode: Mode = description.verifier.mode or _mode(tests)
-    if mode == "shell" and _leaves_a_reward(tests):
+def _runs(folder: Path, tests: Mapping[str, bytes]) -> tuple[Run, ...]:
+    return _parsed(Runs, folder, "tests/runs.toml", "write [[run]] with name, and argv or call").run if "runs.toml" in tests else ()
+
+
+def _grading(description: Description, mode: Mode, tests: Mapping[str, bytes], runs: tuple[Run, ...], gold: str) -> Grading:
+    tests = {name: data for name, data in tests.items() if name != "runs.toml"}
+    if mode == "shell" and _writes_a_reward(tests):
         raise _Mistake("tests", "leave their verdict in /logs/verifier, which mode shell does not read", 'write verifier.mode = "harbor"')
     if mode == "judge":
         _runs_name_outputs(runs, description)
     try:
-        return Grading(mode=mode, tests=pack(tests), runs=runs, timeout_s=description.verifier.timeout_sec, gold=_gold(folder))
+        return Grading(mode=mode, tests=pack(tests), runs=runs, timeout_s=description.verifier.timeout_sec, gold=gold)
     except ValidationError as error:
         problem = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
         fix = "judge and pytest need tests/test_*.py with functions test_*, shell and harbor tests/test.sh; only judge has runs.toml"
@@ -265,15 +325,15 @@ def _grading(folder: Path, description: Description) -> Grading:
 def _mode(tests: Mapping[str, bytes]) -> Mode:
     if "test.sh" not in tests:
         return "judge"
-    return "harbor" if _leaves_a_reward(tests) else "shell"
+    return "harbor" if _writes_a_reward(tests) else "shell"
 
 
-def _leaves_a_reward(tests: Mapping[str, bytes]) -> bool:
+def _writes_a_reward(tests: Mapping[str, bytes]) -> bool:
     return any(harbor.VERDICT in data for data in tests.values())
 
 
 def _runs_name_outputs(runs: tuple[Run, ...], description: Description) -> None:
-    """A run that overwrites a declared output would judge the tests' own file."""
+    """Refuses a run that overwrites a declared output, since the tests would judge their own file."""
     for run in runs:
         for path in run.files:
             if any(is_exact(pattern) and pattern == path for pattern in description.outputs or ()):
@@ -310,7 +370,7 @@ def _text(folder: Path, path: str, fix: str) -> str:
 
 
 def _tree(folder: Path, name: str) -> dict[str, bytes]:
-    """Relative path -> content of every file below a part of the task. Only regular files and folders may be there."""
+    """Relative path -> content of every file in a folder of the task, which may hold only regular files and folders."""
     top = folder / name
     if not top.is_dir():
         raise _Mistake(name, "is missing", f"make the folder {name}/")
@@ -319,7 +379,7 @@ def _tree(folder: Path, name: str) -> dict[str, bytes]:
     for path in _walk(top):
         where = path.relative_to(top).as_posix()
         if not stat.S_ISREG(path.lstat().st_mode):
-            raise _Mistake(f"{name}/{where}", "is not a regular file", "put a copy there; links and devices are not taken")
+            raise _Mistake(f"{name}/{where}", "is not a regular file", "replace it by a copy; links and devices are refused")
         if not plain_path(where):
             raise _Mistake(f"{name}/{where!r}", "has a name that cannot be used in a sandbox", "rename it")
         size += path.stat().st_size
@@ -339,7 +399,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
-    """Files that are text, and the others as base64."""
+    """The files that are text, and the others as base64."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}
     for path, data in files.items():

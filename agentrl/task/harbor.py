@@ -1,7 +1,7 @@
-"""Harbor's task folders, read as they are: which of its keys are another spelling of ours, and which ask for what is not to be had.
+"""Reading Harbor's task folders: which of its keys are another spelling of ours, and which ask for something unavailable.
 
-Harmless keys are taken. One that changes what a sandbox promises (a network, a GPU, root, a second container) is refused with
-the reason and the way out; it is never ignored, for the task would be another one then.
+Harmless keys are accepted. A key that changes what a sandbox promises (a network, a GPU, root, a second container) is refused with
+the reason and the fix. It is never ignored, which would change the task.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 REFUSED = "harbor_refused"
 VERDICT = b"/logs/verifier"
-"""What the tests of a Harbor folder name: the place of the reward."""
+"""The folder of the reward, which tests of a Harbor folder name."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 _MEGABYTES = {"": 2.0**-20, "K": 2.0**-10, "M": 1.0, "G": 2.0**10, "T": 2.0**20}
 
@@ -37,7 +37,7 @@ def _anything(value: Any) -> bool:
     return True
 
 
-# Table -> key -> (what is taken, and then left out; why anything else is not).
+# Table -> key -> (values that are accepted, and left out; why others are refused).
 _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "": {
         "task": (_anything, ""),
@@ -67,7 +67,7 @@ _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
         "env": (_empty, _NO_VARIABLES.format("ENV lines into environment/Dockerfile")),
         "workdir": (_empty, "the working directory is the Dockerfile's: write WORKDIR there"),
         "mcp_servers": (_empty, "an agent's tools are named by tools, and run in the sandbox"),
-        "skills_dir": (_empty, "an agent has no skills here: put what it is to know into instruction.md"),
+        "skills_dir": (_empty, "an agent has no skills here: put what it should know into instruction.md"),
         "healthcheck": (_empty, "nothing runs in a sandbox before the agent does: start services in solve.sh and test.sh"),
     },
 }
@@ -75,32 +75,32 @@ _ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
 
 
 def translated(description: dict[str, Any]) -> dict[str, Any]:
-    """A `task.toml` with Harbor's keys left out or spelled as ours. Raises a validation error with one line for each that is refused."""
-    found = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
-    hosts_named = isinstance(found.get("environment"), dict) and "network" in found["environment"]
+    """A `task.toml` with Harbor's keys left out or replaced by ours. Raises a validation error with a line for each refused key."""
+    ours = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
+    hosts_named = isinstance(ours.get("environment"), dict) and "network" in ours["environment"]
     wrong: list[str] = []
     for name, keys in _KEYS.items():
-        table = found if not name else found.get(name)
+        table = ours if not name else ours.get(name)
         if not isinstance(table, dict):
             continue
         for key in keys.keys() & table.keys():
-            taken, why = keys[key]
+            accepts, why = keys[key]
             value = table.pop(key)
-            if not taken(value) and not (hosts_named and key in _ASKS_FOR_NETWORK):
+            if not accepts(value) and not (hosts_named and key in _ASKS_FOR_NETWORK):
                 wrong.append(f"{name + '.' if name else ''}{key} = {repr(value)[:80]}: {why}")
-    if found.get("solution") == {}:
-        del found["solution"]
-    if "schema_version" in found:
-        found["version"] = found.pop("schema_version")
-    if isinstance(found.get("environment"), dict):
-        wrong += _sizes(found["environment"])
+    if ours.get("solution") == {}:
+        del ours["solution"]
+    if "schema_version" in ours:
+        ours["version"] = ours.pop("schema_version")
+    if isinstance(ours.get("environment"), dict):
+        wrong += _sizes(ours["environment"])
     if wrong:
         raise PydanticCustomError(REFUSED, "{lines}", {"lines": "\n".join(sorted(wrong))})
-    return found
+    return ours
 
 
 def _sizes(environment: dict[str, Any]) -> list[str]:
-    """Turns `memory = "2G"` into `memory_mb = 2048`, and storage likewise; gives what is wrong with them."""
+    """Turns `memory = "2G"` into `memory_mb = 2048`, and storage likewise; returns what is wrong with them."""
     wrong = []
     for key in ("memory", "storage"):
         if key not in environment:
@@ -125,10 +125,10 @@ _DOWNLOADS = re.compile(
 
 
 def fetches(script: str, *, network: bool) -> str:
-    """What keeps a script from working in a sandbox, as "line 3: ..."; empty when nothing does.
+    """Why a script cannot work in a sandbox, as "line 3: ..."; empty when it can.
 
-    Only commands at the start of a line count, which run whatever else happens: one inside an `if`, or after `||`, may be for
-    machines that lack what the image here holds.
+    Only commands at the start of a line count, since they always run: one inside an `if`, or after `||`, may be meant for machines
+    without what the image holds.
     """
     for number, line in enumerate(re.sub(r"\\\n", "  ", script).splitlines(), 1):
         if "||" in line:

@@ -1,13 +1,13 @@
-"""Which task each group of a run gets: a pure function of the seed and the group's index.
+"""The schedule of tasks: a pure function of the seed and the group's index.
 
-Because nothing is drawn from a moving state, the group index is the whole cursor: a run that resumes knows which groups it
-still owes, and neither skips nor doubles a prompt.
+Nothing is drawn from a moving state, so the group index is the whole cursor: a resumed run knows which groups are missing, and
+neither skips nor repeats a prompt.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
@@ -19,11 +19,17 @@ from agentrl.task.folders import TaskFolders
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
-    """The task family a recipe names: a plugin reference, or a folder of task folders relative to `root`.
+    """The recipe's task family: a plugin reference, or a folder of task folders relative to `root`.
+
+    Where the recipe names verifiers, every task of it has these in place of its own.
 
     Raises `PluginError` when it does not resolve or refuses its options, and `TaskError` for task folders with mistakes.
     """
-    root = root or Path.cwd()
+    family = _open(config, seed=seed, root=root or Path.cwd())
+    return _JudgedBy(family, config.verifiers) if config.verifiers else family
+
+
+def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
     if ":" not in config.family and ("/" in config.family or (root / config.family).is_dir()):
         known = {"heldout"}
         if unknown := sorted(set(config.options) - known):
@@ -45,6 +51,23 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
     return opened
 
 
+class _JudgedBy:
+    """A family whose tasks are judged by the recipe's verifiers."""
+
+    def __init__(self, family: TaskFamily, verifiers: tuple[str, ...]) -> None:
+        self.name = _named(family)
+        self._family, self._verifiers = family, verifiers
+
+    def size(self, split: Split) -> int | None:
+        return self._family.size(split)
+
+    def task(self, split: Split, index: int) -> Task:
+        return replace(make_task(self._family, split, index), verifiers=self._verifiers)
+
+    def gold(self, task: Task) -> str:
+        return self._family.gold(task)
+
+
 def _share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RecipeError(f"tasks.options.heldout must be a number, got {value!r}", fix='write tasks.options={"heldout": 0.25}')
@@ -52,7 +75,7 @@ def _share(value: object) -> float:
 
 
 def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
-    """What to make ready before a run: one spec for each image of a family's tasks; of one without end, the first task's."""
+    """The specs to prepare before a run: one for each image of a family's tasks; for an endless family the first task's."""
     if family.size(Split.TRAIN) is None:
         return [family.task(Split.TRAIN, 0).sandbox]
     tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
@@ -63,19 +86,19 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     """One task of a family.
 
     Raises:
-        TaskError: what the family gives is no task, or it raised SystemExit.
+        TaskError: the family returned something other than a task, or raised SystemExit.
         Exception: whatever else the family raises.
     """
-    fix = "mend the family's task()"
+    fix = "repair the family's task()"
     try:
         task: object = family.task(split, index)
     except UserError:
         raise
-    except (ValueError, SystemExit) as error:  # of a ValueError: what the family says of it is no task; see agentrl.records
-        told = error if isinstance(error, ValueError) else f"SystemExit: {error}"
-        raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {told}", fix=fix) from error
+    except (ValueError, SystemExit) as error:  # a ValueError means that it is not a valid task; see agentrl.records
+        why = error if isinstance(error, ValueError) else f"SystemExit: {error}"
+        raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {why}", fix=fix) from error
     if not isinstance(task, Task):
-        raise TaskError(f"{_named(family)}: {split} task {index} is no Task, but of type {type(task).__name__}", fix=fix)
+        raise TaskError(f"{_named(family)}: {split} task {index} is not a Task but of type {type(task).__name__}", fix=fix)
     return task
 
 
@@ -85,9 +108,9 @@ def _named(family: TaskFamily) -> str:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """Group index -> training task. Finite splits are walked in a new seeded order each epoch; endless ones in order.
+    """Group index -> training task. A finite split has a new seeded order each epoch; an endless one is taken in order.
 
-    `task` raises `TaskError` for one that the family cannot make.
+    `task` raises `TaskError` when the family cannot make it.
     """
 
     family: TaskFamily

@@ -5,11 +5,11 @@ torch and transformers are imported where they are used, so that collecting the 
 
 from __future__ import annotations
 
-import hashlib
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.files import sha256_file
 from agentrl.records import PolicyVersion, Probe
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> Policy
     folder = run_dir / "versions" / str(number)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    digest = sha256_file(folder / "model.safetensors")
     return PolicyVersion(number=number, parent=None if number == 0 else number - 1, folder=f"versions/{number}", sha256=digest)
 
 

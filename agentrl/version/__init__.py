@@ -1,9 +1,8 @@
-"""The registry of policy versions: which weights exist, which of them serve, which proved good, which were taken back.
+"""The registry of policy versions: which weights exist, which of them serve, which proved good, which were retracted.
 
-It lives in the run folder (`versions/000012/version.json`) and is shared between processes through it.
+It is kept in the run folder (`versions/000012/version.json`), through which processes share it.
 """
 
-from agentrl.version.manifest import folder_manifest, sha256_file
 from agentrl.version.registry import FolderRegistry
 
-__all__ = ["FolderRegistry", "folder_manifest", "sha256_file"]
+__all__ = ["FolderRegistry"]

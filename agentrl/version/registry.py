@@ -1,19 +1,21 @@
 """Policy versions as folders: `versions/000012/version.json` beside that version's weights.
 
-States and what they mean:
+States:
 
-    candidate    published; neither serving nor judged
+    candidate    published; has neither served nor been judged
     serving      the servers answer with it; it has not been judged yet. At most one version at a time
+    served       another one took over from it before it was judged
     promoted     judged good; may serve, and stays the place to come back to
     rolled_back  refused; never serves again
 
     candidate -> serving | promoted | rolled_back
-    serving   -> candidate | promoted | rolled_back
+    serving   -> served | promoted | rolled_back
+    served    -> serving | promoted | rolled_back
     promoted  -> rolled_back
 
-When a version starts serving, the one that served before becomes a candidate again unless it was promoted: it was replaced, not
-judged. A promoted version that serves keeps its state, so it can never lose its promotion by being used. Hence the version the
-servers should answer with is always `latest(SERVING, PROMOTED)`; rolling back a version uncovers the last good one.
+When a version starts serving, the one before it has served: it was replaced, not judged. A promoted version keeps its state while it
+serves and afterwards, so it can never lose its promotion by being used. Hence the version the servers should answer with is always
+`latest(SERVING, PROMOTED)`; rolling back a version uncovers the last good one.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl import codec, deltas
+from agentrl import codec
 from agentrl.errors import StoreError
+from agentrl.files import sha256_file, sync, write
 from agentrl.records import ADAPTER, PolicyVersion, VersionState
-from agentrl.version.manifest import sha256_file
+from agentrl.weights import deltas
 
 _RECORD = "version.json"
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
-    VersionState.SERVING: {VersionState.CANDIDATE, VersionState.PROMOTED, VersionState.ROLLED_BACK},
+    VersionState.SERVING: {VersionState.SERVED, VersionState.PROMOTED, VersionState.ROLLED_BACK},
+    VersionState.SERVED: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
     VersionState.PROMOTED: {VersionState.ROLLED_BACK},
     VersionState.ROLLED_BACK: set(),
 }
@@ -44,10 +48,10 @@ _LEGAL = {
 class FolderRegistry:
     """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
 
-    Changes hold an exclusive file lock, reads a shared one, so a hand-over of SERVING is never seen half done; the kernel frees
-    the lock of a process that dies. Each record is replaced whole or not at all.
+    Changes hold an exclusive file lock and reads a shared one, so nobody sees a half-done change of SERVING; the kernel frees the
+    lock when a process dies. Each record is replaced atomically.
 
-    Raises `StoreError` when a record is damaged, a change is not legal, or the lock is not free within `lock_timeout_s`.
+    Raises `StoreError` when a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
     """
 
     def __init__(self, folder: Path, *, lock_timeout_s: float = 30.0) -> None:
@@ -58,7 +62,7 @@ class FolderRegistry:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a published version. Adding the same weights again changes nothing; other weights under its number are refused."""
+        """Registers a published version. The same weights again change nothing; other weights under the same number are refused."""
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
             if known is None:
@@ -76,11 +80,11 @@ class FolderRegistry:
             return self._scan()
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
-        found = [version for version in self.versions() if not states or version.state in states]
-        return found[-1] if found else None
+        matching = [version for version in self.versions() if not states or version.state in states]
+        return matching[-1] if matching else None
 
     def set_state(self, number: int, state: VersionState) -> None:
-        """Moves a version along the table above; setting the state it has changes nothing."""
+        """Changes a version's state as the table above allows; setting its current state does nothing."""
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
             if state is VersionState.SERVING:
@@ -89,7 +93,7 @@ class FolderRegistry:
                 self._move(version, state)
 
     def set_evals(self, number: int, evals: Mapping[str, float]) -> None:
-        """Adds evaluation results to a version's own; a name already there gets the new value."""
+        """Adds evaluation results to a version; an existing name gets the new value."""
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
             self._write(replace(version, evals={**version.evals, **evals}))
@@ -99,33 +103,27 @@ class FolderRegistry:
         return self.folder.parent / version.folder
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` unless the weights on disk are the ones that were registered, whole, as deltas or as an adapter."""
+        """Raises `StoreError` unless the weights on disk (whole, delta or adapter) are those that were registered."""
         home = self.path(version)
         weights = home / version.weights
         with _translated(weights):
             if not weights.exists() and (version.weights == ADAPTER or not (home / deltas.RECORD).exists()):
                 raise StoreError(f"{weights}: No such file or directory")
             if version.weights == ADAPTER:
-                found = sha256_file(weights)
-                if found != version.sha256:
-                    raise StoreError(f"{weights} is not what was registered: sha256 {found[:12]}..., expected {version.sha256[:12]}...")
+                actual = sha256_file(weights)
+                if actual != version.sha256:
+                    raise StoreError(f"{weights} is not what was registered: sha256 {actual[:12]}..., expected {version.sha256[:12]}...")
                 return
             try:
                 deltas.verify(home, version.sha256)
             except ValueError as error:
                 raise StoreError(str(error)) from error
 
-    def has_weights(self, version: PolicyVersion) -> bool:
-        """Whether the version's weights are still kept, whole, as a delta or as an adapter."""
-        home = self.path(version)
-        return (home / version.weights).exists() or (home / deltas.RECORD).exists()
-
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """After a crash: forgets, weights included, every version newer than the learner's checkpoint; returns their numbers.
+        """After a crash: deletes every version newer than the learner's checkpoint, with its weights; returns their numbers.
 
-        The learner will make those versions again, with other weights under the same numbers. When the serving version is among them,
-        the newest one that is left, and was not rolled back, is the serving one from then on: `latest(SERVING, PROMOTED)` never names
-        a version that is gone.
+        The learner will publish other weights under the same numbers. When the serving version is among them, the newest remaining
+        one that was not rolled back becomes the serving version, so `latest(SERVING, PROMOTED)` never names a deleted version.
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]
@@ -141,8 +139,8 @@ class FolderRegistry:
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers; the records stay as history.
 
-        Kept are the `keep` newest versions, version 0, the serving one, the promoted ones, and what one of these is a delta of.
-        Folders outside `versions/` are never touched.
+        It keeps the `keep` newest versions, version 0, the serving and the promoted ones, and those that a kept version is a delta
+        of. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             versions = self._scan()
@@ -157,7 +155,7 @@ class FolderRegistry:
             return tuple(version.number for version in old if self._drop_weights(version.number))
 
     def close(self) -> None:
-        """Nothing stays open between calls; a closed registry only refuses further use."""
+        """Refuses further use; nothing is held open between calls."""
         self._closed = True
 
     def _serve(self, version: PolicyVersion) -> None:
@@ -170,8 +168,8 @@ class FolderRegistry:
                 )
             if other.state is VersionState.SERVING and other.number != version.number:
                 # Written before the new one: a crash in between leaves none serving, never two.
-                self._write(replace(other, state=VersionState.CANDIDATE))
-        if version.state is VersionState.CANDIDATE:
+                self._write(replace(other, state=VersionState.SERVED))
+        if version.state in (VersionState.CANDIDATE, VersionState.SERVED):
             self._write(replace(version, state=VersionState.SERVING))
 
     def _move(self, version: PolicyVersion, state: VersionState) -> None:
@@ -188,11 +186,11 @@ class FolderRegistry:
             return sorted(int(entry.name) for entry in os.scandir(self.folder) if entry.name.isdecimal() and entry.is_dir())
 
     def _scan(self) -> tuple[PolicyVersion, ...]:
-        found = (self._read(number) for number in self._numbers())
-        return tuple(version for version in found if version is not None)
+        read = (self._read(number) for number in self._numbers())
+        return tuple(version for version in read if version is not None)
 
     def _read(self, number: int) -> PolicyVersion | None:
-        """The record, or None where there is no folder yet or one that is still being written."""
+        """The record, or None when the folder is missing or still being written."""
         path = self._home(number) / _RECORD
         try:
             data = path.read_bytes()
@@ -218,14 +216,8 @@ class FolderRegistry:
         home = self._home(version.number)
         with _translated(home):
             home.mkdir(exist_ok=True)
-            beside = home / f".{_RECORD}.part"
-            with beside.open("wb") as file:
-                file.write(codec.to_json(version))
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(home / _RECORD)
-            for folder in (home, self.folder):
-                _sync_folder(folder)
+            write(home / _RECORD, codec.to_json(version), durable=True)
+            sync(self.folder)
 
     def _drop_weights(self, number: int) -> bool:
         home = self._home(number)
@@ -261,15 +253,6 @@ class FolderRegistry:
                 if time.monotonic() >= deadline:
                     raise StoreError(f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s") from None
                 time.sleep(0.01)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename in `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

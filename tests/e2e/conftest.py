@@ -3,16 +3,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from agentrl.sandbox import list_open
+from agentrl.sandbox.lease import alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -81,38 +86,42 @@ def steps_logged(run: Path) -> list[int]:
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """No process, shared-memory file or container outlives the test."""
-    shm, processes, containers = _shm(), _ours(), _containers()
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process, shared-memory file or sandbox of this test outlives it, whatever else goes on on the machine meanwhile.
+
+    Processes are known by a variable that each inherits from the one that started it; sandboxes, whose processes inherit nothing, by a
+    driver that is gone.
+    """
+    mark = f"AGENTRL_TEST={uuid.uuid4()}"
+    shm, orphans = _shm(), _orphans()
+    monkeypatch.setenv(*mark.split("="))
     yield
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (_ours() - processes or _shm() - shm or _containers() - containers):
+    while (left := (_marked(mark), _orphans() - orphans, _shm() - shm)) != ({}, set(), set()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    left = {pid: line for pid, line in _command_lines().items() if pid in _ours() - processes}
-    assert not left, left
-    assert _shm() - shm == set()
-    assert _containers() - containers == set()
+    assert left == ({}, set(), set())
 
 
-def _command_lines() -> dict[int, str]:
-    """Of every process that is no zombie."""
-    found = psutil.process_iter(["cmdline", "status"])  # without those that end meanwhile
-    return {one.pid: " ".join(one.info["cmdline"] or ()) for one in found if one.info["status"] != psutil.STATUS_ZOMBIE}
+def _marked(mark: str) -> dict[int, str]:
+    """Command lines of the processes with `mark` in their environment; zombies have none."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # it is ending
+            if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found[process.pid] = " ".join(process.cmdline())
+    return found
 
 
-def _ours() -> set[int]:
-    marks = ("agentrl", "vllm", "bwrap", "torch.distributed")
-    found = {pid for pid, line in _command_lines().items() if any(mark in line for mark in marks) and "pytest" not in line}
-    return found - {os.getpid()}
+def _orphans() -> set[str]:
+    """Sandboxes, as folder, container or process, whose driver does not live."""
+    lines = [" ".join(found.info["cmdline"] or ()) for found in psutil.process_iter(["cmdline"])]
+    named = {found for line in lines if "bwrap" in line for found in re.findall(r"agentrl-([0-9a-f]{8}-\d+-\d+)-\d+", line)}
+    return {one.name for one in list_open() if not one.driver_alive} | {lease for lease in named if not alive(lease)}
 
 
 def _shm() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def _containers() -> set[str]:
-    listed = subprocess.run(["docker", "ps", "-aq", "--filter", "label=agentrl.run"], capture_output=True, text=True, check=False)
-    return set(listed.stdout.split())
+    """Without what the fuzzer keeps there, which may run beside the tests."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("agentrl-fuzz-")}
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl import cli, loop
+from agentrl import cli
 from agentrl.records import Completion, SamplingParams, VersionSpan
-from agentrl.served import ServedPolicy
+from agentrl.run import opening
+from agentrl.serving.served import ServedPolicy
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.hostile import RIGHT, SCRIPTS
 
@@ -26,7 +27,7 @@ TOKENIZER = byte_tokenizer()
 FAMILY = """
 import ast, operator
 from agentrl.records import Limits, Message, SandboxSpec, Score, Task
-from agentrl.rollout.tools import ToolOutcome, function_schema
+from agentrl.agent.tools import ToolOutcome, function_schema
 
 OPERATORS = {ast.Add: operator.add, ast.Div: operator.truediv}
 PEOPLE = {"ada": "1815"}
@@ -138,7 +139,7 @@ class Scripted(ServedPolicy):
 
 
 def main(project: str, run_dir: str, backend: str, *more: Any) -> None:
-    loop.ServedPolicy = Scripted  # type: ignore[misc]
+    opening.ServedPolicy = Scripted  # type: ignore[misc]
     cli.main(["train", f"{project}/recipe.py", "--run-dir", run_dir, "--sandbox", backend, *more])
 
 

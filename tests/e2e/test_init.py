@@ -1,40 +1,86 @@
-"""A stranger's project: written by the built wheel, outside the repo, trains at once."""
+"""A stranger's project: written by the built wheel, outside the repo, it trains from evaluation to evaluation, every part the real one."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from agentrl.files import sha256_file
+
 from .conftest import ROOT, SMALL, agentrl, summary
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.docker]
+
+RECIPE = "recipes/quickstart.py"
+DELTAS = ("learner.lr=1e-7", "serving.weight_transfer=delta", "learner.full_every=3")  # a step small enough for deltas to pay
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_project_from_the_wheel_trains(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path / "dist"), str(ROOT)]
+def test_a_project_from_the_wheel_trains_with_deltas_and_any_version_can_be_evaluated(tmp_path: Path) -> None:
+    project, env = _project(tmp_path)
+    began = time.monotonic()
+    code, output = agentrl("train", RECIPE, "steps=4", *SMALL, *DELTAS, "--sandbox", "docker", cwd=project, env=env)
+    by_the_clock = time.monotonic() - began
+    assert code == 0, output
+    assert "loaded whole" not in output, "the server took the deltas as they were"
+    (run,) = (project / "runs").iterdir()
+    _is_finished(run)
+    assert 0.9 * by_the_clock - 2 < sum(summary(run)["wall_s"].values()) < by_the_clock, "the minutes told are those of the clock"
+    versions = _travelled_as_deltas(run)
+    arguments = ("evaluation.heldout=4", "evaluation.heldout_real=0", "--run-dir", str(tmp_path / "eval"), "--json", "--sandbox", "docker")
+    code, output = agentrl("eval", RECIPE, "--model", str(versions[2]), *arguments, cwd=project, env=env)
+    assert code == 0 and json.loads(output.splitlines()[-1])["heldout"]["n"] == 4, output
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q"], cwd=project, env={**env, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert tests.returncode == 0, tests.stdout
+
+
+def _project(folder: Path) -> tuple[Path, dict[str, str]]:
+    """What `agentrl init` of an installed wheel writes, and the environment in which that wheel is what runs."""
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder / "dist"), str(ROOT)]
     subprocess.run(build, check=True, timeout=900)
-    (wheel,) = (tmp_path / "dist").glob("agentrl-*.whl")
-    installed = tmp_path / "installed"
+    (wheel,) = (folder / "dist").glob("agentrl-*.whl")
+    installed, project = folder / "installed", folder / "my-agent"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=900
     )
     env = {"PYTHONPATH": str(installed)}
-    project = tmp_path / "my-agent"
-    code, output = agentrl("init", str(project), cwd=tmp_path, env=env)
+    code, output = agentrl("init", str(project), cwd=folder, env=env)
     assert code == 0, output
     shown = subprocess.run(
         [sys.executable, "-c", "import agentrl; print(agentrl.__file__)"], cwd=project, env=env, capture_output=True, text=True, check=True
     )
     assert str(installed) in shown.stdout, "the wheel is what runs, not the checkout"
-    code, output = agentrl("train", "recipes/quickstart.py", "steps=1", *SMALL, "--sandbox", "bubblewrap", cwd=project, env=env)
-    assert code == 0, output
-    (run,) = (project / "runs").iterdir()
-    assert summary(run)["steps"] == 1
-    tests = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"], cwd=project, env={**env, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
-    assert tests.returncode == 0, tests.stdout
+    return project, env
+
+
+def _is_finished(run: Path) -> None:
+    found = summary(run)
+    assert found["sandbox_backend"] == "docker"
+    assert (found["steps"], found["weight_swaps"], found["episodes"]) == (4, 4, 64)
+    for key in ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after"):
+        rate = found[key]
+        assert 0.0 <= rate["ci_low"] <= rate["value"] <= rate["ci_high"] <= 1.0
+        assert rate["n"] == (6 if "real" in key else 12)
+    assert found["swap_probe_max_abs_diff"] <= 1e-3
+    assert found["episodes_left_out"] == 0 and found["tokens_trained"] > 0
+    report = (run / "report.html").read_text()
+    assert "http://" not in report.replace("http://www.w3.org", "") and len(report) > 10_000
+
+
+def _travelled_as_deltas(run: Path) -> list[Path]:
+    """The folders of all versions. What was exported is the last one, whole, beside the files of version 0, which a server started from."""
+    homes = [run / "versions" / f"{number:06d}" for number in range(5)]
+    assert [(home / "model.delta").exists() for home in homes] == [False, False, True, False, True]
+    assert [(home / "model.safetensors").exists() for home in homes] == [True, True, False, True, True], "the last was exported"
+    assert (run / "model" / "model.safetensors").exists() and not (run / "model" / "model.delta").exists()
+    assert sha256_file(run / "model" / "model.safetensors") == sha256_file(homes[4] / "model.safetensors")
+    served = {path.name for path in homes[0].iterdir()} - {"version.json"}
+    assert served <= {path.name for path in (run / "model").iterdir()}
+    return homes

@@ -1,99 +1,71 @@
-"""The whole loop, every part the real one: vLLM, a sandbox, the verifier, DeepSpeed and the swap."""
+"""What a run outlives: interrupts, and the death of its server and of a rank of its learner; every part is the real one."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from .conftest import SMALL, agentrl, descendants, interrupt, start, steps_logged, summary, wait_for
+from .conftest import SMALL, descendants, interrupt, start, steps_logged, summary, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed]
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
 
 RECIPE = "recipes/quickstart.py"
+STEPS = 6
 
 
-@pytest.mark.docker
 @pytest.mark.usefixtures("nothing_left")
-def test_docker_run_from_evaluation_to_evaluation(tmp_path: Path) -> None:
+def test_a_run_outlives_its_server_a_rank_and_interrupts(tmp_path: Path) -> None:
+    """Two ranks of the learner. The server is killed, then ctrl-C once finishes the step; twice stops the next start; the run that goes
+    on loses a rank. In the end no step is lost and no group was trained twice."""
     run = tmp_path / "run"
-    code, output = agentrl("train", RECIPE, "steps=3", *SMALL, "--run-dir", str(run), "--sandbox", "docker")
-    assert code == 0, output
-    found = summary(run)
-    assert found["sandbox_backend"] == "docker"
-    assert (found["steps"], found["weight_swaps"], found["episodes"]) == (3, 3, 48)
-    for key in ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after"):
-        rate = found[key]
-        assert 0.0 <= rate["ci_low"] <= rate["value"] <= rate["ci_high"] <= 1.0
-        assert rate["n"] == (6 if "real" in key else 12)
-    assert found["swap_probe_max_abs_diff"] <= 1e-3
-    assert found["episodes_left_out"] == 0 and found["tokens_trained"] > 0
-    report = (run / "report.html").read_text()
-    assert "http://" not in report.replace("http://www.w3.org", "") and len(report) > 10_000
-    code, output = agentrl("eval", RECIPE, "--model", str(run / "model"), "evaluation.heldout=4", "evaluation.heldout_real=0",
-                           "--run-dir", str(tmp_path / "eval"), "--json")  # fmt: skip
-    assert code == 0 and json.loads(output.splitlines()[-1])["heldout"]["n"] == 4, output
-
-
-@pytest.mark.bubblewrap
-@pytest.mark.usefixtures("nothing_left")
-def test_interrupt_resume_and_interrupt_twice(tmp_path: Path) -> None:
-    """Ctrl-C once finishes the step; a resumed run goes on from there and trains on every group exactly once."""
-    run = tmp_path / "run"
-    arguments = ("train", RECIPE, "steps=4", *SMALL, "--run-dir", str(run), "--sandbox", "bubblewrap")
-    process = start(*arguments)
-    wait_for(lambda: 1 in steps_logged(run), process, timeout=600)
-    interrupt(process)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 130, output
-    first = summary(run)
-    assert first["interrupted"] and 1 <= first["steps"] < 4 and first["heldout_after"] is None
-    assert "--resume" in output and (run / "report.html").exists() and (run / "model" / "model.safetensors").exists()
-
-    twice = start(*arguments, "--resume")
-    wait_for(lambda: descendants(twice, "agentrl.learner.launch") != [], twice, timeout=600)
-    interrupt(twice)
-    assert twice.stdout is not None
-    while "interrupt again to stop now" not in (line := twice.stdout.readline()):  # signals that meet on the way are one
-        assert line, "it ended without a word"
-    interrupt(twice)
-    output, _ = twice.communicate(timeout=600)
-    assert twice.returncode == 130 and "stopped; what was finished is kept" in output, output
-
-    code, output = agentrl(*arguments, "--resume")
-    assert code == 0, output
-    last = summary(run)
-    assert last["finished"] and last["steps"] == 4 and last["heldout_after"]["n"] == 12
-    assert steps_logged(run) == [1, 2, 3, 4]
-    with sqlite3.connect(run / "experience.sqlite") as store:
-        consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
-    assert [index for index, _ in consumed] == list(range(16))
-
-
-@pytest.mark.bubblewrap
-@pytest.mark.usefixtures("nothing_left")
-def test_a_run_outlives_its_server_and_its_learner(tmp_path: Path) -> None:
-    """Two ranks of the learner; first the inference server is killed, then one of the ranks. No step is lost, no group trained twice."""
-    run = tmp_path / "run"
-    process = start(
-        *("train", RECIPE, "steps=5", *SMALL, "learner.ranks=2", "max_staleness=2", "learner.keep_versions=4"),
+    arguments = (
+        *("train", RECIPE, f"steps={STEPS}", *SMALL, "learner.ranks=2", "max_staleness=2", "learner.keep_versions=4"),
         *("evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap"),
     )
+    first = start(*arguments)
     try:
-        for step, victim in ((1, "agentrl.serving.launch"), (3, "agentrl.learner.worker")):
-            wait_for(lambda step=step: step in steps_logged(run), process, timeout=600)  # type: ignore[misc]
-            descendants(process, victim)[-1].kill()
-        output, _ = process.communicate(timeout=900)
+        wait_for(lambda: 1 in steps_logged(run), first, timeout=600)
+        descendants(first, "agentrl.serving.launch")[-1].kill()
+        wait_for(lambda: 2 in steps_logged(run), first, timeout=600)
+        interrupt(first)
+        output, _ = first.communicate(timeout=600)
     finally:
-        process.kill()
-    assert process.returncode == 0, output[-4000:]
+        first.kill()
+    assert first.returncode == 130, output[-4000:]
+    assert "the inference server died" in output and "--resume" in output
     found = summary(run)
-    assert found["finished"] and (found["steps"], found["weight_swaps"]) == (5, 5)
-    assert found["episodes_left_out"] == 0
-    assert steps_logged(run) == [1, 2, 3, 4, 5]
+    assert found["interrupted"] and 2 <= found["steps"] < STEPS - 1 and found["heldout_after"] is None
+    assert (run / "report.html").exists() and (run / "model" / "model.safetensors").exists()
+
+    _interrupted_twice_while_it_starts(*arguments, "--resume")
+
+    last = start(*arguments, "--resume")
+    try:
+        wait_for(lambda: found["steps"] + 1 in steps_logged(run), last, timeout=600)
+        descendants(last, "agentrl.learner.main")[-1].kill()
+        output, _ = last.communicate(timeout=900)
+    finally:
+        last.kill()
+    assert last.returncode == 0, output[-4000:]
+    assert "the learner" in output
+    found = summary(run)
+    assert found["finished"] and (found["steps"], found["weight_swaps"], found["episodes_left_out"]) == (STEPS, STEPS, 0)
+    assert found["heldout_after"]["n"] == 12
+    assert steps_logged(run) == list(range(1, STEPS + 1))
     with sqlite3.connect(run / "experience.sqlite") as store:
         consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
-    assert consumed == [(index, index // 4) for index in range(20)]
-    assert "the inference server died" in output and "the learner" in output
+    assert consumed == [(index, index // 4) for index in range(4 * STEPS)]
+
+
+def _interrupted_twice_while_it_starts(*arguments: str) -> None:
+    process = start(*arguments)
+    wait_for(lambda: descendants(process, "agentrl.learner.launch") != [], process, timeout=600)
+    interrupt(process)
+    assert process.stdout is not None
+    while "interrupt again to stop now" not in (line := process.stdout.readline()):  # signals that meet on the way are one
+        assert line, "it ended without a word"
+    interrupt(process)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 130 and "stopped; what was finished is kept" in output, output

@@ -69,7 +69,7 @@ def test_two_drivers_a_full_disk_and_a_killed_driver_lose_no_step(small_disk: Pa
     command = resume_command(output)
     assert "steps=6" in command and "--resume" in command
     killed = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: descendants(killed, "agentrl.learner.worker") != [], killed, timeout=600)
+    wait_for(lambda: descendants(killed, "agentrl.learner.main") != [], killed, timeout=600)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     last = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)

@@ -24,7 +24,13 @@ TURN = Turn(
     finish_reason="stop",
 )
 STATE = EpisodeState(
-    episode_id="e", task_key="k", attempt=1, turns=(TURN,), inherited=("d",), prompt_ids=(5,), snapshot=bytes(range(256)), wall_s=1.5
+    episode_id="e",
+    task_key="k",
+    attempt=1,
+    trajectories=(Trajectory(agent="main", turns=(TURN,), inherited=("d",), stop_reason=""),),
+    prompt_ids=((5,),),
+    snapshot=bytes(range(256)),
+    wall_s=1.5,
 )
 EPISODE = Episode(id="e", task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=(TURN,), inherited=("d",)),))
 SCORED = ScoredEpisode(episode=EPISODE, score=Score(value=0.5))
@@ -39,7 +45,7 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
     face: EpisodeKeeper = keeper
     assert await face.find(0, 0) is None and keeper.groups() == ()
     await face.keep(0, 0, STATE)
-    later = replace(STATE, turns=(TURN, TURN), prompt_ids=(7,))
+    later = replace(STATE, trajectories=(replace(STATE.trajectories[0], turns=(TURN, TURN)),), prompt_ids=((7,),))
     await face.keep(0, 0, later)
     await face.keep(0, 1, STATE)
     again = RunningEpisodes(tmp_path / "running")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -19,8 +18,7 @@ from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
-
-SPAWN = multiprocessing.get_context("spawn")
+from tests.forking import FORKS
 
 
 def make_group(index: int, note: str = "") -> Group:
@@ -69,8 +67,8 @@ def _put_all(path: str, name: str, count: int, barrier, won) -> None:
 
 def test_of_several_processes_that_put_the_same_index_one_wins(tmp_path: Path) -> None:
     path, count, writers = tmp_path / "experience.sqlite", 25, 4
-    barrier, won = SPAWN.Barrier(writers), SPAWN.Queue()
-    processes = [SPAWN.Process(target=_put_all, args=(str(path), f"writer{n}", count, barrier, won)) for n in range(writers)]
+    barrier, won = FORKS.Barrier(writers), FORKS.Queue()
+    processes = [FORKS.Process(target=_put_all, args=(str(path), f"writer{n}", count, barrier, won)) for n in range(writers)]
     for process in processes:
         process.start()
     claims = dict(won.get(timeout=300) for _ in processes)
@@ -132,8 +130,8 @@ def test_of_two_learners_that_commit_the_same_groups_one_wins(tmp_path: Path) ->
     store = SqliteStore(path)
     for index in range(3):
         store.put(make_group(index))
-    barrier, result = SPAWN.Barrier(2), SPAWN.Queue()
-    processes = [SPAWN.Process(target=_commit, args=(str(path), step, barrier, result)) for step in (5, 6)]
+    barrier, result = FORKS.Barrier(2), FORKS.Queue()
+    processes = [FORKS.Process(target=_commit, args=(str(path), step, barrier, result)) for step in (5, 6)]
     for process in processes:
         process.start()
     outcome = dict(result.get(timeout=300) for _ in processes)

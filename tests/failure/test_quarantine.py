@@ -37,7 +37,7 @@ def test_one_too_many_stops_with_the_list_and_a_restart_may_go_on(tmp_path: Path
     quarantine = Quarantine(tmp_path, limit=2)
     quarantine.add(group(0, "a"))
     quarantine.add(group(1, "b"))
-    with pytest.raises(TaskError, match=r"3 tasks are wrong in themselves, 2 are allowed[^$]*a: a has no tool\n  b: b has no tool\n  c: c"):
+    with pytest.raises(TaskError, match=r"3 tasks are broken, 2 are allowed[^$]*a: a has no tool\n  b: b has no tool\n  c: c"):
         quarantine.add(group(2, "c"))
     assert count(tmp_path) == 3, "it is on the list"
     Quarantine(tmp_path, limit=2).add(group(3, "d"))

@@ -10,9 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.experience import SqliteStore
+from agentrl.files import sha256_file
 from agentrl.recipe import Recipe, build
 from agentrl.records import Episode, Group, Message, PolicyVersion, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
-from agentrl.version import FolderRegistry, sha256_file
+from agentrl.version import FolderRegistry
 
 VOCABULARY = 97
 

@@ -8,9 +8,9 @@ import sys
 from typing import Any
 
 from agentrl.experience import SqliteStore
-from agentrl.learner import steps, worker
+from agentrl.learner import main, worker
 
-_publish = steps.publish
+_publish = worker.publish
 
 
 def _die(*_: Any, **__: Any) -> None:
@@ -27,5 +27,5 @@ point = sys.argv.pop(1)
 fatal = int(point.partition("-")[2] or -1)
 if point == "commit":
     SqliteStore.commit = _die  # type: ignore[method-assign]
-steps.publish = _publish_or_die
-sys.exit(worker.main())
+worker.publish = _publish_or_die
+sys.exit(main.main())

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
-    "agentrl.learner.steps",
+    "agentrl.learner.worker",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft",
@@ -75,7 +75,7 @@ def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
 
 
 def host(address: str, parent: str) -> None:
-    from agentrl.learner.lifeline import die_with_parent
+    from agentrl.processes import die_with_parent
 
     die_with_parent(int(parent))
     for name in HEAVY:

@@ -28,7 +28,7 @@ from agentrl.learner.publish import gather
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
-from agentrl.objective import assemble, build_batch, counted_samples
+from agentrl.objective import assemble, counted_samples
 from agentrl.recipe import CriticConfig, LoraConfig, ObjectiveConfig, Recipe, load
 from agentrl.records import Batch
 from tests.learner.building import random_group
@@ -55,7 +55,7 @@ class Scenario:
         store = SqliteStore(run_dir / "experience.sqlite")
         size = self.recipe.rollout.groups_per_step
         self.groups = [tuple(store.groups(range(step * size, (step + 1) * size))) for step in range(2)]
-        self.batches: list[Batch] = [build_batch(step, groups, self.recipe) for step, groups in enumerate(self.groups)]
+        self.batches: list[Batch] = [assemble(step, groups, self.recipe).batch for step, groups in enumerate(self.groups)]
         store.close()
 
     def with_learner(self, **changes: Any) -> Recipe:
@@ -136,7 +136,7 @@ class Scenario:
         engine = self.engine(made)
         updater = Updater(engine)
         updater.update(self.batches[0])
-        meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
+        meta = CheckpointMeta(step=1, parent=0, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
         root = self._root(stage, self.ranks.size, variant)
         save(root, engine, meta, keep=2)
         noise = torch.rand(3)
@@ -181,7 +181,7 @@ class Scenario:
         """What is said of checkpoints that cannot be gone on from: never trained, without a critic, of another model."""
         fresh = self.run_dir / "checkpoints-fresh"
         engine = self.engine(self.with_learner(zero_stage=3, ranks=self.ranks.size))
-        save(fresh, engine, CheckpointMeta(step=1, consumed={}, ranks=self.ranks.size, zero_stage=3), keep=1)
+        save(fresh, engine, CheckpointMeta(step=1, parent=0, consumed={}, ranks=self.ranks.size, zero_stage=3), keep=1)
         plain = self.with_learner(zero_stage=stage, ranks=self.ranks.size, weight_decay=0.1)
         separate, shared = self._with_critic(stage, CriticConfig(), weight_decay=0.1), self._with_critic(stage, SHARED, weight_decay=0.1)
         trials = {
@@ -217,7 +217,7 @@ class Scenario:
         before = gather(first)
         metrics = [updater.update(batches[0])]
         warmed = gather(first)
-        meta = CheckpointMeta(step=1, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
+        meta = CheckpointMeta(step=1, parent=0, consumed={0: (0, 1, 2)}, ranks=self.ranks.size, zero_stage=stage)
         root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))
@@ -240,7 +240,7 @@ class Scenario:
         return made.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
 
     def _ppo_batches(self, made: Recipe) -> list[Batch]:
-        return [build_batch(step, groups, made) for step, groups in enumerate(self.groups)]
+        return [assemble(step, groups, made).batch for step, groups in enumerate(self.groups)]
 
     def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic | None, Updater]:
         engine = self.engine(made)
@@ -282,7 +282,7 @@ class Scenario:
         )
         engine = self.engine(alone)
         before = gather(engine)
-        batch = build_batch(0, [replace(group, index=place) for place, group in enumerate(short)], alone)
+        batch = assemble(0, [replace(group, index=place) for place, group in enumerate(short)], alone).batch
         metrics = Updater(engine).update(batch)
         found["short"] = {"before": before, "after": gather(engine), "metrics": metrics, "samples": len(batch.samples)}
         strange = replace(batch.samples[0], token_ids=(*batch.samples[0].token_ids[:-1], 5000))

@@ -13,7 +13,7 @@ from agentrl.learner.checkpoint import CheckpointMeta, numbered, restore, save
 from agentrl.learner.guard import Counts
 from agentrl.learner.publish import gather
 from agentrl.learner.update import Updater
-from agentrl.objective import build_batch
+from agentrl.objective import assemble
 from agentrl.recipe import CriticConfig, Limit, LimitsConfig, ObjectiveConfig
 from agentrl.records import Batch
 from tests.learner.script import Scenario, main
@@ -33,7 +33,7 @@ class Setbacks(Scenario):
         except LearnerHalted as error:
             metrics, halted = {}, str(error)
         after = gather(engine)
-        setbacks = updater.guard.taken()
+        setbacks = updater.guard.drain()
         counts = updater.guard.counts
         everyone: list[Any] = [None] * self.ranks.size
         dist.all_gather_object(everyone, (setbacks, counts, halted, updater.guard.rolling_back), group=self.ranks.control)
@@ -86,7 +86,8 @@ class Setbacks(Scenario):
         root = self.run_dir / f"undo-{stage}-{self.ranks.size}"
         updater = Updater(engine)
         for step in range(2):
-            meta = CheckpointMeta(step=step, consumed={}, ranks=self.ranks.size, zero_stage=stage, counts=Counts(rollbacks=step))
+            counts, ranks = Counts(rollbacks=step), self.ranks.size
+            meta = CheckpointMeta(step=step, parent=max(step - 1, 0), consumed={}, ranks=ranks, zero_stage=stage, counts=counts)
             save(root, engine, meta, keep=1, spare=0)
             updater.update(self.batches[step])
         straight = gather(engine)
@@ -108,8 +109,8 @@ class Setbacks(Scenario):
         made = self.with_learner(zero_stage=stage, ranks=self.ranks.size).model_copy(update=changes)
         engine, critic, updater = self._actor_and_critic(made)
         root = self.run_dir / f"undo-critic-{stage}-{self.ranks.size}"
-        save(root, engine, CheckpointMeta(step=0, consumed={}, ranks=self.ranks.size, zero_stage=stage), keep=1, critic=critic)
-        batch = build_batch(0, self.groups[0], made)
+        save(root, engine, CheckpointMeta(step=0, parent=0, consumed={}, ranks=self.ranks.size, zero_stage=stage), keep=1, critic=critic)
+        batch = assemble(0, self.groups[0], made).batch
         found = []
         for _ in range(2):
             updater.update(batch)

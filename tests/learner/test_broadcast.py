@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.errors import LearnerError
 from agentrl.learner.broadcast import Broadcaster, Server
-from agentrl.learner.process import ANNOUNCEMENT
+from agentrl.weights.announcement import NAME
 from tests.learner.building import recipe
 
 
@@ -82,7 +82,7 @@ def make(tmp_path: Path, weights: Weights, *, patience_s: float = 60.0) -> Broad
 
 
 def announce(tmp_path: Path, url: str, start: int) -> None:
-    (tmp_path / ANNOUNCEMENT).write_text(json.dumps({"url": url, "start": start}))
+    (tmp_path / NAME).write_text(json.dumps({"url": url, "start": start}))
 
 
 def test_one_connection_serves_many_versions_and_a_new_server_gets_a_new_one(tmp_path: Path, weights: Weights, url: str) -> None:

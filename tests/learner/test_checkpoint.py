@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 
 from agentrl import codec
 from agentrl.errors import LearnerError
+from agentrl.files import folder_manifest
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
-from agentrl.version import folder_manifest
 from tests import strategies
 
 
@@ -21,7 +21,9 @@ def _write(root: Path, number: int) -> Path:
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "weights.pt").write_bytes(bytes(range(256)) * number)
     (folder / "rng_00.pt").write_bytes(b"random")
-    (folder / "meta.json").write_bytes(codec.to_json(CheckpointMeta(step=number, consumed={0: (0, 1)}, ranks=1, zero_stage=2)))
+    (folder / "meta.json").write_bytes(
+        codec.to_json(CheckpointMeta(step=number, parent=max(number - 1, 0), consumed={0: (0, 1)}, ranks=1, zero_stage=2))
+    )
     (folder / "manifest.json").write_text(json.dumps(folder_manifest(folder)))
     return folder
 

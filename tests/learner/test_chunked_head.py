@@ -1,14 +1,13 @@
 """The output head in chunks inside a DeepSpeed engine, as with every vocabulary of a real model.
 
 Under ZeRO-3 the head's weight is there only between hooks, and the backward pass of the chunks needs it once more. The module is its own
-script under torchrun.
+script for two ranks.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from agentrl.learner.publish import gather
 from agentrl.learner.update import Updater
 from agentrl.recipe import ObjectiveConfig
+from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
 from tests.learner.script import Scenario, main
 
@@ -40,11 +40,10 @@ class Chunked(Scenario):
         return {"gap": gap, "trained": metrics[-1]["tokens_trained"]}
 
 
-def test_chunks_make_the_same_update_as_the_whole_at_zero_3(tmp_path: Path) -> None:
+def test_chunks_make_the_same_update_as_the_whole_at_zero_3(tmp_path: Path, host: Path) -> None:
     write_run(tmp_path, recipe(), [random_group(index, size=5) for index in range(6)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tests.learner.test_chunked_head"]
     done = subprocess.run(
-        [*command, str(tmp_path), str(tmp_path), "chunked-3"],
+        preloaded.command(host, 2, "tests.learner.test_chunked_head", str(tmp_path), str(tmp_path), "chunked-3"),
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         **{"capture_output": True, "text": True, "timeout": 300, "check": False},
     )

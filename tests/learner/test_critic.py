@@ -34,8 +34,8 @@ def _samples(seed: int, told: bool) -> tuple[Sample, ...]:
                 token_ids=(*prompt, *completion),
                 loss_mask=(False,) * 4 + (True,) * 6,
                 logprobs=(0.0,) * 10,
-                advantages=(0.0,) * 9 + (score,),
                 versions=(-1,) * 4 + (0,) * 6,
+                rewards=(0.0,) * 9 + (score,),
             )
         )
     return tuple(made)

@@ -23,8 +23,8 @@ def test_a_figure_that_is_no_number_is_beyond_its_limit(name: str) -> None:
     assert guard.bound(metrics) == REFUSE_ALL
     guard.settle(PART, metrics, applied=False)
     assert guard.rolling_back, "the limit's own action, not that of a loss which is not finite"
-    (setback,) = guard.taken()
-    assert setback.reasons[-1] == f"{FIGURES[name]} is not a number, which learner.limits.{name}.at={bound:g} cannot be held against"
+    (setback,) = guard.drain()
+    assert setback.reasons[-1] == f"{FIGURES[name]} is not a number, so learner.limits.{name}.at={bound:g} cannot be checked"
 
 
 def test_a_figure_without_a_limit_or_without_a_value_stops_nothing() -> None:

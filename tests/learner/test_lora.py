@@ -17,7 +17,7 @@ from agentrl.learner.forest_attention import register
 from agentrl.learner.logprobs import TokenScorer
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.recipe import LoraConfig
-from agentrl.serving.adapter import merge_folder
+from agentrl.weights.adapters import merge_folder
 from tests.learner.building import VOCABULARY, tiny_config, write_policy
 from tests.learner.test_forest import CPU, _gap, _model, _samples
 
@@ -71,13 +71,13 @@ def test_gradients_are_the_chain_rule_through_the_merged_weights(ranks: int, log
     }
 
 
-def test_taken_off_it_leaves_the_base_policy_and_comes_back() -> None:
+def test_disabled_it_leaves_the_base_policy_and_comes_back() -> None:
     base, model = _model("qwen3", register()), _model("qwen3", register())
     adapted(model)
     batch = micro_batch(tuple(_samples(2)), CPU)
     given = (batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
     before, _ = TokenScorer(model)(*given)
-    with torch.no_grad(), lora.taken_off(model):
+    with torch.no_grad(), lora.disabled(model):
         off, _ = TokenScorer(model)(*given)
         assert torch.equal(off, TokenScorer(base)(*given)[0])
     after, _ = TokenScorer(model)(*given)

@@ -152,7 +152,7 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3, "offload": "parameters"}
     made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
-    learner = LearnerProcess(tmp_path, made)
+    learner = make_learner(tmp_path, made)
     await learner.start()
     await learner.wait(timeout_s=600)
     registry, base = FolderRegistry(tmp_path / "versions"), tmp_path / "versions" / "000000"
@@ -245,7 +245,7 @@ async def test_a_rank_that_is_killed_is_told_as_that(tmp_path: Path) -> None:
         await until(lambda: _workers(tmp_path), 600.0)
         await asyncio.sleep(1.0)
         os.kill(_workers(tmp_path)[0], signal.SIGKILL)
-        with pytest.raises(LearnerError, match=r"rank 0 was killed by signal 9, SIGKILL \(what the kernel does when memory runs out\)"):
+        with pytest.raises(LearnerError, match=r"rank 0 was killed by signal 9, SIGKILL \(as the kernel does when memory runs out\)"):
             await learner.wait(timeout_s=300)
     finally:
         await learner.kill()
@@ -254,7 +254,7 @@ async def test_a_rank_that_is_killed_is_told_as_that(tmp_path: Path) -> None:
 def _workers(run_dir: Path) -> list[int]:
     lines = ((found.pid, found.info["cmdline"] or []) for found in psutil.process_iter(["cmdline"]))
     return [
-        pid for pid, words in lines if "agentrl.learner.worker" in words and str(run_dir) in words and "agentrl.learner.launch" not in words
+        pid for pid, words in lines if "agentrl.learner.main" in words and str(run_dir) in words and "agentrl.learner.launch" not in words
     ]
 
 
@@ -287,7 +287,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", driver, str(tmp_path)])
     # torchrun and its worker
-    wait_until(lambda: sum("agentrl.learner.worker" in line and str(tmp_path) in line for line in _command_lines()) >= 2)
+    wait_until(lambda: sum("agentrl.learner.main" in line and str(tmp_path) in line for line in _command_lines()) >= 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: not any(str(tmp_path) in line for line in _command_lines()))  # they would run for ever

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,7 +49,7 @@ def _by_hand(rewards: list[float], values: list[float]) -> tuple[list[float], li
 
 @pytest.mark.parametrize(("share", "budget"), [(True, 10_000), (True, 120), (False, 10_000)])
 def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(share: bool, budget: int) -> None:
-    scorer, samples = _scorer(), _samples(1)
+    scorer, samples = _scorer(), [replace(sample, advantages=(), rewards=sample.advantages) for sample in _samples(1)]
     plain, head = _model("qwen3", "sdpa"), nn.Linear(32, 1).double()
     head.load_state_dict(scorer.value.state_dict())
     trained = sum(sum(sample.loss_mask) for sample in samples)
@@ -70,7 +72,7 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(s
             now, value = _plain(plain, head, row)
             mine = slice(at, at + len(now))
             at += len(now)
-            rewards = batch.advantages[mine].tolist()  # the row's, in float32
+            rewards = batch.rewards[mine].tolist()  # the row's, in float32
             gains, goals = (torch.tensor(made, dtype=torch.float64) for made in _by_hand(rewards, old[mine].tolist()))
             ratio = (now - behaviour[mine]).exp()
             total = total - torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).sum() / trained

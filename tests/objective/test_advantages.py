@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
 from agentrl.objective.advantages import rloo
 from agentrl.objective.turns import turn_advantages
@@ -47,6 +49,26 @@ def test_episodes_that_do_not_count_leave_the_baseline_alone() -> None:
     assert mixed.values == (*alone.values, None, None, None)
 
 
+def test_an_estimator_of_somebodys_sees_the_scores_that_count_and_its_failure_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "def longest(groups, *, most):\n"
+        "    if len(groups) > most:\n"
+        "        raise MemoryError('too many')\n"
+        "    return [[float(len(scores)) if score else 0 for score in scores] for scores in groups]\n"
+        "def short(groups):\n"
+        "    return groups[1:]\n"
+    )
+    settings = ObjectiveConfig(advantage=f"{file}:longest", advantage_options={"most": 1})
+    group = _group(_episode(0, 1.0), _episode(1, 1.0, Blame.INFRASTRUCTURE), _episode(2, None), _episode(3, 0.0))
+    (found,) = batch_advantages([group], settings, min_group_size=2)
+    assert found.values == (2.0, None, None, 0.0)
+    with pytest.raises(PluginError, match=r"objective\.advantage .*:longest. failed on 2 groups: MemoryError: too many .*theirs\.py:3"):
+        batch_advantages([group, group], settings, min_group_size=2)
+    with pytest.raises(PluginError, match="2 groups want 2 lists, not a list of 1"):
+        batch_advantages([group, group], ObjectiveConfig(advantage=f"{file}:short"), min_group_size=2)
+
+
 def test_a_policy_failure_counts() -> None:
     group = _group(_episode(0, 0.0, Blame.POLICY), _episode(1, 1.0))
     assert None not in group_advantages(group, normalize_std=True, min_group_size=2).values
@@ -77,8 +99,8 @@ def _settings(**changes: object) -> ObjectiveConfig:
 def test_rloo_against_the_leave_one_out_sum() -> None:
     scores = [0.0, 1.0, 0.25, 0.5]
     expected = [score - np.mean(scores[:i] + scores[i + 1 :]) for i, score in enumerate(scores)]
-    assert rloo(scores, normalize_std=False) == pytest.approx(expected, abs=1e-15)
-    assert rloo(scores, normalize_std=True) == pytest.approx(np.array(expected) / (np.std(scores, ddof=1) + 1e-4), abs=1e-14)
+    assert rloo([scores], normalize_std=False)[0] == pytest.approx(expected, abs=1e-15)
+    assert rloo([scores], normalize_std=True)[0] == pytest.approx(np.array(expected) / (np.std(scores, ddof=1) + 1e-4), abs=1e-14)
     found = batch_advantages([_group(*(_episode(n, s) for n, s in enumerate(scores)))], _settings(advantage="rloo"), min_group_size=2)
     assert found[0].values == pytest.approx(expected, abs=1e-15), "without a std unless asked for"
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.learner.packing import micro_batch, plan
-from agentrl.objective import assemble, build_batch, counted_samples
+from agentrl.objective import assemble, counted_samples
 from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
@@ -52,10 +52,12 @@ def group(*episodes: ScoredEpisode) -> Group:
 
 
 def trained(samples: tuple[Sample, ...]) -> dict[str, dict[int, float]]:
-    """Episode -> trained token -> advantage."""
+    """Episode -> trained token -> advantage, or reward."""
     return {
         sample.episode_id: {
-            token: advantage for token, on, advantage in zip(sample.token_ids, sample.loss_mask, sample.advantages, strict=True) if on
+            token: value
+            for token, on, value in zip(sample.token_ids, sample.loss_mask, sample.advantages or sample.rewards, strict=True)
+            if on
         }
         for sample in samples
     }
@@ -71,7 +73,7 @@ TREE = group(
 
 
 def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage() -> None:
-    batch = build_batch(0, [TREE], recipe())
+    batch = assemble(0, [TREE], recipe()).batch
     found = trained(batch.samples)
     assert found["stem"] == {**dict.fromkeys((100, 101, 102), 0.25), **dict.fromkeys((110, 111, 112), 0.75)}
     assert found["twig"] == dict.fromkeys((120, 121, 122), -0.25)
@@ -87,7 +89,7 @@ def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage()
 def test_when_the_stem_does_not_count_the_first_branch_that_does_trains_its_turns() -> None:
     lost = scored("stem", 1.0, STEM, turn(110), failures=(GONE,))
     found = trained(
-        build_batch(0, [group(lost, *TREE.episodes[1:], scored("good", 1.0, STEM, turn(160), inherited=("stem",)))], recipe()).samples
+        assemble(0, [group(lost, *TREE.episodes[1:], scored("good", 1.0, STEM, turn(160), inherited=("stem",)))], recipe()).batch.samples
     )
     assert set(found) == {"twig", "other", "fourth", "good"}
     assert set(found["twig"]) == {100, 101, 102, 120, 121, 122} and set(found["good"]) == {160, 161, 162}
@@ -97,7 +99,7 @@ def test_when_the_stem_does_not_count_the_first_branch_that_does_trains_its_turn
 def test_a_group_from_one_state_says_nothing_about_that_state() -> None:
     """All attempts have the stem in common, so none of them can tell whether it was good; only what differs is credited."""
     one = group(*(scored(f"b{n}", float(n == 0), STEM, turn(110 + 10 * n), inherited=("s",)) for n in range(4)))
-    found = trained(build_batch(0, [one], recipe()).samples)
+    found = trained(assemble(0, [one], recipe()).batch.samples)
     assert [found["b0"][token] for token in (100, 101, 102)] == [0.0] * 3
     assert (found["b0"][110], found["b1"][120]) == (0.75, -0.25)
 
@@ -105,11 +107,11 @@ def test_a_group_from_one_state_says_nothing_about_that_state() -> None:
 def test_turns_that_agree_by_chance_are_not_shared() -> None:
     """A policy that is sure of itself says the same again; each time is a sample of its own."""
     twins = group(scored("a", 1.0, STEM, turn(110)), scored("b", 0.0, STEM, turn(120)))
-    assert [sum(sample.loss_mask) for sample in build_batch(0, [twins], recipe()).samples] == [6, 6]
+    assert [sum(sample.loss_mask) for sample in assemble(0, [twins], recipe()).batch.samples] == [6, 6]
     begun_twice = group(  # under the id "stem" there were two lives; the branch is of the one that is lost
         scored("stem", 1.0, turn(170), turn(110)), scored("twig", 0.0, STEM, turn(120), inherited=("stem",))
     )
-    assert [sum(sample.loss_mask) for sample in build_batch(0, [begun_twice], recipe()).samples] == [6, 6]
+    assert [sum(sample.loss_mask) for sample in assemble(0, [begun_twice], recipe()).batch.samples] == [6, 6]
 
 
 def test_branches_of_branches() -> None:
@@ -120,7 +122,7 @@ def test_branches_of_branches() -> None:
         scored("c", 0.0, STEM, second, turn(140), inherited=("a", "a")),
         scored("d", 0.0, STEM, second, inherited=("a", "a")),
     )
-    batch = build_batch(0, [deep], recipe())
+    batch = assemble(0, [deep], recipe()).batch
     found = trained(batch.samples)
     assert {name: len(tokens) for name, tokens in found.items()} == {"a": 9, "b": 3, "c": 3}, "d sampled nothing of its own"
     assert (found["a"][100], found["a"][110], found["a"][120]) == pytest.approx((0.0, (0.75 - 0.25 - 0.25) / 3, 0.75))
@@ -131,17 +133,17 @@ def test_turn_rewards_and_age_act_on_shared_turns_once() -> None:
     with_rewards = tuple(
         replace(one, score=Score(value=one.score.value, turn_rewards=(line,))) for one, line in zip(TREE.episodes, rewards, strict=True)
     )
-    plain, credited = (trained(build_batch(2, [group(*with_rewards)], recipe(turn_coef=coef)).samples) for coef in (0.0, 1.0))
+    plain, credited = (trained(assemble(2, [group(*with_rewards)], recipe(turn_coef=coef)).batch.samples) for coef in (0.0, 1.0))
     mean = fmean(value for line in rewards for value in line)
     parts = [[sum(value - mean for value in line[place:]) for place in (0, 1)] for line in rewards]
     assert credited["stem"][100] - plain["stem"][100] == pytest.approx((parts[0][0] + parts[1][0]) / 2)
     assert credited["twig"][120] - plain["twig"][120] == pytest.approx(parts[1][1])
-    aged = trained(build_batch(2, [TREE], recipe(staleness_decay=0.5)).samples)
+    aged = trained(assemble(2, [TREE], recipe(staleness_decay=0.5)).batch.samples)
     assert aged["stem"][100] == pytest.approx(0.25 * plain["stem"][100])
 
 
 def test_with_a_critic_shared_turns_keep_the_rewards_of_the_episode_that_trains_them() -> None:
-    found = trained(build_batch(0, [TREE], recipe(advantage="gae")).samples)
+    found = trained(assemble(0, [TREE], recipe(advantage="gae")).batch.samples)
     assert found["stem"] == {**dict.fromkeys((100, 101, 102, 110, 111), 0.0), 112: 1.0}
     assert set(found["twig"]) == {120, 121, 122}
 
@@ -177,7 +179,7 @@ def test_every_token_that_counts_is_trained_once_and_packed_once(stems: int, bra
             failures = (GONE,) if rng.random() < lost else ()
             episodes.append(scored(f"s{stem}-b{branch}", rng.random(), *trunk, *own, inherited=inherited, failures=failures))
     tree = group(*episodes)
-    batch = build_batch(0, [tree], recipe())
+    batch = assemble(0, [tree], recipe()).batch
     if not batch.samples:
         assert len(tree.scored) < 2
         return
@@ -224,7 +226,7 @@ def test_the_expected_gradient_by_enumeration(stems: int, branches: int, advanta
                 )
                 for member, (s, c) in enumerate(zip(states, twigs, strict=True))
             ]
-            found = trained(build_batch(0, [group(*episodes)], made).samples)
+            found = trained(assemble(0, [group(*episodes)], made).batch.samples)
             advantages = {token: value for tokens in found.values() for token, value in tokens.items()}
             at_stems = [advantages.get(100 + 10 * number + 3 * s, 0.0) for number, s in enumerate(actions)]
             at_twigs = [advantages.get(500 + 10 * member + 3 * c, 0.0) for member, c in enumerate(twigs)]

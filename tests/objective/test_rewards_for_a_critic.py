@@ -8,7 +8,7 @@ import torch
 
 from agentrl.learner.critic import credit
 from agentrl.learner.packing import micro_batch
-from agentrl.objective import build_batch
+from agentrl.objective import assemble
 from agentrl.recipe import CriticConfig, Recipe, build
 from agentrl.records import Group
 from tests.learner.building import episode, scored, turn
@@ -30,17 +30,17 @@ def _group(*, cut_off: bool = False) -> Group:
 
 
 def test_the_score_lies_on_the_last_sampled_token_and_turn_rewards_on_the_last_of_their_turns() -> None:
-    (plain,) = build_batch(0, [_group()], _recipe()).samples
-    assert plain.advantages == (0.0,) * 10 + (8.0,)
-    (credited,) = build_batch(0, [_group()], _recipe(turn_coef=0.5)).samples
+    (plain,) = assemble(0, [_group()], _recipe()).batch.samples
+    assert (plain.rewards, plain.advantages) == ((0.0,) * 10 + (8.0,), ())
+    (credited,) = assemble(0, [_group()], _recipe(turn_coef=0.5)).batch.samples
     assert credited.loss_mask == (False, False, True, True, False, False, False, True, False, True, True)
-    assert credited.advantages == (0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 10.0)
+    assert credited.rewards == (0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 10.0)
 
 
 def test_returns_pass_over_what_tools_said_without_a_discount_and_end_where_the_episode_was_cut_off() -> None:
     """Five sampled tokens, each half a step's discount from the next; the same when the last turn ran out of tokens."""
     for cut_off in (False, True):
-        batch = build_batch(0, [_group(cut_off=cut_off)], _recipe(turn_coef=0.5))
+        batch = assemble(0, [_group(cut_off=cut_off)], _recipe(turn_coef=0.5)).batch
         values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
         advantages, returns = credit(micro_batch(batch.samples, torch.device("cpu")), values, CRITIC)
         expected = [0.5 * 2.25, 0.5 + 0.5 * 3.5, 1.0 + 0.5 * 5.0, 0.5 * 10.0, 10.0]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import RecipeError
-from agentrl.objective import assemble, build_batch, counted_samples
+from agentrl.objective import assemble, counted_samples
 from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
@@ -67,7 +67,7 @@ def test_every_sampled_token_is_trained_once_and_no_other(episodes: list[list[li
                 )
             trajectories.append(turns)
         made.append(_scored(f"e{number}", float(number), *trajectories))
-    batch = build_batch(3, [_group(0, *made)], RECIPE)
+    batch = assemble(3, [_group(0, *made)], RECIPE).batch
     trained = [token for sample in batch.samples for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
     assert sorted(trained) == sorted(sampled)
     assert batch.denominator == len(sampled)
@@ -83,7 +83,7 @@ def test_every_sampled_token_is_trained_once_and_no_other(episodes: list[list[li
 def test_tokens_are_the_turns_end_to_end_and_the_advantage_is_broadcast() -> None:
     good = _scored("good", 1.0, [_turn([1, 2], [3]), _turn([4], [5, 6], version=2)], [_turn([7], [8])])
     bad = _scored("bad", 0.0, [_turn([1], [9])])
-    first, helper, last = build_batch(0, [_group(5, good, bad)], RECIPE).samples
+    first, helper, last = assemble(0, [_group(5, good, bad)], RECIPE).batch.samples
     assert first.token_ids == (1, 2, 3, 4, 5, 6)
     assert first.loss_mask == (False, False, True, False, True, True)
     assert first.versions == (-1, -1, 0, -1, 2, 2)
@@ -114,12 +114,12 @@ def test_a_bad_logprob_in_an_episode_that_is_left_out_does_not_matter() -> None:
     left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
     broken = _scored("c", 1.0, [_turn([1], [2], logprob=math.nan)], failures=(left_out,))
     group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])]), broken)
-    assert [sample.episode_id for sample in build_batch(0, [group], RECIPE).samples] == ["a", "b"]
+    assert [sample.episode_id for sample in assemble(0, [group], RECIPE).batch.samples] == ["a", "b"]
 
 
 def test_a_one_token_completion_is_a_sample() -> None:
     group = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [3])]))
-    assert [sample.loss_mask for sample in build_batch(0, [group], RECIPE).samples] == [(False, True)] * 2
+    assert [sample.loss_mask for sample in assemble(0, [group], RECIPE).batch.samples] == [(False, True)] * 2
 
 
 def test_an_episode_longer_than_the_context_sets_its_group_aside() -> None:
@@ -148,11 +148,11 @@ def test_turn_rewards_are_added_to_the_turns_they_belong_to() -> None:
     good = _rewarded(_scored("good", 1.0, [_turn([1], [2]), _turn([3], [4])]), (1.0, 0.0))
     bad = _rewarded(_scored("bad", 1.0, [_turn([1], [5, 6])]), (0.5,))
     recipe = _with(turn_coef=2.0, normalize_std=False)
-    first, second = build_batch(0, [_group(0, good, bad)], recipe).samples
+    first, second = assemble(0, [_group(0, good, bad)], recipe).batch.samples
     assert first.advantages == pytest.approx((0.0, 0.0, 0.0, -1.0))  # to come: (1 - 0.5) + (0 - 0.5), then 0 - 0.5
     assert second.advantages == (0.0, 0.0, 0.0)
     apart = [replace(good, score=replace(good.score, value=0.0)), bad]
-    first, second = build_batch(0, [_group(0, *apart)], recipe).samples
+    first, second = assemble(0, [_group(0, *apart)], recipe).batch.samples
     assert first.advantages == pytest.approx((0.0, -0.5, 0.0, -1.5))
     assert second.advantages == pytest.approx((0.0, 0.5, 0.5))
 
@@ -160,7 +160,7 @@ def test_turn_rewards_are_added_to_the_turns_they_belong_to() -> None:
 def test_turn_rewards_that_are_missing_equal_or_infinite() -> None:
     plain = _group(0, _scored("a", 1.0, [_turn([1], [2])]), _scored("b", 0.0, [_turn([1], [2])]))
     with pytest.raises(RecipeError, match=r"episode a has no turn rewards.*\n.*fix: "):
-        build_batch(0, [plain], _with(turn_coef=1.0))
+        assemble(0, [plain], _with(turn_coef=1.0))
     same = [_rewarded(_scored(name, 0.5, [_turn([1], [2])]), (0.1,)) for name in "abc"]
     assert assemble(0, [_group(0, *same)], _with(turn_coef=1.0)).dropped == {0: "all_equal"}
     broken = _group(0, _rewarded(_scored("a", 1.0, [_turn([1], [2])]), (math.inf,)), *same)
@@ -170,8 +170,8 @@ def test_turn_rewards_that_are_missing_equal_or_infinite() -> None:
 def test_stale_tokens_weigh_less() -> None:
     old = _scored("old", 1.0, [_turn([1], [2], version=1), _turn([3], [4], version=3)])
     group = _group(0, old, _scored("new", 0.0, [_turn([1], [2], version=3)]))
-    fresh = build_batch(3, [group], RECIPE).samples
-    aged = build_batch(3, [group], _with(staleness_decay=0.5)).samples
+    fresh = assemble(3, [group], RECIPE).batch.samples
+    aged = assemble(3, [group], _with(staleness_decay=0.5)).batch.samples
     assert aged[0].advantages == (0.0, fresh[0].advantages[1] / 4, 0.0, fresh[0].advantages[3])
     assert aged[1] == fresh[1]
 
@@ -191,7 +191,7 @@ def test_penalties_are_computed_from_every_episode_that_counts_and_no_other() ->
 
 
 def test_an_empty_step_is_an_empty_batch() -> None:
-    batch = build_batch(0, [], RECIPE)
+    batch = assemble(0, [], RECIPE).batch
     assert (batch.samples, batch.denominator, batch.group_indices) == ((), 0, ())
     assert counted_samples([]) == ()
 

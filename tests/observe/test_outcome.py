@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from agentrl.cli import describe
+from agentrl.cli.train import describe
 from agentrl.observe import RunTracker, Summary, write_report
 from agentrl.observe.left_out import LONGEST, MOST, OTHERS, add, alike, most, reason_of, reasons, told
 from agentrl.observe.outcome import nothing_learned, problems
+from agentrl.observe.tracker import TensorBoard, TerminalTracker
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
 from .conftest import make_summary
@@ -110,7 +111,7 @@ def test_a_run_has_a_result_when_one_step_has() -> None:
 
 def test_a_step_without_a_score_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not in the terminal, not in metrics.jsonl, not in TensorBoard; and what was left out is told once and early."""
-    tracker = RunTracker(tmp_path, console=True, steps=3)
+    tracker = RunTracker(tmp_path, [TerminalTracker("run", steps=3), TensorBoard(tmp_path)], steps=3)
     tracker.stage("train")
     hostile = unscored("verifier raised \x1b[31mValueError")
     for step in (1, 2):
@@ -128,7 +129,7 @@ def test_a_step_without_a_score_shows_none(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_only_the_first_reasons_are_told_as_they_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = RunTracker(tmp_path, console=True)
+    tracker = RunTracker(tmp_path, [TerminalTracker("run")])
     for index in range(40):
         tracker.progress(index, Group(index=index, task_id="t", task_key="k", episodes=(unscored("because of " + "x" * (index + 1)),)))
     tracker.close()

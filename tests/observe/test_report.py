@@ -7,13 +7,15 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 
 from agentrl.errors import StoreError
 from agentrl.observe import write_report
 from agentrl.observe.charts import Series, line_chart
-from agentrl.observe.markup import element
+from agentrl.observe.markup import environment, render
 from agentrl.observe.transcripts import choose_pairs
 
 from .conftest import HOSTILE, transcript, write_lines
@@ -165,12 +167,21 @@ def test_the_pairs_chosen_show_gains_a_loss_and_what_stays_wrong() -> None:
 )
 def test_charts_keep_every_point_inside_the_frame(points: tuple[tuple[float, float], ...]) -> None:
     drawing = line_chart([Series(label="x", color="c1", points=points)], title="t", width=300, height=150)
-    path = re.search(r'd="M([^"]*)"', drawing)
-    found = [pair.split(",") for pair in path[1].split("L")] if path else re.findall(r'cx="([^"]*)" cy="([^"]*)"', drawing)
+    (drawn,) = drawing.series
+    found = [pair.split(",") for pair in drawn.path[1:].split("L")] if drawn.path else [(mark.x, mark.y) for mark in drawn.marks]
     assert len(found) == len(points)
     assert all(44 <= float(x) <= 286 and 12 <= float(y) <= 124 for x, y in found)
 
 
-def test_markup_escapes_children_and_attributes() -> None:
-    made = element("p", '<b>&"', element("i", "x"), None, title='"><script>', class_="a", data_x=None)
-    assert made == '<p title="&quot;&gt;&lt;script&gt;" class="a">&lt;b&gt;&amp;&quot;<i>x</i></p>'
+def test_whatever_a_template_prints_is_text() -> None:
+    series = Series(label="<b>&\x1b", color='"><script>', points=((1, 0.0),), line=False)
+    chart = line_chart([series], title='"><script>', width=300, height=150)
+    drawer: Any = environment().get_template("chart.html").module
+    made = str(drawer.chart(chart))
+    assert "<script>" not in made and "<b>" not in made
+    assert "&lt;b&gt;&amp;\\x1b" in made and 'aria-label="&#34;&gt;&lt;script&gt;"' in made
+
+
+def test_a_template_that_lacks_a_value_is_an_error() -> None:
+    with pytest.raises(UndefinedError):
+        render("report.html")

@@ -1,23 +1,31 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest, t
 
 from agentrl.observe import Rate
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_agrees_with_its_closed_form(case: tuple[int, int]) -> None:
+def test_wilson_agrees_with_scipy(case: tuple[int, int]) -> None:
     successes, n = case
-    p, z = successes / n, 1.959963984540054
-    center, half = (p + z * z / (2 * n)) / (1 + z * z / n), z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    rate = Rate.from_successes(successes, n)
-    assert (rate.value, rate.n) == (p, n)
-    assert rate.ci_low == pytest.approx(center - half, abs=1e-9) and rate.ci_high == pytest.approx(center + half, abs=1e-9)
-    assert 0 <= rate.ci_low <= p <= rate.ci_high <= 1
+    rate, expected = Rate.from_successes(successes, n), binomtest(successes, n).proportion_ci(method="wilson")
+    assert (rate.value, rate.n) == (successes / n, n)
+    assert rate.ci_low == pytest.approx(expected.low, abs=1e-9) and rate.ci_high == pytest.approx(expected.high, abs=1e-9)
+    assert 0 <= rate.ci_low <= rate.value <= rate.ci_high <= 1
+
+
+@given(st.integers(2, 3000), st.floats(0.01, 1), st.floats(0.01, 1))
+def test_graded_intervals_agree_with_scipy(n: int, first: float, second: float) -> None:
+    scores = [first, second * 0.99, *[0.5] * (n - 2)]
+    rate = Rate.from_scores(scores)
+    expected = t(n - 1).ppf(0.975) * statistics.stdev(scores) / math.sqrt(n)
+    assert rate.ci_high - rate.value == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_scores_of_0_and_1_are_a_rate_of_successes() -> None:

@@ -14,7 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from agentrl.observe import Rate, RunTracker
+from agentrl.observe import Rate, RunTracker, StageClock
+from agentrl.observe.tracker import TensorBoard, TerminalTracker
 from agentrl.protocols import Tracker
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 
@@ -31,7 +32,7 @@ def group(index: int) -> Group:
 
 
 def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
-    tracker = RunTracker(tmp_path, console=False, steps=2)
+    tracker = RunTracker(tmp_path, [TensorBoard(tmp_path)], steps=2)
     face: Tracker = tracker
     face.log(1, STEP)
     face.log(2, STEP | {"grad_norm": math.nan})
@@ -55,8 +56,10 @@ def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import agentrl.observe
+from agentrl.observe.tracker import TensorBoard
 assert not {{"torch", "scipy", "tensorboard"}} & set(sys.modules), "reading a run folder needs none of them"
-tracker = agentrl.observe.RunTracker(Path({str(tmp_path)!r}), console=False)
+folder = Path({str(tmp_path)!r})
+tracker = agentrl.observe.RunTracker(folder, [TensorBoard(folder)])
 tracker.log(1, {{"loss": 1.0}})
 tracker.close()
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
@@ -66,14 +69,14 @@ assert not {{"torch", "tensorflow"}} & set(sys.modules)
 
 def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    tracker = RunTracker(tmp_path, console=False)
+    tracker = RunTracker(tmp_path)
     tracker.log(2, {"loss": 1.0})
     tracker.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
-def test_stages_are_timed_and_add_up(tmp_path: Path) -> None:
-    tracker, began = RunTracker(tmp_path, console=False), time.monotonic()
+def test_stages_are_timed_and_add_up() -> None:
+    tracker, began = StageClock(), time.monotonic()
     assert tracker.wall_s == {}
     tracker.stage("start")
     time.sleep(0.05)
@@ -86,7 +89,15 @@ def test_stages_are_timed_and_add_up(tmp_path: Path) -> None:
     spent = tracker.wall_s
     assert spent["start"] >= 0.1 and spent["train"] >= 0.02 and sum(spent.values()) <= time.monotonic() - began
     time.sleep(0.02)
-    assert tracker.wall_s == spent, "the clock stops when the tracker is closed"
+    assert tracker.wall_s == spent, "the clock stops when it is closed"
+
+
+def test_what_comes_before_the_first_stage_is_timed_too() -> None:
+    clock = StageClock(began=time.monotonic() - 5)
+    clock.stage("start")
+    clock.close()
+    assert list(clock.wall_s) == ["prepare", "start"]
+    assert 5 <= clock.wall_s["prepare"] < 6 and clock.wall_s["start"] < 1
 
 
 def _run_a_while(tracker: RunTracker) -> None:
@@ -103,7 +114,7 @@ def _run_a_while(tracker: RunTracker) -> None:
 
 
 def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracker = RunTracker(tmp_path, console=True, steps=3)
+    tracker = RunTracker(tmp_path, [TerminalTracker(tmp_path.name, steps=3)], steps=3)
     _run_a_while(tracker)
     tracker.close()
     out = capsys.readouterr().out
@@ -120,8 +131,8 @@ def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path,
     assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[6]
 
 
-def test_console_off_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tracker = RunTracker(tmp_path, console=False, steps=3)
+def test_without_a_terminal_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tracker = RunTracker(tmp_path, steps=3)
     _run_a_while(tracker)
     tracker.close()
     assert capfd.readouterr() == ("", "")
@@ -131,14 +142,16 @@ _LIVE = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_tracker import _run_a_while, RunTracker
-tracker = RunTracker(Path(sys.argv[1]), console=True, steps=9)
+from test_tracker import _run_a_while, RunTracker, TerminalTracker
+folder = Path(sys.argv[1])
+tracker = RunTracker(folder, [TerminalTracker(folder.name, steps=9)], steps=9)
 _run_a_while(tracker)
 time.sleep(0.6)  # two refreshes of the panel
 tracker.close()
 """
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_live_panel_and_is_left_clean(tmp_path: Path) -> None:
     reader, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
+from agentrl.agent import tool
+from agentrl.agent.tools import ToolOutcome, function_schema
 from agentrl.errors import SandboxError
 from agentrl.records import Episode, Limits, Message, SandboxSpec, Score, Split, Task
-from agentrl.rollout.tools import ToolOutcome, function_schema
 
 _asked = count()
 
@@ -178,6 +180,66 @@ class Breaker(_Own):
 
 
 breaker = Breaker("breaker")
+
+
+@dataclass
+class Notes:
+    """A set of tools that keeps what it should, for its episode alone."""
+
+    notes: list[str] = field(default_factory=list)
+
+    @tool
+    async def note(self, text: str) -> int:
+        """Note a text."""
+        self.notes.append(text)
+        return len(self.notes)
+
+
+class Gossip:
+    """Tells the next episode what it heard in this one."""
+
+    heard: ClassVar[list[str]] = []
+
+    @tool
+    async def tell(self, text: str) -> None:
+        """Tell it."""
+        self.heard.append(text)
+
+    def state(self) -> Any:
+        return self.heard
+
+    def restore(self, state: Any) -> None: ...
+
+
+class Forgetful:
+    """Takes back another state than it gave."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @tool
+    async def add(self, text: str) -> None:
+        """Add one."""
+        self.count += 1
+
+    def state(self) -> Any:
+        return self.count
+
+    def restore(self, state: Any) -> None: ...
+
+
+class Stubborn(Forgetful):
+    """Does not take its state back at all."""
+
+    def restore(self, state: Any) -> None:
+        raise KeyError("count")
+
+
+class Opaque(Forgetful):
+    """Keeps what is no JSON."""
+
+    def state(self) -> Any:
+        return {self.count}
 
 
 class Leaves(Good):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from agentrl.cli import app
-from agentrl.grading import KEY, Grading, pack
+from agentrl.contract.grading import KEY, Grading, pack
 from agentrl.protocols import TaskFamily
 from agentrl.prove.findings import Proof
 from agentrl.prove.image_files import image_files
@@ -58,7 +58,7 @@ def failures(proof: Proof) -> list[str]:
 def test_a_family_without_mistakes_is_pure_and_its_splits_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pure("Good").findings == () and pure("Good").looked_at.startswith("16 tasks, each drawn three times")
     proof = apart("Good", monkeypatch)
-    assert proof.findings == () and "40 tasks of train of endless many" in proof.unproven[0]
+    assert proof.findings == () and "40 tasks of train of infinitely many" in proof.unproven[0]
 
 
 def test_a_family_that_counts_its_calls_differs_here_and_elsewhere() -> None:
@@ -97,7 +97,7 @@ def test_a_family_that_does_not_open_elsewhere_is_told(tmp_path: Path) -> None:
 
 def test_held_out_tasks_that_are_training_tasks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (told,) = failures(apart("Overlapping", monkeypatch))
-    assert told.startswith("6 of 6 tasks in heldout show the agent just what a training task shows it: sums-heldout-0 is sums-train-0, ")
+    assert told.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
 
 
 class Few(Good):
@@ -113,10 +113,10 @@ class Few(Good):
 def test_repeats_names_and_misplaced_tasks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_families, "Few", Few, raising=False)
     proof = apart("Few", monkeypatch)
-    assert failures(proof) == ["6 tasks asked for as heldout say that they are of split train"]
+    assert failures(proof) == ["6 tasks drawn from heldout have split train"]
     told = {finding.what for finding in proof.findings}
-    assert "38 of 40 tasks in train repeat another one of it: they are trained on more often" in told
-    assert "different tasks have the same id, and transcripts are found by it: sums" in told
+    assert "38 of 40 tasks in train repeat another one: they are trained on more often" in told
+    assert "different tasks have the same id, by which transcripts name them: sums" in told
     assert any(what.startswith("answering '") and what.endswith("is right in 50% of the tasks in train") for what in told)
 
 
@@ -191,7 +191,7 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
         "same.txt": b"zoe xaver vera\n",
         "expected.txt": b"zoe xaver vera\n",
     }
-    found = {(leak.place, leak.truth.origin, leak.sure) for leak in leaks(given, wanted)}
+    found = {(leak.path, leak.truth.origin, leak.sure) for leak in leaks(given, wanted)}
     assert found == {
         (".old/solve.py", "solution/solve.py", True),
         ("t.py", "tests/test_it.py", True),
@@ -258,6 +258,20 @@ async def test_tools_that_break_on_odd_arguments_are_told() -> None:
     )
 
 
+async def test_what_tools_keep_is_proven_to_come_back_and_to_stay_with_its_episode() -> None:
+    task = source("Tooled").open().task(Split.TRAIN, 0)
+
+    async def told(name: str) -> list[str]:
+        proof = await prove_tools([replace(task, tools=(f"tests.prove.bad_families:{name}",))], ScriptedSandboxes(printing("")))
+        return [what.removeprefix(f"tool tests.prove.bad_families:{name}: ").partition(":")[0] for what in failures(proof)]
+
+    assert await told("Notes") == []
+    assert await told("Gossip") == ["what one episode tells it is there for the next"]
+    assert await told("Forgetful") == ["a state that is restored is another one"]
+    assert await told("Stubborn") == ["its state is not restored (KeyError"]
+    assert await told("Opaque") == ["the state of Opaque cannot be taken"]
+
+
 @pytest.mark.slow
 async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> None:
     tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.prove.bad_families:holder",))]
@@ -271,7 +285,7 @@ async def test_a_tool_that_holds_the_event_loop_does_not_hold_the_check() -> Non
     [
         ("Good", ""),
         ("Overlapping", "no held-out task is a training task"),
-        ("Leaking", "no answer lies readable in what the agent is given"),
+        ("Leaking", "no answer is readable in what the agent is given"),
     ],
 )
 def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +299,7 @@ def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp
     assert done.exit_code == (1 if wrong else 0), done.output
     verdicts = {line[6:58].strip(): line[:4].strip() for line in done.stdout.split("\n\n")[0].splitlines()}
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([wrong] if wrong else [])
-    assert len(verdicts) == 7 and "  - that any task of train but the first 2 of endless many can be solved" in done.output
+    assert len(verdicts) == 7 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
     if name == "Leaking":
         assert "sums-train-0: meta.json gives by its name data.answer" in done.output
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from agentrl import cheats
+from agentrl.contract.grading import Grading, Mode, grading_of, pack
+from agentrl.contract.outputs import collect, produce
 from agentrl.errors import TaskError
-from agentrl.grading import Grading, Mode, grading_of, pack
-from agentrl.outputs import collect, produce
 from agentrl.protocols import SandboxBackend
+from agentrl.prove import cheats
 from agentrl.records import Blame, Episode, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.sandbox import select_backend

@@ -1,46 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
+from tests.episodes import make_runner, task, tokenizer
 
-import pytest
-
-from agentrl.records import Limits, Message, SandboxSpec, Split, Task
-from agentrl.rollout import ChatFormat, EpisodeRunner
-from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
-from agentrl.testing.sandboxes import printing
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return byte_tokenizer()
-
-
-@pytest.fixture
-def task() -> Task:
-    return Task(
-        id="t",
-        family="f",
-        prompt=(Message(role="user", content="How many?"),),
-        tools=("python", "submit"),
-        sandbox=SandboxSpec(image="none"),
-        verifiers=(),
-        data={"answer": "3"},
-        split=Split.TRAIN,
-        files={"a.csv": "x\n1\n"},
-        limits=Limits(turns=3, turn_tokens=200, episode_tokens=2000, wall_s=60.0),
-    )
-
-
-@pytest.fixture
-def make_runner(tokenizer: Any) -> Any:
-    def make(policy: ScriptedPolicy, sandboxes: ScriptedSandboxes | None = None) -> EpisodeRunner:
-        return EpisodeRunner(
-            policy=policy,
-            sandboxes=sandboxes or ScriptedSandboxes(printing("3")),
-            chat=ChatFormat(tokenizer),
-            temperature=1.0,
-            max_model_len=4096,
-            request_timeout_s=60.0,
-        )
-
-    return make
+__all__ = ["make_runner", "task", "tokenizer"]

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.experience import SqliteStore
 from agentrl.records import Blame, Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, Split, Task, VersionSpan
-from agentrl.rollout import ChatFormat, EpisodeRunner, GroupRunner
+from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 
@@ -88,7 +89,7 @@ def ends_scored(path: Path, index: int, words: Sequence[tuple[str, list[int]]]) 
     runner = EpisodeRunner(
         policy=Babbling(words),
         sandboxes=ScriptedSandboxes(printing("3")),
-        chat=CHAT,
+        agent=TurnLoop(chat=CHAT),
         temperature=1.0,
         max_model_len=100_000,
         request_timeout_s=60.0,

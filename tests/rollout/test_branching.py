@@ -29,7 +29,7 @@ class States:
 
     async def __call__(self, turns: int, capture: Capture) -> None:
         state = await capture()
-        assert state is not None and len(state.turns) == turns
+        assert state is not None and state.turn_count == turns
         self.seen.append(state)
 
 
@@ -77,7 +77,7 @@ async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer
     states, sandboxes = States(), ScriptedSandboxes(printing("3\n"))
     whole = await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
     state = codec.from_json(EpisodeState, codec.to_json(states.seen[1]))
-    assert [len(seen.turns) for seen in states.seen] == [1, 2] and state == states.seen[1]
+    assert [seen.turn_count for seen in states.seen] == [1, 2] and state == states.seen[1]
 
     ran: list[str] = []
     again = ScriptedSandboxes(lambda code: ran.append(code) or printing("4")(code))  # type: ignore[func-returns-value]
@@ -88,7 +88,7 @@ async def test_an_episode_goes_on_exactly_where_its_state_was_captured(tokenizer
     assert after.turns[2].prompt_ids == before.turns[2].prompt_ids
     assert ran == [] and again.opened == [], "no call is made again, and the last turn needs no sandbox"
     context = tuple(token for turn in before.turns[:2] for token in (*turn.prompt_ids, *turn.completion_ids))
-    assert policy.prompts == [context + state.prompt_ids]
+    assert policy.prompts == [context + state.prompt_ids[0]]
     assert rest.wall_s >= state.wall_s and rest.sandbox_s >= state.sandbox_s
 
 
@@ -127,7 +127,9 @@ async def test_branches_inherit_what_they_did_not_sample(tokenizer: Any, task: T
     await runner.run(task, episode_id="leaf-of", start=states.seen[0], on_turn=deeper)
     leaf = await runner.run(task, episode_id="leaf", start=deeper.seen[0])
     lines = [twig.trajectories[0] for twig in twigs]
-    assert [line.turns[:1] for line in lines] == [states.seen[0].turns] * 3 and len({line.turns[1].completion_ids for line in lines}) == 3
+    assert [line.turns[:1] for line in lines] == [states.seen[0].trajectories[0].turns] * 3 and len(
+        {line.turns[1].completion_ids for line in lines}
+    ) == 3
     assert {line.inherited for line in lines} == {("stem",)}
     assert leaf.trajectories[0].inherited == ("stem", "leaf-of")
     assert leaf.completion_tokens == len(leaf.trajectories[0].turns[2].completion_ids)
@@ -240,7 +242,7 @@ async def test_a_group_that_died_goes_on_with_the_turns_and_branches_it_had(toke
 
 def turns_kept(shelf: Shelf, member: int) -> tuple[Turn, ...]:
     kept = shelf.kept.get((0, member))
-    return () if kept is None else codec.from_json(EpisodeState, kept).turns
+    return () if kept is None else codec.from_json(EpisodeState, kept).trajectories[0].turns
 
 
 async def test_a_stem_found_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from agentrl import codec
+from agentrl.agent import ChatFormat, ToolOutcome, TurnLoop, tool
+from agentrl.agent.invoke import ARGUMENT_FAULTS
+from agentrl.agent.tools import function_schema
 from agentrl.errors import PluginError, SandboxError, SandboxTimeout, ServingError
 from agentrl.protocols import Sandbox
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task
 from agentrl.reward import TaskScorer
-from agentrl.rollout import ChatFormat, EpisodeRunner, GroupRunner, ToolOutcome
-from agentrl.rollout.invoke import ARGUMENT_FAULTS
-from agentrl.rollout.tools import function_schema
+from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 
@@ -195,6 +196,31 @@ class Look:
 look, look_inside = Look("look", False), Look("look_inside", True)
 
 
+class Notes:
+    """Tools of a user's own that keep something."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    @tool
+    async def note(self, text: str) -> str:
+        """Keep it."""
+        await pause()
+        self.notes.append(text)
+        return "kept"
+
+    async def state(self) -> list[str]:
+        await pause()
+        return self.notes
+
+    async def restore(self, state: list[str]) -> None:
+        await pause()
+        self.notes = state
+
+    async def close(self) -> None:
+        await pause()
+
+
 async def judge(task: Task, episode: Episode) -> Score:
     await pause()
     return Score(value=1.0)
@@ -220,7 +246,8 @@ class Shelf:
 
 SAID = (
     '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>',
-    '<tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>{"name": "look_inside", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>{"name": "look_inside", "arguments": {}}</tool_call>'
+    '<tool_call>{"name": "note", "arguments": {"text": "a"}}</tool_call>',
     '<tool_call>{"name": "submit", "arguments": {"answer": "3"}}</tool_call>',
 )
 
@@ -229,14 +256,14 @@ class Scene:
     """Everything around one episode or group, and what must hold of it however it ends."""
 
     def __init__(self, tokenizer: Any, task: Task, *, size: int = 1, branches: int = 0) -> None:
-        tools = ("python", f"{__file__}:look", f"{__file__}:look_inside", "submit")
+        tools = ("python", f"{__file__}:look", f"{__file__}:look_inside", f"{__file__}:Notes", "submit")
         self.task = replace(task, tools=tools, verifiers=(f"{__file__}:judge",), outputs=("a.csv",))
         self.sandboxes = Boxes(printing("3"))
         self.told: list[Failure | None] = []
         runner = EpisodeRunner(
             policy=Waiting.saying(tokenizer, *SAID),
             sandboxes=self.sandboxes,
-            chat=CHATS.setdefault("chat", ChatFormat(tokenizer)),
+            agent=TurnLoop(chat=CHATS.setdefault("chat", ChatFormat(tokenizer))),
             temperature=1.0,
             max_model_len=4096,
             request_timeout_s=60.0,
@@ -272,6 +299,8 @@ def expected(awaits: Awaits) -> str:
     if isinstance(error, ValueError) and "Box.read" in where and "_collect" in where:  # an output that cannot be taken is the agent's
         return "tool"
     ours = isinstance(error, OURS_OR_GROUP)
+    if {"Kept.state", "Kept.close", "Notes.state", "Notes.close"} & set(where):  # it is not captured, or over
+        return "nothing"
     if "Shelf.keep" in where or "Shelf.finish" in where or "Shelf.find" in where or "Box.close" in where:
         return "nothing"
     if "_judge_once" in " ".join(where) or "judge" in where:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl.agent import ToolOutcome
+from agentrl.agent.tools import function_schema
 from agentrl.protocols import Sandbox
 from agentrl.records import Limits
-from agentrl.rollout import ToolOutcome
-from agentrl.rollout.tools import function_schema
 
 
 class Trusting:

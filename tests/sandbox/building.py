@@ -1,5 +1,6 @@
 """What tests of real sandboxes have in common: an image, what may be used of the machine, and whose processes are whose."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,8 @@ from agentrl.sandbox.lease import lease
 
 IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
 SPEC = SandboxSpec(image="image", memory_mb=128, processes=16, disk_mb=16)
+ALONE = replace(SPEC, runtime="runc")
+"""A container for each sandbox, as for every spec that names a runtime. Every daemon knows this one."""
 BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=pytest.mark.bubblewrap)]
 
 

@@ -13,7 +13,7 @@ import pytest
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import allowance, egress
-from agentrl.sandbox.egress import Bounds, Door, addresses, heads
+from agentrl.sandbox.egress import Bounds, EgressListener, addresses, heads
 from agentrl.sandbox.egress.addresses import public
 from tests.waiting import until
 
@@ -51,16 +51,16 @@ class Server:
 
 @contextlib.asynccontextmanager
 async def proxied(folder, *network, port=0, **bounds):
-    """A door as for a sandbox with this allow-list, whose listener a stand-in for the exec server has handed over."""
+    """The listener of a sandbox with this allow-list, whose listener a stand-in for the exec server has handed over."""
     bounds = {"head_s": 60.0, "connect_s": 60.0, **bounds}
-    door = Door("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
-    listener = hand_over(folder, lambda listener: [listener.fileno()])
+    listener = EgressListener("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
+    handed = hand_over(folder, lambda inside: [inside.fileno()])
     try:
-        await door.take()
-        door.port = listener
-        yield door
+        await listener.take()
+        listener.port = handed
+        yield listener
     finally:
-        await door.close()
+        await listener.close()
 
 
 def hand_over(folder, descriptors):
@@ -71,9 +71,9 @@ def hand_over(folder, descriptors):
         return listener.getsockname()[1]
 
 
-async def say(door, data, *, end=False):
+async def say(listener, data, *, end=False):
     """What the proxy answers to `data`, all of it; `end`: nothing more will be said."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         writer.write(data)
         if end:
@@ -94,43 +94,43 @@ def status(answer):
 
 
 async def test_plain_http_goes_out_rewritten(tmp_path):
-    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         asked = (
             f"GET http://127.0.0.1:{server.port}/a?b=c HTTP/1.1\r\nHost: elsewhere.example\r\nAccept: */*\r\n"
             "Connection: keep-alive, X-Hop\r\nX-Hop: 1\r\nProxy-Authorization: secret\r\nExpect: 100-continue\r\nUpgrade: websocket\r\n\r\n"
         )
-        assert await say(door, asked.encode()) == ANSWER
+        assert await say(listener, asked.encode()) == ANSWER
         want = f"GET /a?b=c HTTP/1.1\r\naccept: */*\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n"
-        assert server.seen == [want.encode()] and not door.proxy.refused
+        assert server.seen == [want.encode()] and not listener.proxy.refused
 
 
 async def test_a_tunnel_carries_both_ways_until_both_ends_close(tmp_path):
-    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
-        asked = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\n\r\n".encode()
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
+        asked = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         big = b"x" * 3_000_000 + b"\r\n\r\n"
-        answer = await say(door, asked + big, end=True)
+        answer = await say(listener, asked + big, end=True)
         assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n" + ANSWER and server.seen == [big]
 
 
 async def test_a_body_goes_out_whole_and_nothing_after_it(tmp_path):
-    async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+    async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         body = b"b" * 20_000
-        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
         smuggled = f"GET http://127.0.0.1:{server.port}/second HTTP/1.1\r\nHost: inner.example\r\n\r\n".encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(asked)
         assert await reader.readexactly(len(ANSWER)) == ANSWER
         await until(lambda: server.seen[0].endswith(b"\r\n\r\n" + body))
         writer.close()
-        await say(door, asked + smuggled)
+        await say(listener, asked + smuggled)
         assert not any(b"second" in seen for seen in server.seen)
 
 
 async def test_a_program_that_hangs_up_or_says_more_ends_its_connection(tmp_path):
-    async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
-        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\n\r\n".encode()
+    async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
+        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         for more in (b"", asked):  # the server keeps its end open
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             writer.write(asked)
             assert await reader.readexactly(len(ANSWER)) == ANSWER
             writer.write(more) if more else writer.write_eof()
@@ -141,9 +141,9 @@ async def test_a_program_that_hangs_up_or_says_more_ends_its_connection(tmp_path
 
 
 async def test_a_server_that_answers_before_it_has_read_all(tmp_path):
-    async with Server(b"HTTP/1.1 413 Too Large\r\n\r\n") as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
-        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nContent-Length: 100\r\n\r\n".encode()
-        assert status(await say(door, asked)) == 413
+    async with Server(b"HTTP/1.1 413 Too Large\r\n\r\n") as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
+        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n".encode()
+        assert status(await say(listener, asked)) == 413
 
 
 # What it refuses ------------------------------------------------------------------------------------------------------
@@ -166,62 +166,67 @@ async def test_a_server_that_answers_before_it_has_read_all(tmp_path):
 )
 async def test_what_is_not_on_the_list_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
     monkeypatch.setattr(addresses, "look_up", lambda *_: pytest.fail("a name that is not on the list was looked up"))
-    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
-        answer = await say(door, (line.format(port=server.port, other=server.port ^ 1) + "\r\n\r\n").encode())
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
+        answer = await say(listener, (line.format(port=server.port, other=server.port ^ 1) + "\r\nHost: h\r\n\r\n").encode())
         assert status(answer) == 403 and b"allow-list" in answer
-        assert server.seen == [] and door.proxy.refused.total() == 1
+        assert server.seen == [] and listener.proxy.refused.total() == 1
 
 
 MALFORMED = [
-    "CONNECT user@127.0.0.1:{port} HTTP/1.1\r\n\r\n",
-    "CONNECT http://127.0.0.1:{port} HTTP/1.1\r\n\r\n",
-    "CONNECT 127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
-    "CONNECT 127.0.0.1 HTTP/1.1\r\n\r\n",
-    "CONNECT 127.0.0.1:{port}:80 HTTP/1.1\r\n\r\n",
-    "CONNECT 127.0.0.1:00{port} HTTP/1.1\r\n\r\n",
-    "CONNECT 127.1:{port} HTTP/1.1\r\n\r\n",
-    "CONNECT 2130706433:{port} HTTP/1.1\r\n\r\n",
-    "CONNECT 127.0.0.1%00.example.com:{port} HTTP/1.1\r\n\r\n",
-    "CONNECT 127.0.0.1:{port} HTTP/1.1\r\nContent-Length: 5\r\n\r\nhello",
+    "CONNECT user@127.0.0.1:{port} HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT http://127.0.0.1:{port} HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.0.0.1 HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.0.0.1:{port}:80 HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.0.0.1:00{port} HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.1:{port} HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 2130706433:{port} HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.0.0.1%00.example.com:{port} HTTP/1.1\r\nHost: h\r\n\r\n",
+    "CONNECT 127.0.0.1:{port} HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nhello",
     "CONNECT 127.0.0.1:{port} HTTP/2.0\r\n\r\n",
-    "CONNECT\t127.0.0.1:{port}\tHTTP/1.1\r\n\r\n",
+    "CONNECT\t127.0.0.1:{port}\tHTTP/1.1\r\nHost: h\r\n\r\n",
     "GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n",
-    "GET https://127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
-    "GET http://user:pass@127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
-    "GET http://127.0.0.1:{port}#@example.com/ HTTP/1.1\r\n\r\n",
-    "GET http://127.0.0.1:{port}\\@example.com/ HTTP/1.1\r\n\r\n",
+    "GET https://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\n\r\n",
+    "GET http://user:pass@127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\n\r\n",
+    "GET http://127.0.0.1:{port}#@example.com/ HTTP/1.1\r\nHost: h\r\n\r\n",
+    "GET http://127.0.0.1:{port}\\@example.com/ HTTP/1.1\r\nHost: h\r\n\r\n",
     "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\r\n folded\r\n\r\n",
-    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX : a\r\n\r\n",
-    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\nY: b\r\n\r\n",
-    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: a\rY: b\r\n\r\n",
-    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nX: \0\r\n\r\n",
-    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nno colon\r\n\r\n",
-    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: +1\r\n\r\na",
-    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nContent-Length: 1, 1\r\n\r\na",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nX: a\r\n folded\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nX : a\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nX: a\nY: b\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nX: a\rY: b\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nX: \0\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nno colon\r\n\r\n",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: +1\r\n\r\na",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 1, 1\r\n\r\na",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\nHost: h\r\n\r\n",
+    "GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\n X: a\r\n\r\n",
+    "POST http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\na",
     "\r\n\r\n",
+    "\r\nGET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: h\r\n\r\n",
     "\x16\x03\x01\x02\x00\r\n\r\n",
 ]
 
 
 @pytest.mark.parametrize("asked", MALFORMED)
 async def test_what_could_be_read_in_two_ways_is_refused(tmp_path, asked):
-    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
-        assert status(await say(door, asked.replace("{port}", str(server.port)).encode("latin-1"))) == 400
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
+        assert status(await say(listener, asked.replace("{port}", str(server.port)).encode("latin-1"))) == 400
         assert server.seen == []
 
 
 async def test_chunked_bodies_need_a_length(tmp_path):
-    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         for extra in ("", "Content-Length: 5\r\n"):
-            head = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nTransfer-Encoding: chunked\r\n{extra}\r\n"
-            assert status(await say(door, head.encode() + b"5\r\nhello\r\n0\r\n\r\n")) == 411
+            head = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n{extra}\r\n"
+            assert status(await say(listener, head.encode() + b"5\r\nhello\r\n0\r\n\r\n")) == 411
         assert server.seen == []
 
 
 def test_a_name_in_connection_cannot_take_the_length_away():
-    wanted = heads.parse(b"POST http://a.example/ HTTP/1.1\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n")
+    wanted = heads.parse(b"POST http://a.example/ HTTP/1.1\r\nHost: h\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n")
     assert wanted.body == 3 and wanted.head == b"POST / HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
 
 
@@ -250,22 +255,22 @@ async def test_a_name_leads_to_the_loopback_only_where_the_address_is_listed_too
     looked_up = []
     monkeypatch.setattr(addresses, "look_up", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
     async with Server() as server:
-        asked = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\n\r\n".encode()
+        asked = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         (tmp_path / "a").mkdir()
-        async with proxied(tmp_path / "a", f"inner.example:{server.port}", f"127.0.0.1:{server.port ^ 1}") as door:
-            answer = await say(door, asked)
+        async with proxied(tmp_path / "a", f"inner.example:{server.port}", f"127.0.0.1:{server.port ^ 1}") as listener:
+            answer = await say(listener, asked)
             assert status(answer) == 403 and b"no public address" in answer and server.seen == []
         (tmp_path / "b").mkdir()
-        async with proxied(tmp_path / "b", f"inner.example:{server.port}", f"127.0.0.1:{server.port}") as door:
-            assert await say(door, asked) == ANSWER and f"Host: inner.example:{server.port}".encode() in server.seen[0]
+        async with proxied(tmp_path / "b", f"inner.example:{server.port}", f"127.0.0.1:{server.port}") as listener:
+            assert await say(listener, asked) == ANSWER and f"Host: inner.example:{server.port}".encode() in server.seen[0]
     assert looked_up == ["inner.example", "inner.example"]  # once for each request: there is no second answer to change
 
 
 async def test_the_machines_own_public_address_is_no_way_to_its_servers(tmp_path, monkeypatch):
     monkeypatch.setattr(addresses, "look_up", lambda *_: ["127.0.0.1"])
     monkeypatch.setattr(addresses, "public", lambda address: True)  # as if this machine's address were one of the internet
-    async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as door:
-        answer = await say(door, f"CONNECT own.example:{server.port} HTTP/1.1\r\n\r\n".encode())
+    async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as listener:
+        answer = await say(listener, f"CONNECT own.example:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
         assert status(answer) == 403 and b"this machine" in answer and server.seen in ([], [b""])
 
 
@@ -274,16 +279,16 @@ async def test_a_name_that_is_unknown_or_slow_is_told(tmp_path, monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     (tmp_path / "a").mkdir()
-    async with proxied(tmp_path / "a", "a.example:80", "127.0.0.1:1") as door:
+    async with proxied(tmp_path / "a", "a.example:80", "127.0.0.1:1") as listener:
         monkeypatch.setattr(addresses, "look_up", unknown)
-        assert status(await say(door, b"GET http://a.example/ HTTP/1.1\r\n\r\n")) == 502
-        assert status(await say(door, b"GET http://127.0.0.1:1/ HTTP/1.1\r\n\r\n")) == 502
+        assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
+        assert status(await say(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
     (tmp_path / "b").mkdir()
     over = threading.Event()
     try:
-        async with proxied(tmp_path / "b", "a.example:80", connect_s=0.3) as door:
+        async with proxied(tmp_path / "b", "a.example:80", connect_s=0.3) as listener:
             monkeypatch.setattr(addresses, "look_up", lambda *_: over.wait(120) and [])
-            assert status(await say(door, b"GET http://a.example/ HTTP/1.1\r\n\r\n")) == 504
+            assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 504
     finally:
         over.set()
 
@@ -293,12 +298,12 @@ async def test_a_name_that_is_unknown_or_slow_is_told(tmp_path, monkeypatch):
 
 async def test_heads_are_bounded_in_size_number_and_time(tmp_path):
     (tmp_path / "a").mkdir()
-    async with proxied(tmp_path / "a", "127.0.0.1:1", head_bytes=4096) as door:
-        assert status(await say(door, b"GET http://127.0.0.1:1/" + b"a" * 100_000)) == 431
-        assert status(await say(door, b"GET http://127.0.0.1:1/ HTTP/1.1\r\n" + b"A: b\r\n" * 101 + b"\r\n")) == 431
+    async with proxied(tmp_path / "a", "127.0.0.1:1", head_bytes=4096) as listener:
+        assert status(await say(listener, b"GET http://127.0.0.1:1/" + b"a" * 100_000)) == 431
+        assert status(await say(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n" + b"A: b\r\n" * 101 + b"\r\n")) == 431
     (tmp_path / "b").mkdir()
-    async with proxied(tmp_path / "b", "127.0.0.1:1", head_s=0.5) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async with proxied(tmp_path / "b", "127.0.0.1:1", head_s=0.5) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         answer = asyncio.create_task(reader.read())
         async with asyncio.timeout(50):  # a bound that began anew with each byte would never end it
             while not answer.done():
@@ -309,9 +314,9 @@ async def test_heads_are_bounded_in_size_number_and_time(tmp_path):
 
 
 async def test_connections_past_the_bound_wait_and_go_on(tmp_path):
-    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}", connections=3) as door:
-        idle = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(3)]  # accepted in this order
-        asked = asyncio.create_task(say(door, f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\n\r\n".encode()))
+    async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}", connections=3) as listener:
+        idle = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]  # accepted in this order
+        asked = asyncio.create_task(say(listener, f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()))
         await asyncio.sleep(0.3)
         assert server.seen == [] and not asked.done()
         idle[0][1].close()
@@ -324,13 +329,13 @@ async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_
     for name in ("idle", "drips"):
         (tmp_path / name).mkdir()
     async with Server(hang_up=False) as server:
-        connect = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\n\r\n".encode()
-        async with proxied(tmp_path / "idle", f"127.0.0.1:{server.port}", idle_s=0.4) as door:
+        connect = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        async with proxied(tmp_path / "idle", f"127.0.0.1:{server.port}", idle_s=0.4) as listener:
             start = time.monotonic()
-            await say(door, connect)  # which waits less long than a connection may last, 900 s
+            await say(listener, connect)  # which waits less long than a connection may last, 900 s
             assert time.monotonic() - start > 0.3
-        async with proxied(tmp_path / "drips", f"127.0.0.1:{server.port}", idle_s=2.0, total_s=3.0) as door:
-            _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        async with proxied(tmp_path / "drips", f"127.0.0.1:{server.port}", idle_s=2.0, total_s=3.0) as listener:
+            _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             writer.write(connect)
             start = said = time.monotonic()
             widest = 0.0
@@ -347,20 +352,20 @@ async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_
 
 async def test_all_connections_together_may_move_so_many_bytes(tmp_path):
     big = b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 60_000
-    async with Server(big) as server, proxied(tmp_path, f"127.0.0.1:{server.port}", total_bytes=100_000) as door:
-        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\n\r\n".encode()
-        assert await say(door, asked) == big
-        assert await say(door, asked) != big
-        answer = await say(door, asked)
+    async with Server(big) as server, proxied(tmp_path, f"127.0.0.1:{server.port}", total_bytes=100_000) as listener:
+        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        assert await say(listener, asked) == big
+        assert await say(listener, asked) != big
+        answer = await say(listener, asked)
         assert status(answer) == 403 and b"100000 bytes" in answer and len(server.seen) == 2
 
 
 async def test_the_first_refusal_is_logged_and_the_rest_are_counted(tmp_path, caplog):
-    async with proxied(tmp_path, "127.0.0.1:1") as door:
+    async with proxied(tmp_path, "127.0.0.1:1") as listener:
         for _ in range(5):
-            await say(door, b"CONNECT example.com:443 HTTP/1.1\r\n\r\n")
+            await say(listener, b"CONNECT example.com:443 HTTP/1.1\r\nHost: h\r\n\r\n")
         assert [record.getMessage() for record in caplog.records] == [
-            "sandbox test: the network was refused to a program: example.com:443: not on the sandbox's allow-list"
+            "sandbox test: a request to the network was refused: example.com:443: not on the sandbox's allow-list"
         ]
     assert "5 requests to the network refused (not on the sandbox's allow-list: 5)" in caplog.messages[-1]
     assert len(caplog.messages) == 2
@@ -375,19 +380,19 @@ async def test_closing_ends_everything(tmp_path):
 
     async with Server(hang_up=False) as server:
         before = state()
-        async with proxied(tmp_path, f"127.0.0.1:{server.port}") as door:
-            links = [await asyncio.open_connection("127.0.0.1", door.port) for _ in range(5)]
+        async with proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
+            links = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(5)]
             for number, (_, writer) in enumerate(links):
-                writer.write(f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\n\r\n".encode() if number % 2 else b"GET ")
+                writer.write(f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode() if number % 2 else b"GET ")
             await until(lambda: len(server.seen) == 2)
             assert len(state()[1]) == 1
         for reader, writer in links:
             with contextlib.suppress(ConnectionResetError):
                 await asyncio.wait_for(reader.read(), 50)
             writer.close()
-        await door.close()
+        await listener.close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", door.port))
+            socket.create_connection(("127.0.0.1", listener.port))
         await until(lambda: state() == before)
         assert list(tmp_path.iterdir()) == []
 
@@ -402,26 +407,26 @@ async def test_anything_but_one_listener_is_refused_and_closed(tmp_path, kind):
         local.bind(str(tmp_path / "local"))
         local.listen()
         tcp, udp = stack.enter_context(socket.socket()), stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
-        door = Door("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
-        stack.callback(door.abandon)
+        listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
+        stack.callback(listener.abandon)
         offered = {"two": [tcp, tcp], "pipe": [pipe[0]], "local": [local], "not listening": [tcp], "datagrams": [udp]}
         if kind == "hang up":
             with socket.socket(socket.AF_UNIX) as link:
                 link.connect(str(tmp_path / "egress"))
         else:
             hand_over(tmp_path, lambda _: [end if isinstance(end, int) else end.fileno() for end in offered.get(kind, [])])
-        with pytest.raises(SandboxError, match="its listener was due"):
-            await asyncio.wait_for(door.take(), 50)
-        await door.close()
+        with pytest.raises(SandboxError, match="instead of its listener"):
+            await asyncio.wait_for(listener.take(), 50)
+        await listener.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_listener_that_its_maker_plays_with_holds_up_nobody(tmp_path, caplog):
+async def test_a_listener_tampered_with_by_its_maker_blocks_nobody(tmp_path, caplog):
     """The maker keeps a copy, makes `accept` wait, and takes what the host was to take; the driver goes on and closes in time."""
     kept = []
-    door = Door("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
+    listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
     port = hand_over(tmp_path, lambda listener: kept.append(listener.dup()) or [listener.fileno()])
-    await door.take()
+    await listener.take()
     kept[0].setblocking(True)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)):
@@ -430,14 +435,14 @@ async def test_a_listener_that_its_maker_plays_with_holds_up_nobody(tmp_path, ca
                 kept[0].accept()
             kept[0].setblocking(True)
         await asyncio.sleep(0)
-    await door.close()
+    await listener.close()
     assert "does not end" not in caplog.text
     kept[0].close()
 
 
 def test_without_an_allow_list_nothing_changes(tmp_path):
     spec = SandboxSpec(image="x")
-    assert Door.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert EgressListener.where_wanted("test", spec, tmp_path) is None and list(tmp_path.iterdir()) == []
     assert "network" not in allowance.server_options("test", spec) and egress.shown(tmp_path, spec) == {}
 
 

@@ -2,8 +2,6 @@
 
 import fcntl
 import os
-import subprocess
-import sys
 import time
 
 import docker as library
@@ -11,6 +9,7 @@ import pytest
 
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import engine, evict, images, select_backend
+from tests.commands import agentrl
 
 OLD, NEW, USED = "0" * 15 + "1", "0" * 15 + "2", "0" * 15 + "3"
 SERVER, OLD_SERVER = "exec_server-1111111111111111.pyc", "exec_server-2222222222222222.pyc"
@@ -105,7 +104,7 @@ async def test_opening_a_sandbox_notes_that_its_image_is_in_use(tmp_path):
 
 def test_the_command(cache):
     def command(*options):
-        return subprocess.run([sys.executable, "-m", "agentrl", "sandbox", "prune", *options], capture_output=True, text=True, timeout=120)
+        return agentrl("sandbox", "prune", *options)
 
     listing = command("--images", "--dry-run")
     assert f"would remove {OLD}/rootfs" in listing.stdout and listing.returncode == 0 and (cache / OLD / "rootfs").exists()

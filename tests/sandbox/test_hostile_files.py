@@ -7,8 +7,8 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from agentrl.contract.outputs import collect
 from agentrl.errors import SandboxError
-from agentrl.outputs import collect
 from agentrl.records import ExecResult
 from agentrl.sandbox import select_backend, server_code
 from tests.sandbox.building import BOTH, SPEC

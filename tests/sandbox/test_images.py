@@ -96,6 +96,6 @@ def test_packages_must_bring_a_python_that_is_new_enough(tmp_path, monkeypatch, 
     if said is None:
         assert images.ensure_tarball(image).exists()
         return
-    with pytest.raises(UserError, match=rf"bring {said}; the exec server(.|\n)*fix: add .python3. to packages"):
+    with pytest.raises(UserError, match=rf"include {said}; the exec server(.|\n)*fix: add .python3. to packages"):
         images.ensure_tarball(image)
     assert [path.name for path in image.folder.iterdir()] == ["files.lock"]

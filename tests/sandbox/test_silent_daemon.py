@@ -6,10 +6,9 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +16,10 @@ from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable
 from agentrl.recipe import SandboxConfig
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import DockerBackend, docker, engine, list_open, open_sandboxes, prune, select_backend
+from tests.commands import agentrl
 
 SPEC = SandboxSpec(image="image")
+ALONE = replace(SPEC, runtime="runc")
 
 
 @pytest.fixture
@@ -73,12 +74,12 @@ def test_a_daemon_on_another_machine_is_not_asked(monkeypatch):
 
 @pytest.mark.parametrize("command", ["ls", "prune"])
 def test_the_commands(silent, command):
-    done = subprocess.run([sys.executable, "-m", "agentrl", "sandbox", command], capture_output=True, text=True, timeout=300)
+    done = agentrl("sandbox", command)
     assert done.returncode == 1 and "gives no answer" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_doctor(silent):
-    done = subprocess.run([sys.executable, "-m", "agentrl", "doctor", "--json"], capture_output=True, text=True, timeout=300)
+    done = agentrl("doctor", "--json")
     (check,) = [check for check in json.loads(done.stdout) if check["name"] == "Docker"]
     assert not check["ok"] and "takes connections and says nothing" in check["detail"] and "restart" in check["fix"]
 
@@ -102,16 +103,16 @@ class Relay:
     def __init__(self, path, daemon):
         self.silent = False
         self._daemon = daemon
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(path)
-        self._door.listen(64)
-        self._links = [self._door]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._links = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
         with contextlib.suppress(OSError):
             while True:
-                link, _ = self._door.accept()
+                link, _ = self._listener.accept()
                 far = socket.socket(socket.AF_UNIX)
                 far.connect(self._daemon)
                 self._links += [link, far]
@@ -139,15 +140,17 @@ async def test_a_daemon_that_falls_silent_while_sandboxes_are_open(root, tmp_pat
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/relay.sock")
     backend = DockerBackend(run_label="test", root=root)
     try:
-        await backend.prepare(SPEC)
-        good, doomed = await backend.open(SPEC), await backend.open(SPEC)
+        await backend.prepare(ALONE)
+        good, doomed, shared = await backend.open(ALONE), await backend.open(ALONE), await backend.open(SPEC)
         relay.silent = True
         for name, seconds in (("LEAVING_S", 1.0), ("QUICK_S", 1.5), ("UNDO_S", 1.0)):  # the daemon that answers has its full time
             monkeypatch.setattr(docker, name, seconds)
         assert (await good.python("print(1)", timeout_s=60)).ok  # what is open needs no daemon
         with in_time(), pytest.raises(SandboxTimeout, match=r"in 2\.0 s"):
-            await backend.open(SPEC, timeout_s=2.0)
+            await backend.open(ALONE, timeout_s=2.0)
         with in_time():
+            await (await backend.open(SPEC)).close()  # in the container that is there
+            await shared.close()
             await good.close()
         os.kill(await asyncio.to_thread(pid_of, doomed.id, real), 19)  # its server does not end by itself: only the daemon could help
         with in_time():

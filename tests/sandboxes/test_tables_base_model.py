@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.agent import load_tools
+from agentrl.agent.chat import ChatFormat
 from agentrl.records import Message, Split
-from agentrl.rollout.chat import ChatFormat
-from agentrl.rollout.tools import load_tools
 from sandboxes.tables import Tables
 from sandboxes.tables.demonstrations import call, demonstrate
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -24,8 +25,14 @@ FAMILY: TaskFamily = Tables(seed=0)
 GENERATED = (Split.TRAIN, Split.HELDOUT)
 
 
+@cache
+def task(split: Split, index: int) -> Task:
+    """Made once for all tests: that a task made again is the same has a test of its own."""
+    return FAMILY.task(split, index)
+
+
 def tasks(split: Split, count: int) -> list[Task]:
-    return [FAMILY.task(split, index) for index in range(count)]
+    return [task(split, index) for index in range(count)]
 
 
 async def value(task: Task, answer: str) -> float | None:

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl import deltas
 from agentrl.errors import ServingError, SwapError
 from agentrl.recipe import LoraConfig
 from agentrl.records import ADAPTER, Completion, PolicyVersion, Probe
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
+from agentrl.weights import deltas
 from tests.serving.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
@@ -294,7 +294,7 @@ async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: S
     pid = server.pid
     assert pid is not None
     members, shared = group_members(pid), shared_memory(pid)
-    engine = max(set(members) - {pid}, key=lambda member: Path(f"/proc/{member}/statm").read_text().split()[1])
+    engine = max(set(members) - {pid}, key=lambda member: int(Path(f"/proc/{member}/statm").read_text().split()[1]))
     request = asyncio.create_task(served.generate(PROMPT, max_tokens=900))
     await asyncio.sleep(0.3)
     os.kill(engine, signal.SIGKILL)

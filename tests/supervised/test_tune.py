@@ -60,7 +60,7 @@ def test_imitation(model: Path, tmp_path: Path) -> None:
     assert preference(tmp_path / "out") > preference(model) + 2
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert not list(tmp_path.glob(".*part"))
-    with pytest.raises(UserError, match="holds not an episode"):
+    with pytest.raises(UserError, match="does not hold an episode"):
         sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
 
 

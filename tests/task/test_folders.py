@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agentrl import codec
+from agentrl.contract.grading import grading_of
+from agentrl.contract.outputs import WHOLE
 from agentrl.errors import RecipeError, TaskError, UserError
-from agentrl.grading import grading_of
-from agentrl.outputs import WHOLE
 from agentrl.recipe import TasksConfig
 from agentrl.records import Split, Task
 from agentrl.task import TaskFolders, open_family
@@ -204,7 +204,7 @@ MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (edit("task.toml", "[metadata]", f"[metadata]\na = {'[' * 100_000}"), ["task.toml: is nested too deep"]),
     (edit("task.toml", "[metadata]", f"[metadata]\na = {'1' * 5000}"), ["task.toml: "]),
     (add("tests/runs.toml", CALLED + "args = [2026-11-22]\n"), ["tests/runs.toml: run.0.args: a date is not JSON"]),
-    (add("tests/runs.toml", CALLED + "args = [nan]\n"), ["tests/runs.toml: run.0.args: nan is no JSON number"]),
+    (add("tests/runs.toml", CALLED + "args = [nan]\n"), ["tests/runs.toml: run.0.args: nan is not a JSON number"]),
     (add("tests/runs.toml", CALLED + "[run.kwargs]\na = 12:30:00\n"), ["tests/runs.toml: run.0.kwargs: 'a': a time is not JSON"]),
     (add("tests/runs.toml", RUNS + RUNS), ["two runs are named 'one'"]),
     (edit("tests/test_it.py", "def test_it(outputs", "def test_it(answers"), ["tests/test_it.py:1", "asks for 'answers'"]),
@@ -223,9 +223,26 @@ def prebuilt(folder: Path) -> None:
     edit("task.toml", "cpus = 2", 'docker_image = "example/one:1"')(folder)
 
 
+def test_every_mistake_of_every_task_is_told_at_once(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = good(tmp_path / "family", name)
+        edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]")(folder)
+        remove("solution")(folder)
+        write(folder, {"instruction.md": " ", "notes.txt": "x", "more.txt": "x", "tests/runs.toml": "x"})
+    good(tmp_path / "family", "three")
+    with pytest.raises(TaskError) as error:
+        TaskFolders(tmp_path / "family", root=tmp_path)
+    said = str(error.value).splitlines()
+    assert said[0] == "family: 2 of 3 tasks cannot be read"
+    for name in ("one", "two"):
+        assert [line.removeprefix(f"task {name}: ").split(" ")[0] for line in said if line.startswith(f"task {name}: ")] == [
+            *("more.txt,", "task.toml:", "instruction.md:", "solution:", "tests/runs.toml:"),
+        ]
+
+
 HARBOR_MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
     (prebuilt, ["environment.docker_image = 'example/one:1' has no Dockerfile", "environment/Dockerfile: FROM example/one:1"]),
-    (swap_image, ["leaves a reward in /logs/verifier", "fix: write environment/Dockerfile"]),
+    (swap_image, ["writes a reward to /logs/verifier", "fix: write environment/Dockerfile"]),
     (add("environment/docker-compose.yaml"), ["asks for several containers"]),
     (edit("task.toml", "[metadata]", '[[steps]]\nname = "one"\n[metadata]'), ["steps = ", "a folder of each step"]),
     (edit("task.toml", "timeout_sec = 20.0", 'mode = "shell"'), ["/logs/verifier, which mode shell does not read", 'mode = "harbor"']),

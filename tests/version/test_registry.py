@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import StoreError
+from agentrl.files import folder_manifest, sha256_file
 from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
-from agentrl.version import FolderRegistry, folder_manifest, sha256_file
+from agentrl.version import FolderRegistry
+from tests.forking import FORKS
 
-CANDIDATE, SERVING, PROMOTED, ROLLED_BACK = VersionState.CANDIDATE, VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK
-SPAWN = multiprocessing.get_context("spawn")
+CANDIDATE, SERVING, SERVED = VersionState.CANDIDATE, VersionState.SERVING, VersionState.SERVED
+PROMOTED, ROLLED_BACK = VersionState.PROMOTED, VersionState.ROLLED_BACK
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(reg
     registry.set_state(0, PROMOTED)
     registry.set_state(1, SERVING)
     registry.set_state(2, SERVING)  # replaced 1 before it was judged
-    assert states(registry) == {0: PROMOTED, 1: CANDIDATE, 2: SERVING, 3: CANDIDATE, 4: CANDIDATE}
+    assert states(registry) == {0: PROMOTED, 1: SERVED, 2: SERVING, 3: CANDIDATE, 4: CANDIDATE}
     registry.set_state(2, PROMOTED)
     registry.set_state(3, SERVING)
     assert registry.latest(SERVING, PROMOTED).number == 3
@@ -95,10 +96,12 @@ def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(reg
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(VersionState, VersionState)))
 def test_every_transition_is_allowed_or_refused_as_documented(registry: FolderRegistry, before: VersionState, after: VersionState) -> None:
     publish(registry, 1)
-    registry.set_state(1, before)
+    for state in (SERVING, SERVED) if before is SERVED else (before,):
+        registry.set_state(1, state)
     legal = {
         (CANDIDATE, SERVING), (CANDIDATE, PROMOTED), (CANDIDATE, ROLLED_BACK),
-        (SERVING, CANDIDATE), (SERVING, PROMOTED), (SERVING, ROLLED_BACK),
+        (SERVING, SERVED), (SERVING, PROMOTED), (SERVING, ROLLED_BACK),
+        (SERVED, SERVING), (SERVED, PROMOTED), (SERVED, ROLLED_BACK),
         (PROMOTED, ROLLED_BACK),
     }  # fmt: skip
     if before is after or (before, after) in legal:
@@ -216,8 +219,8 @@ def test_several_processes_never_see_two_serving_and_lose_no_eval(registry: Fold
     for number in range(6):
         publish(registry, number)
     orders = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 1, 4, 2]]
-    barrier = SPAWN.Barrier(len(orders))
-    processes = [SPAWN.Process(target=_serve_all, args=(str(registry.folder), order, barrier)) for order in orders]
+    barrier = FORKS.Barrier(len(orders))
+    processes = [FORKS.Process(target=_serve_all, args=(str(registry.folder), order, barrier)) for order in orders]
     for process in processes:
         process.start()
     for process in processes:

@@ -1,4 +1,4 @@
-"""Calls one function of the code under test and prints its result as JSON. It runs with that code and knows nothing worth stealing.
+"""Calls one function of the code under test and prints its result as JSON. It runs beside that code and holds no secrets.
 
 python3 -I -B -c SOURCE   with {"file", "function", "args", "kwargs"} on stdin; what the code prints goes to stderr
 """

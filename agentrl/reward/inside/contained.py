@@ -1,9 +1,9 @@
-"""Starts tests that share a process or a sandbox with the code under test, and says on its own stdout how they ended.
+"""Starts tests that share a process or a sandbox with the code under test, and reports their results on its own stdout.
 
     python3 -I -B -c SOURCE   in the working directory, with tests/ and work/ in it; stdin: {"secret", "mode", "child", "files"}
 
-Standard library only, Python 3.9 or later. This process runs none of that code and cannot be read by it (it is not dumpable, so not
-even its open files can be reached), but it can be killed by it: then there is no report, and no report is no pass.
+Standard library only, Python 3.9 or later. This process runs none of that code, which cannot read it (it is not dumpable, so not
+even its open files can be reached) but can kill it: then there is no report, and no test has passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 1 << 20
 
 
 def shell(request: dict[str, Any]) -> dict[str, str]:
-    """tests/test.sh passes when it ends with 0. Its text is handed over whole: nobody can change the file while it is read."""
+    """tests/test.sh passes when it exits with 0. It is passed as text, so that nobody can change the file while it is read."""
     with open(os.path.join(HOME, "tests", "test.sh"), encoding="utf-8") as file:
         script = file.read()
     status = subprocess.call(["bash", "-c", script, "test.sh"], cwd=os.path.join(HOME, "work"), stdin=subprocess.DEVNULL)
@@ -35,7 +35,7 @@ def shell(request: dict[str, Any]) -> dict[str, str]:
 
 
 def pytest(request: dict[str, Any]) -> dict[str, str]:
-    """Reports of single tests come through a pipe, each with a code that needs a key which only the reporting plugin was given."""
+    """Reports of single tests come through a pipe, each signed with a key that only the reporting plugin has."""
     key = secrets.token_bytes(32)
     receive, send = os.pipe()
     command = [sys.executable, "-I", "-B", "-c", request["child"], str(send), *request["files"]]
@@ -58,17 +58,17 @@ def pytest(request: dict[str, Any]) -> dict[str, str]:
 
 
 def reports(said: bytes, key: bytes) -> dict[str, str]:
-    """Test -> empty or what went wrong; anything said without the code counts against the one who said it."""
-    found: dict[str, str] = {}
+    """Test -> "" or its error; a line with a wrong signature counts as a failed test."""
+    results: dict[str, str] = {}
     for line in said.splitlines():
         code, _, text = line.partition(b" ")
         if not hmac.compare_digest(code, hmac.new(key, text, hashlib.sha256).hexdigest().encode()):
-            found["forged"] = "a report that the tests did not write"
+            results["forged"] = "a report that the tests did not write"
             continue
         fields = json.loads(text)
-        if fields["error"] or fields["test"] not in found:
-            found[fields["test"]] = fields["error"]
-    return found
+        if fields["error"] or fields["test"] not in results:
+            results[fields["test"]] = fields["error"]
+    return results
 
 
 def main() -> None:

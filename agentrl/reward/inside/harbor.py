@@ -1,10 +1,10 @@
-"""Runs the tests of a folder as Harbor knows them, and says on its own stdout what they left as the reward.
+"""Runs the tests of a Harbor task folder, and reports the reward that they wrote on its own stdout.
 
     python3 -I -B -c SOURCE     stdin: {"secret", "tests": {path: base64}, "written": [path], "removed": [path]}
 
-The working directory holds what the image put there and, on top, what the agent left. Standard library only, Python 3.9 or later.
-This process runs none of the code under test and cannot be read by it, but it can be killed by it: then there is no report. The
-reward is a file, though, and whatever runs in this sandbox can write it.
+The working directory holds the image's files with the agent's on top. Standard library only, Python 3.9 or later. This process runs
+none of the code under test, which cannot read it but can kill it: then there is no report. The reward is a file, though, which any
+program in this sandbox can write.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST = 65536
 PROGRAM_STARTS = (b"#!", b"\x7fELF")
 
 
-def place(tests: dict[str, str]) -> None:
+def write_tests(tests: dict[str, str]) -> None:
     for path, text in tests.items():
         target = os.path.join(TESTS, path)
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -38,8 +38,8 @@ def place(tests: dict[str, str]) -> None:
         os.chmod(target, 0o755 if target.endswith(".sh") else 0o644)
 
 
-def settle(written: Sequence[str], removed: Sequence[str]) -> None:
-    """Files came without modes, so programs are made executable again; what the agent removed is removed from what the image put there."""
+def restore(written: Sequence[str], removed: Sequence[str]) -> None:
+    """Makes programs executable again, since files come without modes, and removes the image's files that the agent removed."""
     for path in written:
         with contextlib.suppress(OSError), open(os.path.join(HOME, path), "rb") as file:
             if file.read(4).startswith(PROGRAM_STARTS):
@@ -50,7 +50,7 @@ def settle(written: Sequence[str], removed: Sequence[str]) -> None:
 
 
 def left(name: str) -> str | None:
-    """A file in the place of the verdict, reached without following links; None where there is no regular file of modest size."""
+    """A file in the verdict's folder, opened without following links; None unless it is a regular file of at most `LONGEST` bytes."""
     fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in VERDICT:
@@ -75,9 +75,9 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.set_inheritable(report.fileno(), False)
     os.dup2(2, 1)
-    place(request["tests"])
-    settle(request["written"], request["removed"])
-    os.mkdir(EMPTY)  # nothing that the agent left is where programs look for files to start with
+    write_tests(request["tests"])
+    restore(request["written"], request["removed"])
+    os.mkdir(EMPTY)  # so that programs find no start-up files of the agent's
     environment = {**os.environ, "HOME": EMPTY, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     status = subprocess.call(["bash", "/tests/test.sh"], cwd=HOME, stdin=subprocess.DEVNULL, env=environment)
     said = {"exit": status, "txt": left("reward.txt"), "json": left("reward.json")}

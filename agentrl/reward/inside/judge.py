@@ -1,10 +1,10 @@
-"""Runs hidden tests over what programs under test left behind. It lives in a sandbox in which no such program ever runs.
+"""Runs hidden tests on the results of programs under test, in a sandbox in which no such program ever runs.
 
     python3 -I -B -c SOURCE   in the working directory, with tests/, outputs/ and runs/ in it; the first line of stdin is a secret
 
-Standard library only, Python 3.9 or later. Tests are the functions `test_*` of tests/test_*.py; they ask for `outputs` and `runs` by
-name. Each line of the report begins with the secret; what tests print goes to stderr. The tests are loaded before anything of
-the agent is looked at, so whether they load is no doing of the agent's.
+Standard library only, Python 3.9 or later. Tests are the functions `test_*` of tests/test_*.py, with parameters `outputs` and
+`runs`. Each line of the report begins with the secret; what tests print goes to stderr. The tests are loaded before any file of the
+agent is read, so the agent cannot affect whether they load.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LONGEST = 600
 
 
 class Files:
-    """Files by name, read when asked for: bytes, `text(path)` or `json(path)`. A missing one fails the test that asks for it."""
+    """Files by name, read on access: bytes, `text(path)` or `json(path)`. Access to a missing one fails the test."""
 
     def __init__(self, folder: str, what: str) -> None:
         self.folder, self.what = folder, what
-        self.names = sorted(os.path.relpath(os.path.join(place, name), folder) for place, _, names in os.walk(folder) for name in names)
+        self.names = sorted(os.path.relpath(os.path.join(top, name), folder) for top, _, names in os.walk(folder) for name in names)
 
     def __contains__(self, path: str) -> bool:
         return path in self.names
@@ -59,7 +59,7 @@ class Files:
 
 
 class Run:
-    """How one run ended: `exit` (None when it was killed for `reason`), `stdout`, `stderr`, `files`, and the JSON `value` it printed."""
+    """Results of one run: `exit` (None when killed for `reason`), `stdout`, `stderr`, `files`, and the JSON `value` it printed."""
 
     def __init__(self, number: int, fields: dict[str, Any]) -> None:
         self.name, self.exit, self.reason = fields["name"], fields["exit"], fields["reason"]
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The last line of stderr: of a Python exception, its type and message."""
+        """The last line of stderr: for a Python exception its type and message."""
         return str((self.stderr.strip().splitlines() or [""])[-1])
 
 
@@ -97,17 +97,17 @@ def load(path: str) -> dict[str, Callable[..., None]]:
 def collect(folder: str) -> dict[str, Callable[..., None]]:
     """Name -> test function, of every test file."""
     sys.path.append(folder)
-    found: dict[str, Callable[..., None]] = {}
-    for place, _, names in os.walk(folder):
+    tests: dict[str, Callable[..., None]] = {}
+    for top, _, names in os.walk(folder):
         for name in sorted(names):
             if name.startswith("test_") and name.endswith(".py"):
-                path = os.path.join(place, name)
-                found.update({f"{os.path.relpath(path, folder)}::{key}": value for key, value in load(path).items()})
-    return found
+                path = os.path.join(top, name)
+                tests.update({f"{os.path.relpath(path, folder)}::{key}": value for key, value in load(path).items()})
+    return tests
 
 
 def explain(error: BaseException) -> str:
-    """Where in the tests it went wrong, and how."""
+    """The line of the tests that failed, and the error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(HOME)]
     where = f"line {frames[-1].lineno}: {frames[-1].line}  " if frames else ""
     return f"{where}{type(error).__name__}: {error}"[:LONGEST]
@@ -131,7 +131,7 @@ def main() -> None:
         call = functools.partial(test, **{key: given[key] for key in inspect.signature(test).parameters})
         try:
             call()
-        except BaseException as error:  # whatever ends a test early has not passed it
+        except BaseException as error:  # a test that ends early has not passed, whatever ended it
             say({"test": name, "error": explain(error)})
         else:
             say({"test": name, "error": ""})

@@ -1,6 +1,6 @@
-"""pytest with configuration, rootdir and conftest files of the hidden tests alone, reporting each test through a pipe.
+"""Runs pytest with configuration, rootdir and conftest files of the hidden tests only, and reports each test through a pipe.
 
-python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test is importable, after everything else on the path
+python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported, and comes last on the path
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TESTS, WORK = "/home/agent/tests", "/home/agent/work"
 
 
 def reporter() -> Callable[[str, str], None]:
-    """Writes a signed line. The key lives in this function's cells alone; code in the same process that digs for it can find it."""
+    """Returns a function that writes signed lines. Only its closure holds the key; code in the same process can dig it out."""
     key, pipe = hmac.new(sys.stdin.buffer.read(), b"", hashlib.sha256), int(sys.argv[1])
     write, dumps = os.write, json.dumps
 
@@ -35,7 +35,7 @@ def reporter() -> Callable[[str, str], None]:
 
 
 class Reports:
-    """The plugin: a test has passed when its own call has; whatever else happens to it, skipping included, is an error."""
+    """The plugin: a test passes when its call does; every other outcome, including a skip, is an error."""
 
     def __init__(self, report: Callable[[str, str], None]) -> None:
         self.report = report

@@ -1,11 +1,11 @@
-"""What a sandbox with an allow-list (`SandboxSpec.network`) may reach, and how: through a proxy of the host, and in no other way.
+"""Network access of a sandbox with an allow-list (`SandboxSpec.network`): through the host's proxy, and no other way.
 
-The sandbox's network namespace stays as empty as without one: a loopback of its own, no route, no name server. Before it runs
-anybody's program the exec server opens a listener on that loopback and hands it to the host, which alone keeps it. A program
-that connects there, as the proxy variables of its environment say, talks to the host's proxy; nothing between the two runs in
-the sandbox, so nothing there can be taken over, killed or stopped. A program that ignores the variables reaches nothing.
+The sandbox's network namespace stays empty: its own loopback, no route, no name server. Before any program runs, the exec
+server opens a listener on that loopback and hands it to the host, which keeps the only copy. A program that connects there,
+as the proxy variables in its environment say, talks to the host's proxy. Nothing between the two runs in the sandbox, so
+nothing there can be taken over, killed or stopped. A program that ignores the variables reaches nothing.
 
-`door` takes the listener and accepts, `heads` reads what programs ask for, `addresses` decides and connects, `proxy` carries.
+`listener` takes the listener and accepts, `heads` parses requests, `addresses` decides and connects, `proxy` forwards.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from typing import Any
 
 from agentrl.destinations import Destination, parse_all
 from agentrl.records import SandboxSpec
-from agentrl.sandbox.egress.door import LINK, Door
+from agentrl.sandbox.egress.listener import LINK, EgressListener
 from agentrl.sandbox.egress.proxy import Bounds
 
-__all__ = ["PORT", "Bounds", "Door", "environment", "server_options", "shown"]
+__all__ = ["LINK", "PORT", "Bounds", "EgressListener", "environment", "server_options", "shown"]
 
 PORT = 3128
-"""Where the proxy answers, on the loopback of every sandbox that has one."""
+"""The proxy's port on the loopback of every sandbox that has an allow-list."""
 BACKLOG = 64
 _INSIDE = f"/agentrl/{LINK}"
+_ADDRESS = f"connect:{_INSIDE}"
 _OWN = ("localhost", "127.0.0.1", "::1")
 
 
 def server_options(spec: SandboxSpec) -> dict[str, Any]:
-    """What the exec server is told besides (see `allowance.server_options`): nothing for a sandbox without an allow-list."""
+    """Additional options of the exec server (see `allowance.server_options`); none for a sandbox without an allow-list."""
     if not spec.network:
         return {}
-    return {"network": {"port": PORT, "backlog": BACKLOG, "link": _INSIDE, "environment": environment(parse_all(spec.network))}}
+    return {"network": {"port": PORT, "backlog": BACKLOG, "link": _ADDRESS, "environment": environment(parse_all(spec.network))}}
 
 
 def shown(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
-    """Where in the sandbox its exec server finds the socket over which it hands its listener to the host."""
+    """Path in the sandbox, and on the host, of the socket over which the exec server hands its listener to the host."""
     return {_INSIDE: folder / LINK} if spec.network else {}
 
 
 def environment(network: tuple[Destination, ...]) -> dict[str, str]:
-    """The proxy variables of programs. Their own loopback is theirs, unless an entry gives that address to the host."""
-    given = {destination.host for destination in network}
-    proxy, own = f"http://127.0.0.1:{PORT}", ",".join(name for name in _OWN if name not in given)
+    """The proxy variables of programs. Loopback addresses bypass the proxy unless the allow-list names them."""
+    listed = {destination.host for destination in network}
+    proxy, own = f"http://127.0.0.1:{PORT}", ",".join(name for name in _OWN if name not in listed)
     pairs = {"http_proxy": proxy, "https_proxy": proxy, "no_proxy": own}
     return pairs | {name.upper(): value for name, value in pairs.items()}

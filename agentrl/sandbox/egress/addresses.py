@@ -1,7 +1,7 @@
-"""From a name and a port that a program asks for to a connection: is it on the list, where does it lead, is that a public place?
+"""From a requested host and port to a connection: is it on the list, what does it resolve to, is that a public address?
 
-A name is looked up only when the list covers it, once, and the connection is made to an address that was judged, not to the
-name; so a name server that answers differently the next time changes nothing.
+A name is looked up only when the list covers it, and only once. The connection goes to an address that was checked, not to the
+name, so a name server that answers differently the next time changes nothing.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from agentrl.sandbox.egress.heads import Refusal
 MAX_TRIED = 4
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _MACHINE_SERVICES = frozenset({ipaddress.ip_address("168.63.129.16")})
-"""Of a cloud's own, behind an address that looks public (learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16)."""
+"""A cloud's services at a public-looking address (learn.microsoft.com/azure/virtual-network/what-is-ip-address-168-63-129-16)."""
 
-# Of its own: a name server that does not answer must not hold up what else the driver does in threads.
+# A separate pool: a name server that does not answer must not hold up the driver's other threads.
 _lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
 
 
 class AddressBook:
-    """The allow-list of one sandbox, and its name look-ups, two at a time."""
+    """The allow-list of one sandbox, and its name look-ups (two at a time)."""
 
     def __init__(self, network: Sequence[Destination]) -> None:
         self._network = tuple(network)
-        self._turns = asyncio.Semaphore(2)
+        self._lookup_slots = asyncio.Semaphore(2)
 
     async def connect(self, host: str, port: int) -> socket.socket:
-        """A connection to where `host` leads. Raises `Refusal`; the caller bounds the wait."""
+        """Connects to `host`. Raises `Refusal`; the caller sets the deadline."""
         if not any(entry.covers(host, port) for entry in self._network):
             raise Refusal(HTTPStatus.FORBIDDEN, "not on the sandbox's allow-list")
         allowed = [address for address in await self._addresses(host, port) if self._may(address, port)]
         if not allowed:
-            raise Refusal(HTTPStatus.FORBIDDEN, "the name leads to no public address; list the address too to allow it")
+            raise Refusal(HTTPStatus.FORBIDDEN, "the name resolves to no public address; list the address too to allow it")
         for address in allowed[:MAX_TRIED]:
             try:
                 return await self._connected(address, port)
@@ -51,12 +51,12 @@ class AddressBook:
         if address is not None:
             return [address]
         loop = asyncio.get_running_loop()
-        async with self._turns:
+        async with self._lookup_slots:
             try:
-                found = await loop.run_in_executor(_lookups, look_up, host, port)
+                resolved = await loop.run_in_executor(_lookups, look_up, host, port)
             except (OSError, UnicodeError):
                 raise Refusal(HTTPStatus.BAD_GATEWAY, "the name is not known") from None
-        return [address for text in found if (address := literal(text)) is not None]
+        return [address for text in resolved if (address := literal(text)) is not None]
 
     def _may(self, address: Address, port: int) -> bool:
         return public(address) or self._listed(address, port)
@@ -68,7 +68,7 @@ class AddressBook:
             await asyncio.get_running_loop().sock_connect(link, (str(address), port))
             reached, own = literal(link.getpeername()[0]), literal(link.getsockname()[0])
             if reached is None or not self._may(reached, port) or (reached == own and not self._listed(reached, port)):
-                raise Refusal(HTTPStatus.FORBIDDEN, "the name leads to this machine or to no public address; list the address too")
+                raise Refusal(HTTPStatus.FORBIDDEN, "the name resolves to this machine or to no public address; list the address too")
         except BaseException:
             link.close()
             raise
@@ -84,7 +84,7 @@ def look_up(host: str, port: int) -> list[str]:
 
 
 def public(address: Address) -> bool:
-    """Whether `address` is of the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
+    """Whether `address` is on the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
 
     An IPv6 address that carries an IPv4 one (mapped, 6to4, Teredo, NAT64) must carry a public one.
     """

@@ -1,6 +1,7 @@
 """What a program asks the proxy for: the head of an HTTP request, read strictly. Every byte is hostile.
 
-Whatever two readers could understand differently is refused: bare line ends, folded or doubled headers, `user@host`, a body
+h11 reads it, and forgives what many servers send. Here that is refused, because two readers could understand it differently: a head
+is taken only when it is, line by line, what h11 read (no bare line ends, folded or merged headers), and so are `user@host` and a body
 whose end is not a plain number of bytes. What goes on to a server is written anew from what was understood, one request to a
 connection, so there is nothing a second request could hide behind.
 """
@@ -11,12 +12,12 @@ import re
 from dataclasses import dataclass
 from http import HTTPStatus
 
+import h11
+
 from agentrl.destinations import plain_host
 
 MAX_HEADERS = 100
-_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_LINE = re.compile(rf"({_TOKEN}) ([\x21-\x7e]+) (HTTP/1\.[01])")
-_HEADER = re.compile(rf"({_TOKEN}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
+_SIZE_DIGITS = 15
 _ABSOLUTE = re.compile(r"http://([^/?#]*)([/?][^#]*)?", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]@]+)(?::([0-9]{1,5}))?")
 _HOP = {"connection", "expect", "host", "keep-alive", "te", "trailer", "upgrade", "content-length", "http2-settings"}
@@ -43,12 +44,9 @@ class Wanted:
 
 def parse(head: bytes) -> Wanted:
     """The request whose head, up to and with the empty line, is `head`. Raises `Refusal`."""
-    lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
-    first = _LINE.fullmatch(lines[0])
-    if first is None:
-        raise _bad("no request line of HTTP/1")
-    headers = _headers(lines[1:])
-    method, target, version = first.groups()
+    request = _read(head)
+    method, target, version = (part.decode("ascii") for part in (request.method, request.target, request.http_version))
+    headers = [(name.decode("ascii"), value.decode("latin-1")) for name, value in request.headers]
     if method == "CONNECT":
         host, port = _authority(target, None)
         if any(name in ("content-length", "transfer-encoding") for name, _ in headers):
@@ -64,21 +62,27 @@ def parse(head: bytes) -> Wanted:
     kept = [f"{name}: {value}" for name, value in headers if not _concerns_the_hop(name, headers)]
     kept += [f"Host: {shown}" if port == 80 else f"Host: {shown}:{port}", "Connection: close"]
     kept += [] if size is None else [f"Content-Length: {size}"]
-    start = f"{method} {path if path.startswith('/') else '/' + path} {version}"
+    start = f"{method} {path if path.startswith('/') else '/' + path} HTTP/{version}"
     return Wanted(host=host, port=port, head="\r\n".join([start, *kept, "", ""]).encode("latin-1"), body=size or 0)
 
 
-def _headers(lines: list[str]) -> list[tuple[str, str]]:
-    """(name in lower case, value) of each header."""
+def _read(head: bytes) -> h11.Request:
+    """The request as h11 reads it, where nothing else could be read in it."""
+    start, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     if len(lines) > MAX_HEADERS:
         raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {MAX_HEADERS} headers")
-    matches = [_HEADER.fullmatch(line) for line in lines]
-    headers = [(match[1].lower(), match[2].strip(" \t")) for match in matches if match is not None]
-    if len(headers) < len(lines):
-        raise _bad("a malformed header")
-    if sum(name == "host" for name, _ in headers) > 1:
-        raise _bad("more than one Host header")
-    return headers
+    reader = h11.Connection(h11.SERVER)
+    try:
+        reader.receive_data(head)
+        request = reader.next_event()
+    except h11.RemoteProtocolError:  # its words hold the program's, which a log and a count of reasons should not
+        raise _bad("no well-formed request of HTTP/1 (RFC 9112), which names its Host once") from None
+    if not isinstance(request, h11.Request) or request.http_version not in (b"1.0", b"1.1"):
+        raise _bad("no request of HTTP/1.0 or HTTP/1.1")
+    split = ((name, value.strip(b" \t")) for name, _, value in (line.partition(b":") for line in lines))
+    if start != b"%b %b HTTP/%b" % (request.method, request.target, request.http_version) or [*split] != request.headers.raw_items():
+        raise _bad("a head that could be read in two ways: bare line ends, folded or merged headers")
+    return request
 
 
 def _authority(text: str, default: int | None) -> tuple[str, int]:
@@ -93,12 +97,12 @@ def _authority(text: str, default: int | None) -> tuple[str, int]:
 
 
 def _body_size(headers: list[tuple[str, str]]) -> int | None:
-    sizes = [value for name, value in headers if name == "content-length"]
     if any(name == "transfer-encoding" for name, _ in headers):
         raise Refusal(HTTPStatus.LENGTH_REQUIRED, "a body needs a Content-Length here, and no Transfer-Encoding")
-    if len(sizes) > 1 or not all(re.fullmatch(r"[0-9]{1,15}", size) for size in sizes):
-        raise _bad("no single plain Content-Length")
-    return int(sizes[0]) if sizes else None
+    size = next((value for name, value in headers if name == "content-length"), None)
+    if size is not None and len(size) > _SIZE_DIGITS:
+        raise _bad("a Content-Length beyond all bounds")
+    return None if size is None else int(size)
 
 
 def _concerns_the_hop(name: str, headers: list[tuple[str, str]]) -> bool:

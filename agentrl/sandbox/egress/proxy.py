@@ -1,4 +1,4 @@
-"""A forward proxy for the programs of one sandbox: `CONNECT host:port`, and plain HTTP by absolute address. One request a connection."""
+"""A forward proxy for the programs of one sandbox: `CONNECT host:port`, and plain HTTP with absolute URLs. One request a connection."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ CHUNK = 65536
 LINGER_S = 2.0
 LINGER_BYTES = 1 << 20
 RECEIVE_BYTES = 1 << 18
-"""Of the kernel, for what a sandbox has sent and nobody has read yet: it is not the sandbox's memory that holds it."""
+"""Kernel buffer for what a sandbox has sent and the proxy has not read yet; it is not charged to the sandbox's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What one sandbox may take of the host's proxy. Times in seconds; the connections past the bound wait."""
+    """What one sandbox may use of the host's proxy. Times in seconds; connections beyond the bound wait."""
 
     connections: int = 16  # open at once
-    pause_s: float = 0.005  # between two that are taken
+    pause_s: float = 0.005  # between two accepted connections
     head_bytes: int = 16384
     head_s: float = 10.0
-    connect_s: float = 15.0  # the look-up of the name included
+    connect_s: float = 15.0  # including the name look-up
     idle_s: float = 60.0
     total_s: float = 900.0  # of one connection
     total_bytes: int = 1 << 30  # of all connections, both ways, as long as the sandbox lives
 
 
-class Spent(Exception):
-    """The sandbox has moved all the bytes it may."""
+class BudgetSpent(Exception):
+    """The sandbox has used up its bytes."""
 
 
 class _Clock:
@@ -60,7 +60,7 @@ class _Clock:
 
 
 class Proxy:
-    """Serves the connections of sandbox `name`. `refused` counts the reasons; the first refusal is logged, the rest are summed up."""
+    """Serves the connections of sandbox `name`. `refused` counts refusals by reason; the first is logged, `sum_up` logs the totals."""
 
     def __init__(self, name: str, network: Sequence[Destination], bounds: Bounds) -> None:
         self.refused: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class Proxy:
         self._left = bounds.total_bytes
 
     async def serve(self, link: socket.socket) -> None:
-        """Answers the one request of a connection, and closes it whatever happens."""
+        """Answers a connection's one request, and always closes it."""
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         reader, writer = await _streams(link, self._bounds.head_bytes)
         try:
@@ -77,13 +77,13 @@ class Proxy:
             writer.close()
             async with asyncio.timeout(self._bounds.idle_s):
                 await writer.wait_closed()
-        except (OSError, Spent):  # either side went away, or the time or the bytes are over (TimeoutError is an OSError)
+        except (OSError, BudgetSpent):  # a side went away, or the deadline (TimeoutError is an OSError) or the byte budget is over
             pass
         finally:
             writer.transport.abort()
 
     def sum_up(self) -> None:
-        """Logs how much was refused, when it was more than the one that has been logged."""
+        """Logs the totals, unless there was only the refusal that was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
             log.warning("sandbox %s: %d requests to the network refused (%s)", self._name, self.refused.total(), reasons)
@@ -92,7 +92,7 @@ class Proxy:
         wanted = None
         try:
             if self._left <= 0:
-                raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has moved all the {self._bounds.total_bytes} bytes it may")
+                raise Refusal(HTTPStatus.FORBIDDEN, f"the sandbox has used up its {self._bounds.total_bytes} bytes")
             wanted = heads.parse(await self._head(reader))
             link = await self._connect(wanted)
         except Refusal as refusal:
@@ -106,12 +106,12 @@ class Proxy:
             async with asyncio.timeout(self._bounds.head_s):
                 return await reader.readuntil(b"\r\n\r\n")
         except TimeoutError:
-            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"no whole request in {self._bounds.head_s:.0f} s") from None
+            raise Refusal(HTTPStatus.REQUEST_TIMEOUT, f"no complete request in {self._bounds.head_s:.0f} s") from None
         except asyncio.LimitOverrunError:
             reason = f"a request head of more than {self._bounds.head_bytes} bytes"
             raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, reason) from None
         except asyncio.IncompleteReadError:
-            raise ConnectionError("hung up before the end of the request") from None
+            raise ConnectionError("closed before the end of the request") from None
 
     async def _connect(self, wanted: Wanted) -> socket.socket:
         try:
@@ -135,14 +135,14 @@ class Proxy:
             server_writer.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock) -> None:
-        """Carries bytes until the reader's end, and passes that on."""
+        """Forwards bytes until the end of the reader, and forwards that end."""
         while data := await reader.read(CHUNK):
             await self._move(data, writer, clock)
         writer.write_eof()
 
     async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
-        """Carries the body of a request and nothing that follows it; ends when the program hangs up or says more."""
-        with contextlib.suppress(ConnectionError):  # a server may answer before it has read all
+        """Forwards the body of a request and nothing after it; ends when the program closes or sends more."""
+        with contextlib.suppress(ConnectionError):  # a server may answer before it has read everything
             while size and (data := await reader.read(min(size, CHUNK))):
                 size -= len(data)
                 await self._move(data, writer, clock)
@@ -151,7 +151,7 @@ class Proxy:
     async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock) -> None:
         self._left -= len(data)
         if self._left < 0:
-            raise Spent
+            raise BudgetSpent
         clock.moved()
         writer.write(data)
         await writer.drain()
@@ -160,12 +160,12 @@ class Proxy:
     def _note(self, refusal: Refusal, wanted: Wanted | None) -> None:
         if not self.refused:
             where = f"{wanted.host}:{wanted.port}" if wanted is not None else "a malformed request"
-            log.warning("sandbox %s: the network was refused to a program: %s: %s", self._name, where, refusal.reason)
+            log.warning("sandbox %s: a request to the network was refused: %s: %s", self._name, where, refusal.reason)
         self.refused[refusal.reason] += 1
 
 
 async def _streams(link: socket.socket, limit: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """The socket as streams; closed when that fails."""
+    """The socket as streams; the socket is closed on failure."""
     try:
         return await asyncio.open_connection(sock=link, limit=limit)
     except BaseException:
@@ -174,7 +174,7 @@ async def _streams(link: socket.socket, limit: int) -> tuple[asyncio.StreamReade
 
 
 async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, refusal: Refusal) -> None:
-    """Tells why, and reads on for a moment: a close with bytes unread would take the answer back."""
+    """Answers with the reason, then reads on for a moment: closing with unread bytes would discard the answer."""
     text = f"agentrl: {refusal.reason}\n".encode()
     head = f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n"
     writer.write(head.encode() + b"Connection: close\r\n\r\n" + text)
@@ -188,12 +188,12 @@ async def _refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, re
 
 
 async def _both(*works: Coroutine[Any, Any, None]) -> None:
-    """Runs all to their end; when one fails the others are cancelled."""
+    """Runs all of them to the end; when one fails the others are cancelled."""
     await _run(works, asyncio.FIRST_EXCEPTION)
 
 
 async def _first(*works: Coroutine[Any, Any, None]) -> None:
-    """Runs all until one ends; the others are cancelled."""
+    """Runs them until one ends; the others are cancelled."""
     await _run(works, asyncio.FIRST_COMPLETED)
 
 

@@ -1,9 +1,9 @@
-"""What a Dockerfile says besides files and still holds in a sandbox: its WORKDIR with what lies there, and its ENV.
+"""What a sandbox keeps of a Dockerfile besides the file tree: its WORKDIR with the files there, and its ENV.
 
-A sandbox's root is read-only, and its working directory is /home/agent. So the last step of making such an image
-(`agentrl.sandbox.layout.arrange`) puts aside what lies in the WORKDIR (or in /app, when there is none) and leaves a link to
-/home/agent in its place, and links from /logs, /tests and /solution to places below /tmp. Each new sandbox then copies what was put
-aside into its working directory (`agentrl.sandbox.layout.begin`). All of it is a part of the image, so both backends have it.
+A sandbox's root is read-only, and its working directory is /home/agent. So the last build step of such an image
+(`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (or in /app, without one) to /opt/agentrl/start, replaces that
+folder by a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new sandbox then copies the
+moved files into its working directory (`agentrl.sandbox.layout.begin`). All of it is part of the image, so both backends have it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SYSTEM = {f"/{name}" for name in ("bin", "boot", "etc", "home", "lib", "lib32",
 _SYSTEM |= {f"/usr/{name}" for name in ("bin", "lib", "local", "sbin", "share", "src")}
 _SYSTEM |= {"/var/lib", "/logs", "/tests", "/solution"}
 _BUILDERS_OWN = ("Step ", " ---> ", "Removing intermediate container ")
-# What a sandbox sets itself, and what would start code in a program that was not asked for it.
+# What the sandbox sets itself, and what would make a program run other code.
 _OWN = ("HOME", "USER", "LOGNAME", "TMPDIR", "PWD", "OLDPWD", "HOSTNAME", "BASH_ENV", "ENV", "PYTHONSTARTUP", "PYTHONHOME")
 
 
 def environment(said: Sequence[str], workdir: str) -> dict[str, str]:
-    """The variables that programs of a sandbox get from an image's `NAME=value` lines. Raises `ValueError` for too many."""
-    found = dict(line.partition("=")[::2] for line in said if "=" in line)
-    kept = {name: value for name, value in found.items() if name not in _OWN and not name.startswith("LD_")}
+    """The variables that a sandbox's programs get from an image's `NAME=value` lines. Raises `ValueError` for too many."""
+    declared = dict(line.partition("=")[::2] for line in said if "=" in line)
+    kept = {name: value for name, value in declared.items() if name not in _OWN and not name.startswith("LD_")}
     if len(kept) > MAX_VARIABLES or sum(map(len, (*kept, *kept.values()))) > MAX_ENVIRONMENT:
         raise ValueError(f"ENV sets more than {MAX_VARIABLES} variables or {MAX_ENVIRONMENT} characters")
     if "PATH" in kept:
@@ -49,13 +49,13 @@ def environment(said: Sequence[str], workdir: str) -> dict[str, str]:
 
 
 def _path(said: str, workdir: str) -> str:
-    """PATH without places that an agent can write to, where it could put a python3 of its own; ours come last where they are missing."""
+    """PATH without folders that an agent can write to, and so plant a python3 in; missing default folders are appended."""
     folders = [folder for folder in said.split(":") if folder.startswith("/") and not _below(folder, (*WRITABLE, workdir))]
     return ":".join(dict.fromkeys([*folders, *ENVIRONMENT["PATH"].split(":")]))
 
 
 def working_directory(said: str) -> str:
-    """Where an image's working directory is. Raises `ValueError` for one that a sandbox cannot have."""
+    """An image's working directory. Raises `ValueError` for one that a sandbox cannot have."""
     path = posixpath.normpath(said or "/")
     if path == "/":
         return DEFAULT
@@ -70,7 +70,7 @@ def _below(path: str, tops: Sequence[str]) -> bool:
 
 
 def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
-    """Replaces the image `tag` by one that is arranged. Raises `TaskError` naming `dockerfile`. Blocking."""
+    """Replaces the image `tag` by one laid out for sandboxes. Raises `TaskError` naming `dockerfile`. Blocking."""
     config: Mapping[str, Any] = api.inspect_image(tag)["Config"] or {}
     try:
         workdir = working_directory(config.get("WorkingDir") or "")
@@ -89,7 +89,7 @@ def arrange(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float)
 
 
 async def begin(sandbox: Sandbox) -> None:
-    """Fills the working directory of a new sandbox. Raises `TaskError` where it has no room, `SandboxError`."""
+    """Fills a new sandbox's working directory. Raises `TaskError` when the files do not fit, else `SandboxError`."""
     result = await sandbox.python(BEGIN, timeout_s=BEGIN_S)
     if result.ok:
         return
@@ -97,4 +97,4 @@ async def begin(sandbox: Sandbox) -> None:
         raise TaskError(
             "the image's WORKDIR does not fit into the sandbox's working directory", fix="raise environment.storage_mb and memory_mb"
         )
-    raise SandboxError(f"sandbox {sandbox.id}: its working directory was not filled: {result.reason or result.stderr[-300:]}")
+    raise SandboxError(f"sandbox {sandbox.id}: its working directory could not be filled: {result.reason or result.stderr[-300:]}")

@@ -1,10 +1,10 @@
-"""The last step in the making of an image from a Dockerfile: the places that its programs expect, under a read-only root.
+"""The last build step of an image from a Dockerfile: the paths that its programs expect, under a read-only root.
 
     python3 -I -c SOURCE '{"workdir": "/app", "environment": {"MODE": "test"}}'     as root, in the build
 
-What the Dockerfile put into its working directory goes to START, from where each sandbox takes it when it opens; the directory
-itself becomes a link to the sandbox's own. /logs, /tests and /solution become links below /tmp. Standard library only, Python 3.9
-or later. What is wrong is the last line that it prints.
+The files in the working directory go to START, from which each sandbox copies them when it opens; the directory itself becomes
+a link to the sandbox's. /logs, /tests and /solution become links to folders below /tmp. Standard library only, Python 3.9 or
+later. On failure the last line printed is the reason.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ MAX_ENTRIES = 15_000
 MAX_DEPTH = 32
 
 
-class Wrong(Exception):
-    """Something that the Dockerfile must do in another way."""
+class Unfit(Exception):
+    """Something that the Dockerfile must do differently."""
 
 
 def bounded(top: str) -> None:
-    """Raises `Wrong` unless the files below `top` can be the start of a working directory."""
+    """Raises `Unfit` unless the files below `top` can be the start of a working directory."""
     size = count = 0
     for folder, folders, files in os.walk(top):
         if folder.count("/") - top.count("/") > MAX_DEPTH:
-            raise Wrong(f"{folder} is nested more than {MAX_DEPTH} deep")
+            raise Unfit(f"{folder} is nested more than {MAX_DEPTH} deep")
         for name in folders + files:
             info = os.lstat(os.path.join(folder, name))
             if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode)):
-                raise Wrong(f"{os.path.join(folder, name)} is not a file, a folder or a link")
+                raise Unfit(f"{os.path.join(folder, name)} is not a file, a folder or a link")
             size, count = size + info.st_size, count + 1
         if size > MAX_BYTES or count > MAX_ENTRIES:
-            raise Wrong(f"{top}, the working directory, holds more than {MAX_BYTES >> 20} MiB or {MAX_ENTRIES} entries")
+            raise Unfit(f"{top}, the working directory, holds more than {MAX_BYTES >> 20} MiB or {MAX_ENTRIES} entries")
 
 
 def open_to_all(top: str) -> None:
-    """What root may read any user may: programs of a sandbox are never root."""
+    """Makes all files readable for every user: programs of a sandbox are never root."""
     for folder, _, files in os.walk(top):
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | 0o755)
         for path in (os.path.join(folder, name) for name in files):
@@ -54,7 +54,7 @@ def open_to_all(top: str) -> None:
 
 
 def take(workdir: str) -> None:
-    """Moves what lies in the working directory to START and puts a link to HOME in its place."""
+    """Moves the files in the working directory to START and replaces it by a link to HOME."""
     os.makedirs(START, exist_ok=True)
     real = os.path.realpath(workdir)
     if os.path.isdir(real):
@@ -66,25 +66,25 @@ def take(workdir: str) -> None:
         return
     if os.path.lexists(real):
         if not os.path.isdir(real):
-            raise Wrong(f"{real}, the working directory, is not a folder")
+            raise Unfit(f"{real}, the working directory, is not a folder")
         os.rmdir(real)
     os.makedirs(os.path.dirname(real), exist_ok=True)
     os.symlink(HOME, real)
 
 
 def scratch(path: str) -> None:
-    """Makes `path` a link to a place below /tmp, unless the image has made it something else."""
+    """Makes `path` a link to a folder below /tmp, unless the image already made it a link."""
     if os.path.islink(path):
         return
     if os.path.lexists(path):
         if any(files for _, _, files in os.walk(path)) or not os.path.isdir(path):
-            raise Wrong(f"{path} holds files, but that is where tests, solution and logs have their place: put them elsewhere")
+            raise Unfit(f"{path} holds files, but is reserved for tests, solution or logs: put them elsewhere")
         shutil.rmtree(path)
     os.symlink("/tmp" + path, path)
 
 
 def search_path(said: str) -> str:
-    """Without what leads to a place that an agent can write to: it could put a python3 of its own there."""
+    """PATH without folders that resolve to where an agent can write, and so plant a python3."""
     return ":".join(folder for folder in said.split(":") if not (os.path.realpath(folder) + "/").startswith((HOME + "/", "/tmp/")))
 
 
@@ -98,7 +98,7 @@ def main() -> None:
             said["environment"]["PATH"] = search_path(said["environment"]["PATH"])
         with open(KEPT + "/image.json", "w") as file:
             json.dump({"environment": said["environment"]}, file)
-    except (Wrong, OSError, shutil.Error) as error:
+    except (Unfit, OSError, shutil.Error) as error:
         print(f"{error}"[:1000])
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""The start of a working directory: run as the agent in a new sandbox of an image from a Dockerfile, before anything else is."""
+"""Fills the working directory: run as the agent, before anything else, in each new sandbox of an image from a Dockerfile."""
 
 from __future__ import annotations
 

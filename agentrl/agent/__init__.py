@@ -1,0 +1,23 @@
+"""What acts in an episode: the turn loop, its tools, and the exact tokens of its chat.
+
+`TurnLoop` is the shipped `agentrl.protocols.Agent`; `ChatFormat` turns messages into token ids once; `tool` makes a tool of a function.
+"""
+
+from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.toolbox import Toolbox, load_tools
+from agentrl.agent.tools import Tool, ToolOutcome
+from agentrl.agent.turns import TurnLoop
+from agentrl.agent.typed import tool
+
+__all__ = [
+    "ChatFormat",
+    "ParsedCompletion",
+    "Tool",
+    "ToolOutcome",
+    "Toolbox",
+    "TurnLoop",
+    "call_tool",
+    "load_tools",
+    "tool",
+]

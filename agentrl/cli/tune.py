@@ -1,0 +1,124 @@
+"""`agentrl tune sft | dpo | reward`: supervised training on what a run has stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl import recipe
+from agentrl.errors import UserError
+from agentrl.experience import open_store
+from agentrl.plugins import add_project_root
+from agentrl.records import Group
+from agentrl.supervised.select import Preference, demonstrations, preferences
+
+tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
+
+_LEAST = 1e-9  # of what would train nothing at 0
+
+Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
+Out = Annotated[Path, typer.Option(help="Folder to write the model to; must not exist.")]
+Start = Annotated[Path | None, typer.Option("--model", help="Model folder to start from. Default: the run's base policy.")]
+PerTask = Annotated[int, typer.Option(min=1, help="At most so many for each task.")]
+Margin = Annotated[float, typer.Option(min=0, help="Least difference of two scores that makes a preference.")]
+Epochs = Annotated[float, typer.Option(min=0.01, help="Passes over the data.")]
+Rate = Annotated[float, typer.Option(min=_LEAST, help="Highest learning rate; it follows a cosine.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows in an optimizer step.")]
+Seed = Annotated[int, typer.Option(min=0)]
+
+
+@tune_app.command("sft", epilog="Example: agentrl tune sft runs/quickstart --out models/imitated")
+def sft(
+    run: Run,
+    out: Out,
+    model: Start = None,
+    min_score: Annotated[float, typer.Option(help="Least score of an episode to imitate.")] = 1.0,
+    per_task: PerTask = 1,
+    epochs: Epochs = 2,
+    lr: Rate = 1e-4,
+    batch: BatchSize = 16,
+    seed: Seed = 0,
+) -> None:
+    """Imitate a run's best episodes (rejection sampling)."""
+    start = _start(run, model, out)
+    rows = demonstrations(_groups(run), min_score=min_score, per_task=per_task)
+    print(f"{len(rows)} demonstrations")
+    from agentrl.supervised import tune
+
+    _done(out, tune.sft(rows, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+
+
+@tune_app.command("dpo", epilog="Example: agentrl tune dpo runs/quickstart --out models/preferred --beta 0.1")
+def dpo(
+    run: Run,
+    out: Out,
+    model: Start = None,
+    margin: Margin = 0.5,
+    per_task: PerTask = 4,
+    beta: Annotated[float, typer.Option(min=_LEAST, help="How near the policy stays to where it started.")] = 0.1,
+    epochs: Epochs = 1,
+    lr: Rate = 1e-5,
+    batch: BatchSize = 16,
+    seed: Seed = 0,
+) -> None:
+    """Prefer better attempts at a task to worse ones (DPO)."""
+    start = _start(run, model, out)
+    pairs = _pairs(run, margin, per_task)
+    from agentrl.supervised import tune
+
+    _done(out, tune.dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
+
+
+@tune_app.command("reward", epilog="Example: agentrl tune reward runs/quickstart --out models/reward")
+def reward(
+    run: Run,
+    out: Out,
+    model: Start = None,
+    margin: Margin = 0.5,
+    per_task: PerTask = 4,
+    epochs: Epochs = 1,
+    lr: Rate = 1e-4,
+    batch: BatchSize = 16,
+    seed: Seed = 0,
+) -> None:
+    """Learn to score whole episodes from a run's labels (a reward model)."""
+    start = _start(run, model, out)
+    pairs = _pairs(run, margin, per_task)
+    from agentrl.supervised import tune
+
+    _done(out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+
+
+def _start(run: Path, model: Path | None, out: Path) -> Path:
+    if not (run / "recipe.json").is_file():
+        raise UserError(f"{run} holds no experience", fix="give the folder of a run, such as runs/quickstart")
+    if out.exists():
+        raise UserError(f"{out} is there already", fix="choose another --out, or move it away")
+    start = model or run / "versions" / "000000"
+    if not (start / "config.json").is_file():
+        raise UserError(f"{start} holds no model", fix="give a model folder with --model")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return start
+
+
+def _pairs(run: Path, margin: float, per_task: int) -> list[Preference]:
+    pairs = preferences(_groups(run), margin=margin, per_task=per_task)
+    print(f"{len(pairs)} preferences")
+    return pairs
+
+
+def _groups(run: Path) -> Iterator[Group]:
+    add_project_root(Path.cwd())  # for a store of the project's own
+    store = open_store(run, recipe.load(run / "recipe.json"))
+    try:
+        for index in store.indices():
+            yield from store.groups([index])
+    finally:
+        store.close()
+
+
+def _done(out: Path, loss: float) -> None:
+    print(f"loss at the end {loss:.4f}\nmodel {out}")

@@ -1,0 +1,1 @@
+"""Which of a machine's devices each part of a run gets."""

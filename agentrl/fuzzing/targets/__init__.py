@@ -1,1 +1,0 @@
-"""A module for each boundary; `target` in it is what `agentrl fuzz` runs."""

@@ -1,0 +1,48 @@
+"""`python -m agentrl.learner.main --run-dir DIR`: one rank of a run's learner, started by torchrun.
+
+It imports little: the process sets its parent death signal before it spends seconds importing torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from agentrl.errors import AgentRLError
+from agentrl.learner.exit_reason import ExitReason, send
+from agentrl.processes import die_with_parent
+from agentrl.runlock import hold_part
+
+
+def main() -> int:
+    """0 when all steps are done or a stop was requested, 1 when the learner cannot go on; log and driver get the reason."""
+    parser = argparse.ArgumentParser(description="One rank of a run's learner; start it with torchrun.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--root", type=Path, help="the project's root, for parts of its own that the recipe names")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with: the one that started this one")
+    parser.add_argument("--mailbox", help="where to send the exit reason for the driver")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    hold_part(arguments.run_dir)  # for as long as this process lives
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log = logging.getLogger("agentrl.learner")
+    try:
+        from agentrl.learner.worker import work
+
+        work(arguments.run_dir, root=arguments.root)
+    except AgentRLError as error:
+        log.error("%s: %s", type(error).__name__, error)
+        send(arguments.mailbox, ExitReason.of(error))
+        return 1
+    except Exception as error:
+        log.exception("the learner failed")
+        send(arguments.mailbox, ExitReason.of(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""What a process asks of the kernel for itself: to die with its parent, and how old it is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks the kernel to kill this process as soon as process `parent`, which started it, is gone (`prctl(2)`).
+
+    Linux only; no effect elsewhere. The kernel watches the thread that started this process: start it from a thread that lives as long
+    as it should. A fork does not inherit it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before the request took effect
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def age_s() -> float:
+    """Seconds since this process was started, to a hundredth (`proc(5)`); 0 where there is no /proc."""
+    try:
+        # The program's name, in parentheses, may hold anything; of what follows, the 20th field is the start, in ticks since boot.
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    except FileNotFoundError:
+        return 0.0
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 0.0)

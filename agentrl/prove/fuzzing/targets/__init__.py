@@ -1,0 +1,1 @@
+"""One module for each boundary; `agentrl fuzz` runs the `target` in it."""

@@ -1,0 +1,71 @@
+"""The inference server's answer to a completion request; a training sample relies on all of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from agentrl import codec
+from agentrl.errors import ServingError
+from agentrl.prove.fuzzing import mutators
+from agentrl.prove.fuzzing.target import Check, Target, must
+from agentrl.records import Completion, Message, SamplingParams, Turn
+from agentrl.serving.client import parse_completion
+from agentrl.serving.control import decoded, weight_version
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+def prepare(scratch: Path) -> Check:
+    def check(data: bytes) -> None:
+        try:
+            answer = decoded(httpx.Response(200, content=data), "/generate")
+            if isinstance(answer, dict) and "weight_version" in answer:
+                must(isinstance(weight_version(answer), str), "a version without a name")
+            completion = parse_completion(answer, PARAMS)
+        except ServingError as error:
+            must(bool(str(error)), "an error that says nothing")
+            return
+        count = len(completion.token_ids)
+        must(
+            1 <= count <= PARAMS.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range"
+        )
+        must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion is read back as another one")
+        Turn(
+            prompt_ids=(1,),
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            message=Message(role="assistant", content=""),
+            finish_reason=completion.finish_reason,
+        )
+
+    return check
+
+
+def seeds() -> Sequence[bytes]:
+    logprobs = {"content": [{"token_id": 3, "logprob": -0.5}, {"token_id": 4, "logprob": 0.0}]}
+    spans = [{"version": "0", "start": 0, "end": 1}, {"version": "12", "start": 1, "end": 2}]
+    choice = {"token_ids": [3, 4], "logprobs": logprobs, "weight_versions": spans, "finish_reason": "stop"}
+    answers = [
+        {"choices": [choice]},
+        {"choices": [{**choice, "finish_reason": "abort"}]},
+        {"choices": []},
+        {"error": "no"},
+        {"weight_version": "3"},
+    ]
+    return [json.dumps(answer).encode() for answer in answers]
+
+
+target = Target(
+    name="completions",
+    about="what the inference server answers",
+    prepare=prepare,
+    seeds=seeds,
+    mutate=mutators.json_text,
+    words=(b'"token_ids"', b'"logprob"', b'"version"', b'"start"', b'"end"', b"-9999.0", b'"length"', b'"default"', b'"\xc2\xb2"', b"NaN"),
+)

@@ -1,0 +1,324 @@
+"""One running episode: its trajectories, its sandbox, what it has spent, and its state between two turns."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from agentrl import usercode
+from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
+from agentrl.protocols import Policy, Sandbox, SandboxBackend
+from agentrl.records import (
+    Completion,
+    EpisodeState,
+    Failure,
+    Message,
+    Parent,
+    SamplingParams,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+    check_tree,
+)
+
+log = logging.getLogger(__name__)
+
+Capture = Callable[[], Awaitable[EpisodeState | None]]
+"""The state of an episode that stands between two turns; None when its working directory, or what its tools keep, is too large."""
+
+OnTurn = Callable[[int, Capture], Awaitable[None]]
+"""Told, at each boundary of two turns, how many turns there are, and how to capture the state; the episode waits meanwhile."""
+
+MAX_TOOL_FAILURES = 16
+"""Failures of tools that an episode's record holds: the first ones."""
+
+AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+class TrajectoryLife:
+    """A `LiveTrajectory`: the turns so far, and the tokens that the next one begins with."""
+
+    def __init__(self, life: EpisodeLife, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
+        self.index = index
+        self.parent = begun.parent
+        self.turns = list(begun.turns)
+        self.stop_reason = begun.stop_reason
+        self.prompt_ids = prompt_ids
+        self.sampling = False  # a turn has begun, and is not recorded yet
+        self._life = life
+        self._begun = begun
+        self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
+        self._generate_s = 0.0
+
+    def limit(self) -> str:
+        if self._life.turns_begun >= self._life.task.limits.turns:
+            return "turn_limit"
+        return "" if self._budget() > 0 else "token_limit"
+
+    def _budget(self) -> int:
+        """Tokens that the next completion may have; none or fewer: it does not fit."""
+        limits, room = self._life.task.limits, self._life.room
+        budget = min(limits.turn_tokens, room - len(self._context) - len(self.prompt_ids))
+        if budget <= 0 and not self._life.turns_begun:
+            raise TaskError(
+                f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
+                fix="shorten the prompt, or raise limits.episode_tokens and policy.max_model_len",
+            )
+        return budget
+
+    def add_prompt(self, token_ids: Sequence[int]) -> None:
+        self.prompt_ids = (*self.prompt_ids, *token_ids)
+
+    async def sample(self, *, stop_token_ids: Sequence[int]) -> Completion:
+        if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
+            raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
+        budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
+        self.sampling = True
+        try:
+            completion = await self._life.generate([*self._context, *self.prompt_ids], budget, stop_token_ids, number)
+        except BaseException:
+            self.sampling = False
+            raise
+        self._generate_s = time.monotonic() - started
+        return completion
+
+    def add_turn(self, completion: Completion, message: Message) -> None:
+        turn = Turn(
+            prompt_ids=self.prompt_ids,
+            completion_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            message=message,
+            finish_reason=completion.finish_reason,
+            generate_s=self._generate_s,
+        )
+        self.turns.append(turn)
+        self._context += (*turn.prompt_ids, *turn.completion_ids)
+        self.prompt_ids, self.sampling, self._generate_s = (), False, 0.0
+
+    def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
+        self.turns[-1] = replace(self.turns[-1], tool_results=tuple(results), tool_s=wall_s)
+
+    def end(self, stop_reason: str) -> None:
+        self.stop_reason = _checked(stop_reason)
+
+    def record(self, stop_reason: str = "") -> Trajectory:
+        """As it is now; one that goes on gets this reason."""
+        return replace(self._begun, turns=tuple(self.turns), stop_reason=self.stop_reason or stop_reason)
+
+
+class EpisodeLife:
+    """A `LiveEpisode`: one attempt, from its first turn or from a state, until `close`."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        episode_id: str,
+        attempt: int,
+        start: EpisodeState | None,
+        policy: Policy,
+        sandboxes: SandboxBackend,
+        temperature: float,
+        max_model_len: int,
+        request_timeout_s: float,
+        open_timeout_s: float,
+        on_turn: OnTurn | None,
+    ) -> None:
+        self.id = episode_id
+        self.task = task
+        self.answer: str | None = None
+        self.stage = "episode"
+        self.sandbox_lost = False
+        self.agent_state: Mapping[str, Any] = {} if start is None else start.agent_state
+        self.room = min(task.limits.episode_tokens, max_model_len)  # tokens of one trajectory
+        self.failures: list[Failure] = []  # of tools, at what the agent asked of them
+        self.spent_s = 0.0  # elsewhere, before this run of the episode
+        self.sandbox_s = 0.0  # opening, writing and executing
+        self.program_s = 0.0  # what the agent called
+        self._attempt = attempt
+        self._policy = policy
+        self._sandboxes = sandboxes
+        self._temperature = temperature
+        self._request_timeout_s = request_timeout_s
+        self._open_timeout_s = open_timeout_s
+        self._on_turn = on_turn
+        self._sandbox: Sandbox | None = None
+        self._snapshot: bytes | None = None  # what the sandbox is opened from, when the episode began elsewhere
+        self._output_chars = 0  # shown by tools
+        self._trajectories = [TrajectoryLife(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
+        if start is not None:
+            self._go_on_from(start)
+        self._started = time.monotonic() - self.spent_s
+
+    def _go_on_from(self, start: EpisodeState) -> None:
+        """As itself, or under another id as a branch, which inherits every turn."""
+        continued = self.id == start.episode_id
+        self._trajectories = [
+            TrajectoryLife(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
+            for index, (begun, prompt_ids) in enumerate(zip(start.trajectories, start.prompt_ids, strict=True))
+        ]
+        self._snapshot, self._output_chars = start.snapshot, start.output_chars
+        self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
+        self.failures = list(start.failures) if continued else []  # those of inherited turns are another's
+
+    @property
+    def trajectories(self) -> Sequence[TrajectoryLife]:
+        return tuple(self._trajectories)
+
+    @property
+    def turn_count(self) -> int:
+        return sum(len(trajectory.turns) for trajectory in self._trajectories)
+
+    @property
+    def turns_begun(self) -> int:
+        """The turns so far, those that are being sampled included."""
+        return self.turn_count + sum(trajectory.sampling for trajectory in self._trajectories)
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no sandbox was ever opened, so that the files are the task's."""
+        return self._sandbox is None and self._snapshot is None
+
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> TrajectoryLife:
+        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
+        check_tree((*self.record(), begun))
+        self._trajectories.append(TrajectoryLife(self, len(self._trajectories), begun))
+        return self._trajectories[-1]
+
+    def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
+        return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
+
+    def ended(self, stop_reason: str) -> str:
+        """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
+        if not isinstance(self.answer, str | None):
+            kind, self.answer = type(self.answer).__name__, None
+            raise ValueError(f"the agent's answer must be text, got {kind}")
+        return _checked(stop_reason)
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], number: int) -> Completion:
+        params = SamplingParams(max_tokens=max_tokens, temperature=self._temperature, stop_token_ids=tuple(stop_token_ids))
+        self.stage = "generate"
+        return await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+
+    async def sandbox(self) -> Sandbox:
+        """Many episodes of a weak policy never have one. It holds the task's files, or what the working directory held when the state
+        was captured that the episode began from."""
+        if self._sandbox is not None:
+            return self._sandbox
+        self.stage = "sandbox"
+        started, snapshot = time.monotonic(), self._snapshot
+        files = contents(self.task) if snapshot is None else None
+        try:
+            self._sandbox = await self._sandboxes.open(self.task.sandbox, files=files, snapshot=snapshot, timeout_s=self._open_timeout_s)
+        except (SandboxUnavailable, UnicodeError):  # the files' names and texts have been looked at
+            raise
+        except UserError as error:  # an image that cannot be made
+            raise TaskError(f"task {self.task.id!r}: {error.message}", fix=error.fix) from error
+        except ValueError as error:
+            if snapshot is not None:
+                raise SandboxError(f"the snapshot was refused: {error}") from error
+            message = f"task {self.task.id!r}: its files do not go into its sandbox: {error}"
+            raise TaskError(message, fix="raise sandbox.disk_mb") from error
+        self.sandbox_s += time.monotonic() - started
+        return self._sandbox
+
+    @contextmanager
+    def running(self, sandbox: Sandbox | None) -> Iterator[None]:
+        self.stage = "tool" if sandbox is None else "sandbox"
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            took = time.monotonic() - started
+            self.program_s += took
+            self.sandbox_s += 0.0 if sandbox is None else took
+
+    def shown(self, output: str) -> str:
+        left = self.task.limits.all_output_chars - self._output_chars
+        self._output_chars += min(len(output), left)
+        if len(output) <= left:
+            return output
+        if left == 0:
+            return f"... not shown, {len(output)} characters: this episode's output is used up ..."
+        head, tail = output[: (left + 1) // 2], output[len(output) - left // 2 :]
+        return f"{head}\n... {len(output) - left} characters cut: this episode's output is used up ...\n{tail}"
+
+    def add_failure(self, failure: Failure) -> None:
+        if len(self.failures) < MAX_TOOL_FAILURES:
+            self.failures.append(failure)
+
+    async def boundary(self, agent_state: AgentState) -> None:
+        if self._on_turn is not None:
+            self.stage = "turn"
+            await self._on_turn(self.turn_count, lambda: self._capture(agent_state))
+
+    async def _capture(self, agent_state: AgentState) -> EpisodeState | None:
+        wall_s, started = self.wall_s, time.monotonic()
+        try:
+            kept = await agent_state()
+            started = time.monotonic()
+            return EpisodeState(
+                episode_id=self.id,
+                task_key=self.task.key,
+                attempt=self._attempt,
+                trajectories=self.record(),
+                prompt_ids=tuple(trajectory.prompt_ids for trajectory in self._trajectories),
+                agent_state=kept,
+                snapshot=self._snapshot if self._sandbox is None else await self._sandbox.snapshot(),
+                output_chars=self._output_chars,
+                wall_s=wall_s,
+                sandbox_s=self.sandbox_s,
+                program_s=self.program_s,
+                failures=tuple(self.failures),
+            )
+        except ValueError as error:
+            log.info("episode %s cannot be captured after turn %d: %s", self.id, self.turn_count, error)
+            return None
+        finally:
+            self.sandbox_s += time.monotonic() - started
+
+    async def close(self) -> None:
+        """Ends the sandbox. What goes wrong here takes nothing from the episode, which is over."""
+        if self._sandbox is None:
+            return
+        started, since = time.monotonic(), usercode.cancellations()
+        try:
+            await self._sandbox.close()
+        except BaseException as error:
+            usercode.let_go(error, since)
+            usercode.report("closing a sandbox", error)
+        self.sandbox_s += time.monotonic() - started
+
+
+def contents(task: Task) -> dict[str, bytes]:
+    """The task's files. Raises `TaskError` for names and texts that cannot be written."""
+    try:
+        files = task.contents()
+        for path in files:
+            path.encode()
+        return files
+    except ValueError as error:
+        raise TaskError(
+            f"task {task.id!r}: one of its files cannot be written: {error}", fix="give it a name and content in UTF-8"
+        ) from error
+
+
+def _checked(stop_reason: str) -> str:
+    if not Trajectory(agent="main", turns=(), stop_reason=stop_reason).stop_reason:
+        raise ValueError("a trajectory that ends has a stop reason")
+    return stop_reason
+
+
+def _inherited(begun: Trajectory, by: str) -> Trajectory:
+    """A trajectory whose turns were all sampled by others: by `by`, but for those that it had inherited itself."""
+    return replace(begun, inherited=(*begun.inherited, *(by,) * len(begun.own_turns)))

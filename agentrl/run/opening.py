@@ -1,0 +1,138 @@
+"""The parts of a running pipeline: opened from a recipe, held together by `Run`, and closed in reverse order, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.experience import RunningEpisodes, open_store
+from agentrl.failure import FaultRate, Quarantine
+from agentrl.files import sha256_file
+from agentrl.learner.process import LearnerProcess
+from agentrl.observe import RunTracker, StageClock, open_trackers
+from agentrl.protocols import ExperienceStore, Policy, PolicyServer, SandboxBackend, TaskFamily, Tracker, VersionRegistry
+from agentrl.recipe import Recipe
+from agentrl.records import PolicyVersion
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.run.ending import closing_in_turn
+from agentrl.run.folder import Start, write_start
+from agentrl.run.preflight import Checked, open_chat, place_base_version
+from agentrl.sandbox import open_sandboxes
+from agentrl.serving.served import ServedPolicy
+from agentrl.task import GroupSchedule
+from agentrl.version import FolderRegistry
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One running pipeline: its parts, and how far it is."""
+
+    recipe: Recipe
+    folder: Path
+    tracker: Tracker
+    clock: StageClock
+    store: ExperienceStore
+    running: RunningEpisodes
+    quarantine: Quarantine
+    faults: FaultRate
+    registry: VersionRegistry
+    family: TaskFamily
+    sandboxes: SandboxBackend
+    served: PolicyServer
+    groups: GroupRunner
+    schedule: GroupSchedule
+    learner: LearnerProcess
+    stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
+    learning: bool = False
+    interrupted: bool = False
+    last_step_at: float = 0.0
+
+    def stop_after_step(self) -> None:
+        """Finish the step in hand, if there is one; save, report."""
+        self.interrupted = True
+        self.stop_at = min(self.stop_at, self.served.version + 1 if self.learning else max(self.served.version, 0))
+
+
+@asynccontextmanager
+async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool) -> AsyncIterator[Run]:
+    """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens."""
+    run_dir = start.folder
+    faults = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
+    async with closing_in_turn(run_dir) as stack:
+        sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
+        stack.push_async_callback(sandboxes.close)
+        chat = open_chat(checked.model)
+        write_start(run_dir, recipe, start)
+        place_base_version(checked.model, run_dir / "versions" / "000000")
+        clock = StageClock(began=start.began)
+        tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
+        stack.callback(tracker.close)
+        store = open_store(run_dir, recipe)
+        stack.callback(store.close)
+        running = RunningEpisodes(run_dir / "running")
+        for index in running.groups():
+            if store.has(index):  # stored, and then the driver died
+                running.forget(index)
+        registry = FolderRegistry(run_dir / "versions")
+        stack.callback(registry.close)
+        if registry.get(0) is None:
+            weights = run_dir / "versions" / "000000" / "model.safetensors"
+            registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
+        served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
+        stack.push_async_callback(served.close)
+        learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
+        stack.push_async_callback(learner.kill)
+        yield Run(
+            recipe=recipe,
+            folder=run_dir,
+            tracker=tracker,
+            clock=clock,
+            store=store,
+            running=running,
+            quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            faults=faults,
+            registry=registry,
+            family=checked.family,
+            sandboxes=sandboxes,
+            served=served,
+            groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults),
+            schedule=GroupSchedule(checked.family, recipe.seed),
+            learner=learner,
+            stop_at=recipe.steps,
+        )
+
+
+def group_runner(
+    recipe: Recipe,
+    policy: Policy,
+    sandboxes: SandboxBackend,
+    chat: ChatFormat,
+    scorer: TaskScorer,
+    running: RunningEpisodes,
+    faults: FaultRate,
+) -> GroupRunner:
+    """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
+    runner = EpisodeRunner(
+        policy=policy,
+        sandboxes=sandboxes,
+        agent=TurnLoop(chat=chat),
+        temperature=recipe.rollout.temperature,
+        max_model_len=recipe.policy.max_model_len,
+        request_timeout_s=recipe.serving.request_timeout_s,
+        open_timeout_s=recipe.sandbox.open_timeout_s,
+    )
+    return GroupRunner(
+        runner=runner,
+        score=scorer,
+        slots=asyncio.Semaphore(recipe.rollout.concurrency),
+        group_size=recipe.rollout.group_size,
+        max_retries=recipe.rollout.max_retries,
+        branching=recipe.rollout.branching,
+        keeper=running if recipe.rollout.checkpoint_turns else None,
+        on_attempt=faults.attempt,
+    )

@@ -1,0 +1,270 @@
+"""Everything that can be checked before a run starts anything: what is installed, the model, the user's code; and the base version."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl import causes, parts
+from agentrl.agent import load_tools
+from agentrl.causes import short
+from agentrl.cluster.gpus import Placement, place
+from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.files import commit_folder, part_folder
+from agentrl.objective.trial import try_estimator, try_loss
+from agentrl.protocols import TaskFamily
+from agentrl.recipe import Recipe
+from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.run.folder import check_disk
+from agentrl.task import open_family
+from agentrl.weights import deltas
+from agentrl.weights.model_folder import check_model, check_model_files, read_json
+
+if TYPE_CHECKING:
+    from agentrl.agent.chat import ChatFormat
+
+_OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What the checks before a start have found and opened; nothing in it runs."""
+
+    model: Path  # folder of the policy that the run begins with
+    family: TaskFamily
+    scorer: TaskScorer  # with the verifiers of the first task
+    gpus: Placement
+
+
+def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
+    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first."""
+    check_disk(folder)
+    model = find_model(recipe.policy.model, root)
+    check_model(model, recipe)
+    _check_known(str(read_json(model / "config.json")["model_type"]))
+    check_parts(recipe)
+    family, scorer = open_tasks(recipe, root=root)
+    gpus = place(recipe)
+    _check_installed(recipe)
+    _try_objective(recipe)
+    return Checked(model=model, family=family, scorer=scorer, gpus=gpus)
+
+
+def check_parts(recipe: Recipe) -> None:
+    """Resolves every part that the recipe names by reference and holds it to its protocol. Raises `PluginError` with all that is wrong."""
+    serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
+    named: list[tuple[parts.Kind, str, parts.Options]] = [
+        (parts.BACKEND, sandbox.backend, sandbox.options),
+        (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
+        (parts.STORE, recipe.store, recipe.store_options),
+        *((parts.TRACKER, name, recipe.tracker_options.get(name, {})) for name in recipe.trackers),
+        (parts.ADVANTAGE, objective.advantage, objective.advantage_options),
+        (parts.LOSS, objective.loss, objective.loss_options),
+    ]
+    wrong: list[PluginError] = []
+    for kind, name, options in named:
+        if name not in kind.shipped:  # what ships is held to its protocol by the type checker
+            try:
+                parts.load(kind, name, options)
+            except PluginError as error:
+                wrong.append(error)
+    if len(wrong) > 1:
+        raise PluginError("\n".join(map(str, wrong)))
+    if wrong:
+        raise wrong[0]
+
+
+def _try_objective(recipe: Recipe) -> None:
+    """Tries an estimator or loss of somebody's on a tiny step; those that ship are not waited for."""
+    if recipe.objective.advantage not in parts.ADVANTAGE.shipped:
+        try_estimator(recipe.objective, group_size=recipe.rollout.group_size)
+    if recipe.objective.loss not in parts.LOSS.shipped:
+        try_loss(recipe.objective)
+
+
+def _check_installed(recipe: Recipe) -> None:
+    from agentrl.serving.server import free_port, serving_device  # brings an HTTP client along
+
+    serving_device(recipe)
+    for package in ("torch", "transformers", "deepspeed"):
+        if find_spec(package) is None:
+            raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
+    free_port(recipe.serving.host, recipe.serving.port)
+
+
+def _check_known(kind: str) -> None:
+    """Raises `UserError` for a model type that the installed transformers names nowhere among its automatic classes.
+
+    Importing them takes many seconds, their text none.
+    """
+    spec = find_spec("transformers")
+    places = spec.submodule_search_locations if spec is not None else None
+    files = [file for folder in places or () for file in (Path(folder) / "models" / "auto").glob("*.py")]
+    if files and not any(f'"{kind}"' in file.read_text(encoding="utf-8") for file in files):
+        raise UserError(
+            f"policy.model: the installed transformers does not know the model type {kind!r}",
+            fix="use an architecture that it has, such as Qwen3 or Llama, or a newer transformers",
+        )
+
+
+def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
+    """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
+    scorer = TaskScorer()
+    try:
+        family = open_family(recipe.tasks, seed=recipe.seed, root=root)
+    except AgentRLError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise PluginError(
+            f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.location(error)})", fix="correct it there"
+        ) from error
+    try:
+        _check_sizes(family, recipe)
+        first = family.task(Split.TRAIN, 0)
+    except AgentRLError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise TaskError(
+            f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.location(error)})", fix="correct it there"
+        ) from error
+    if not isinstance(first, Task):
+        raise TaskError(
+            f"the first task of {recipe.tasks.family!r} is not a Task but of type {type(first).__name__}",
+            fix="return agentrl.records.Task(...) from its task()",
+        )
+    scorer.load(first.verifiers)
+    load_tools(first.tools)
+    return family, scorer
+
+
+def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
+    """Raises `UserError` where a split that the recipe uses is empty, or its size no number."""
+    evaluation = recipe.evaluation
+    needed = {Split.TRAIN: 1, Split.HELDOUT: evaluation.heldout, Split.HELDOUT_REAL: evaluation.heldout_real}
+    for split, count in needed.items():
+        size: object = family.size(split) if count else None
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise PluginError(
+                f"tasks.family {recipe.tasks.family!r}: size({split}) gave {type(size).__name__}, not a number of tasks",
+                fix="return how many tasks the split has, or None where it has no end",
+            )
+        if size is not None and size < 1:
+            instead = "" if split is Split.TRAIN else f", or set evaluation.{split}=0"
+            raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
+
+
+def open_chat(model: Path) -> ChatFormat:
+    """The chat format of a model's tokenizer. Imports transformers, and so comes last. Raises `UserError` for one that does not load."""
+    from agentrl.agent.chat import load_chat
+
+    try:
+        return load_chat(str(model))
+    except (AgentRLError, ImportError):
+        raise
+    except Exception as error:  # transformers and tokenizers raise whatever their parsers met
+        raise UserError(
+            f"policy.model: the tokenizer in {model} cannot be used: {short(error)}",
+            fix="save the tokenizer again with save_pretrained, by the transformers that is installed here",
+        ) from error
+
+
+def find_model(model: str, root: Path) -> Path:
+    """The folder of a model: a folder of the project, else a Hugging Face id from the local cache or the hub.
+
+    Raises `UserError` when there is none, or when a file in it is missing or cut off.
+    """
+    folder = (root / model).resolve()
+    if (folder / deltas.RECORD).is_file():  # a version of a run
+        try:
+            deltas.materialize(folder)
+        except ValueError as error:
+            raise UserError(f"policy.model: {error}", fix="take another version of that run, or its model/ folder") from error
+    if not folder.is_dir():
+        if model.startswith((".", "/", "~")) or model.count("/") != 1:
+            raise UserError(
+                f"policy.model: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B"
+            )
+        folder = _download(model)
+    check_model_files(folder)
+    return folder
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except RepositoryNotFoundError:
+        raise UserError(f"policy.model: {model!r} is neither a folder nor a model on the hub", fix="check the spelling") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"policy.model: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
+            fix="check the path or the network, or download it first and give its folder",
+        ) from error
+
+
+def place_base_version(model: Path, target: Path) -> None:
+    """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it."""
+    if target.exists():
+        return
+    beside = part_folder(target)
+    single = (model / WHOLE_MODEL).is_file()
+    for source in sorted(model.iterdir()):
+        if source.is_file() and source.name not in _OF_A_VERSION and (single or ".safetensors" not in source.name):
+            shutil.copy2(source.resolve(), beside / source.name)
+    if not single:
+        _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
+    commit_folder(beside, target)
+
+
+def _merge_shards(shards: list[Path], target: Path) -> None:
+    """A version is one weight file with one hash, so a model that was downloaded in shards is joined."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    save_file(tensors, target, metadata={"format": "pt"})
+
+
+def export_model(source: Path, target: Path, *, base: Path) -> None:
+    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
+
+    A version that is an adapter becomes a whole model, merged with `base`, and is kept as it is in `adapter/` beside it.
+    Raises `StoreError` when the version is a delta that cannot be made whole.
+    """
+    if not (source / ADAPTER).is_file():
+        try:
+            deltas.materialize(source)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+        _export(source, target)
+        return
+    from agentrl.weights.adapters import merge_folder
+
+    _export(source, target.with_name("adapter"))
+    _export(base, target, weights=lambda file: merge_folder(base, source, file))
+
+
+def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | None = None) -> None:
+    """Copies a version's folder, without what only the run needs. `weights` writes the weights' file, in place of the source's."""
+    beside = part_folder(target)
+    if weights is not None:
+        weights(beside / WHOLE_MODEL)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name not in _OF_A_VERSION and not (beside / file.name).exists():
+            _link_or_copy(file, beside / file.name)
+    commit_folder(beside, target)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,50 @@
+"""One group of a run, from its task to the store. Whatever goes wrong with it is in the group; only a store that fails ends the run."""
+
+from __future__ import annotations
+
+from agentrl import usercode
+from agentrl.errors import StoreError, UserError
+from agentrl.records import Group, Task
+from agentrl.rollout import fault, left_out_group, task_fault
+from agentrl.run.opening import Run
+from agentrl.run.transcript import append, transcript
+
+
+async def make_group(run: Run, index: int) -> None:
+    """Samples and scores the attempts of group `index`, stores them, and tells the tracker."""
+    step = index // run.recipe.rollout.groups_per_step
+    group, task = await _sampled(run, index, step)
+    group = _stored(run, group)
+    run.running.forget(index)
+    run.tracker.progress(index, group)
+    run.quarantine.add(group)
+    if task is not None and index % run.recipe.rollout.groups_per_step == 0:
+        append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
+
+
+def _stored(run: Run, group: Group) -> Group:
+    """Stores the group, or what can be said of one that cannot be written down. `StoreError`, as of a full disk, ends the run."""
+    try:
+        run.store.put(group)
+        return group
+    except StoreError:
+        raise
+    except Exception as error:
+        size = run.recipe.rollout.group_size
+        left_out = left_out_group(group.index, f"group {group.index}", group.task_key, fault(error, stage="store"), size=size)
+        run.store.put(left_out)
+        return left_out
+
+
+async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]:
+    """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
+    size = run.recipe.rollout.group_size
+    try:
+        task = run.schedule.task(index)
+    except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
+        if not isinstance(error, UserError):
+            usercode.report(f"task of group {index}", error)
+        return left_out_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
+    if (fault := run.quarantine.known(task.key)) is not None:
+        return left_out_group(index, task.id, task.key, fault, size=size), task
+    return await run.groups.group(index, task, oldest_version=step - run.recipe.max_staleness), task

@@ -1,0 +1,46 @@
+"""What a version brings with it in the driver: the figures of its step, and a way back when the learner takes it back."""
+
+from __future__ import annotations
+
+import time
+
+from agentrl.records import Group, PolicyVersion, SwapReport
+from agentrl.run import measure
+from agentrl.run.held_out import evaluate_served
+from agentrl.run.opening import Run
+from agentrl.serving.served import to_serve
+
+
+def retracted(run: Run) -> bool:
+    """Whether the learner has gone back to an older checkpoint, because the newest was damaged, and forgotten the version that serves."""
+    found = run.registry.get(run.served.version)
+    return found is None or found.sha256 != run.served.sha256
+
+
+async def fall_back(run: Run) -> None:
+    """Serves the newest version that is left, in place of one that was retracted."""
+    version = to_serve(run.registry)
+    assert version is not None, "version 0 is never forgotten"
+    run.tracker.alert(f"version {run.served.version} was retracted by the learner; serving version {version.number}")
+    await run.served.fall_back(version)
+
+
+async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | None) -> None:
+    """Records the step that made `version`, evaluates it where the recipe says so, and lets go of old versions."""
+    per_step = run.recipe.rollout.groups_per_step
+    step = version.number - 1
+    groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
+    now = time.monotonic()
+    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    metrics |= run.faults.figures()
+    measure.keep_left_out(run.folder, version.number, groups)
+    run.last_step_at = now
+    every = run.recipe.evaluation.every
+    if every and version.number % every == 0 and version.number < run.recipe.steps:
+        metrics |= await evaluate_served(run, f"step{version.number}", step=version.number)
+        run.tracker.stage("train", f"{run.stop_at} steps")
+        run.last_step_at = time.monotonic()
+    run.tracker.log(version.number, metrics)
+    for line in measure.alerts(run.folder, step):
+        run.tracker.alert(line)
+    run.registry.prune(run.recipe.learner.keep_versions)

@@ -1,0 +1,24 @@
+"""A small task, for tests and fuzz targets that want some task and no particular one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from agentrl.records import Message, SandboxSpec, Split, Task
+
+_TASK = Task(
+    id="t",
+    family="f",
+    prompt=(Message(role="user", content="q"),),
+    tools=("submit",),
+    sandbox=SandboxSpec(image="i"),
+    verifiers=(),
+    data={"answer": "4"},
+    split=Split.TRAIN,
+)
+
+
+def sample_task(**changes: Any) -> Task:
+    """A training task whose answer is "4", with these fields changed."""
+    return replace(_TASK, **changes)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl import codec
+from agentrl.agent.calls import CLOSE, MAX_CALLS, MAX_CHARS, MAX_NAME, OPEN, read_calls
+from agentrl.fields import MAX_DEPTH, MAX_DIGITS
+from agentrl.records import ToolCall
+
+CALL = '{"name": "python", "arguments": {"code": "1"}}'
+
+
+def closed(*bodies: str) -> str:
+    return "".join(f"{OPEN}{body}{CLOSE}" for body in bodies)
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (r'{"name":"python","arguments":{"code":"print(\"\ud83d\")"}}', "surrogate"),
+        (r'{"name":"python","arguments":{"\udc00":1}}', "surrogate"),
+        (r'{"name":"\ud800","arguments":{}}', "surrogate"),
+        ('{"name":"f","arguments":{"x":' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}", "deeper than 64"),
+        ('{"name":"f","arguments":{"x":' + "[" * 255 + "]" * 255 + "}}", "deeper than 64"),
+        ('{"name":"f","arguments":{"x":' + '{"":' * 100_000 + "1" + "}" * 100_000 + "}}", "too deep"),
+        ('{"name":"f","arguments":{"x":NaN}}', "NaN"),
+        ('{"name":"f","arguments":{"x":-Infinity}}', "-Infinity"),
+        ('{"name":"f","arguments":{"x":-1e999}}', "-1e999"),
+        ('{"name":"submit","arguments":{"answer":' + "1" * 5000 + "}}", "5000 digits"),
+        ('{"name":"submit","arguments":{"answer":-' + "1" * (MAX_DIGITS + 1) + "}}", "digits"),
+        ('{"name":"submit","arguments":{"answer":' + "1" * 5000 + ".5e9999}}", "no finite number"),
+        ('{"name":"f","name":"g","arguments":{}}', "'name' twice"),
+        ('{"name":"f","arguments":{"\\u00e9":1,"é":2}}', r"'\xe9' twice"),
+        ('{"name":"f","arguments":{"x":"' + "y" * MAX_CHARS + '"}}', "characters"),
+        ('{"name":"' + "f" * (MAX_NAME + 1) + '","arguments":{}}', "characters"),
+        ('{"name":"f","arguments":{"x":"\n"}}', "not valid JSON"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_a_record_is_answered(body: str, error: str) -> None:
+    calls, errors, content = read_calls("so " + closed(body, CALL))
+    assert len(errors) == 1 and error in errors[0] and len(errors[0]) < 600
+    errors[0].encode()
+    assert calls == (ToolCall(name="python", arguments={"code": "1"}),) and content == "so"
+
+
+def test_what_is_just_within_the_bounds_is_taken() -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH - 1):
+        deep = [deep]
+    arguments = {"deep": deep, "long": int("9" * MAX_DIGITS), "tiny": 5e-324, "": "\0\u2028\U0001f600", "none": None}
+    calls, errors, _ = read_calls(closed(json.dumps({"name": "f" * MAX_NAME, "arguments": arguments})))
+    assert errors == () and calls[0].arguments == arguments
+    assert codec.from_json(ToolCall, codec.to_json(calls[0])) == calls[0]
+
+
+def test_a_turn_holds_so_many_calls() -> None:
+    calls, errors, content = read_calls("a" + closed(*["x", CALL] * MAX_CALLS) + "z")
+    assert len(calls) == MAX_CALLS // 2 and content == "az"
+    assert len(errors) == MAX_CALLS // 2 + 1 and f"the {MAX_CALLS} after them were not made" in errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls", "error"),
+    [
+        (f"a {OPEN}{CALL}{CLOSE} b {OPEN}{CALL}", f"a  b {OPEN}{CALL}", 1, "not closed"),
+        (f"{CLOSE}{CALL}{CLOSE}", f"{CLOSE}{CALL}{CLOSE}", 0, ""),
+        (closed(json.dumps({"name": "python", "arguments": {"code": f"print('{OPEN}')"}})), "", 1, ""),
+        (OPEN, OPEN, 0, "not closed"),
+        ("", "", 0, ""),
+    ],
+)
+def test_openings_and_ends(text: str, content: str, calls: int, error: str) -> None:
+    found, errors, outside = read_calls(text)
+    assert (len(found), outside) == (calls, content)
+    assert [True] * bool(error) == [error in said for said in errors]
+
+
+PIECES = [
+    OPEN,
+    CLOSE,
+    CALL,
+    "{",
+    "}",
+    "[",
+    '"',
+    "\\",
+    r"\ud83d",
+    "1" * 4400,
+    "1e999",
+    "NaN",
+    '{"name":"f","arguments":{"x":',
+    "\0",
+    "\u2028",
+    "é",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=30).map("".join))
+def test_any_text_gives_calls_that_can_be_stored_or_errors(text: str) -> None:
+    calls, errors, content = read_calls(text)
+    for call in calls:
+        assert codec.from_json(ToolCall, codec.to_json(call)) == call
+    assert all(len(error) < 1000 for error in errors) and len(calls) + len(errors) <= MAX_CALLS + 2
+    assert not content or text.count(OPEN) or content == text.strip()

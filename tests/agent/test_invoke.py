@@ -1,0 +1,366 @@
+"""Tools of a user's own that do what they should not: the agent is told, the episode is scored, and the run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.agent import ToolOutcome, invoke, load_tools
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.tools import Tool, function_schema
+from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskError
+from agentrl.protocols import Sandbox
+from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task
+from agentrl.rollout import Capture
+from agentrl.rollout.life import MAX_TOOL_FAILURES
+from agentrl.sandbox import select_backend
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+LIMITS = Limits(tool_timeout_s=0.05, tool_output_chars=400)
+SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_call>'
+
+
+class Own:
+    """A user's tool that does what it is made to do."""
+
+    def __init__(self, does: Callable[[Mapping[str, Any], Any], Awaitable[Any]], *, name: str = "own", needs_sandbox: bool = False) -> None:
+        self.name, self.needs_sandbox, self.does = name, needs_sandbox, does
+        self.schema = function_schema(name, "Does it.", "text", "any text")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> Any:
+        return await self.does(arguments, sandbox)
+
+
+async def calculate(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    left, right = arguments["text"].split("/")
+    return ToolOutcome(output=str(int(left) / int(right)), ok=True)
+
+
+calculator = Own(calculate, name="calculator")
+
+
+def asking(text: Any, name: str = "calculator") -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'text': text}})}\n</tool_call>"
+
+
+def with_tools(task: Task, *names: str) -> Task:
+    limits = replace(task.limits, turns=30, episode_tokens=4000, tool_timeout_s=0.05)
+    return replace(task, tools=(*(f"{__file__}:{name}" for name in names), "submit"), limits=limits)
+
+
+async def test_a_tool_that_raises_on_its_arguments_is_told_to_the_agent_which_is_scored(
+    tokenizer: Any, task: Task, make_runner: Any, caplog: Any
+) -> None:
+    policy = ScriptedPolicy.saying(tokenizer, asking("1/0"), asking(["a"]), asking("6/3"), SUBMIT)
+    episode = await make_runner(policy).run(with_tools(task, "calculator"), episode_id="e")
+    (trajectory,) = episode.trajectories
+    assert [turn.tool_results[0].output for turn in trajectory.turns] == [
+        "error: calculator failed: ZeroDivisionError: division by zero",
+        "error: calculator failed: AttributeError: 'list' object has no attribute 'split'",
+        "2.0",
+        "submitted",
+    ]
+    assert (episode.answer, trajectory.stop_reason, episode.left_out) == ("3", "submitted", False)
+    first, second = episode.failures
+    assert (first.stage, first.blame, first.kind, first.turn) == ("tool", Blame.POLICY, "ZeroDivisionError", 1)
+    assert (second.kind, second.turn) == ("AttributeError", 2)
+    assert "tool calculator: ZeroDivisionError" in caplog.text and "in calculate" in caplog.text
+
+
+async def test_the_record_holds_the_first_failures_only(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    often = ScriptedPolicy(tokenizer, lambda turn, _: asking("1/0") if turn < MAX_TOOL_FAILURES + 2 else SUBMIT)
+    episode = await make_runner(often).run(with_tools(task, "calculator"), episode_id="e")
+    assert episode.answer == "3" and [failure.turn for failure in episode.failures] == list(range(1, MAX_TOOL_FAILURES + 1))
+
+
+async def test_failures_of_tools_outlive_the_driver_and_are_not_inherited(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states: list[EpisodeState] = []
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None
+        states.append(codec.from_json(EpisodeState, codec.to_json(state)))
+
+    mine, saying = with_tools(task, "calculator"), (asking("1/0"), SUBMIT)
+    await make_runner(ScriptedPolicy.saying(tokenizer, *saying)).run(mine, episode_id="e", on_turn=on_turn)
+    for episode_id, kinds in (("e", ["ZeroDivisionError"]), ("branch", [])):
+        again = await make_runner(ScriptedPolicy.saying(tokenizer, *saying)).run(mine, episode_id=episode_id, start=states[0])
+        assert [failure.kind for failure in again.failures] == kinds and again.answer == "3"
+
+
+def raising(error: BaseException) -> Own:
+    async def does(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+        raise error
+
+    return Own(does)
+
+
+def giving(value: Any) -> Own:
+    async def does(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+        return value() if callable(value) else value
+
+    return Own(does)
+
+
+async def deep(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+    return await deep(arguments, sandbox)
+
+
+async def hang(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def bytes_out(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+    return ToolOutcome(output=b"", ok=True)  # type: ignore[arg-type]
+
+
+async def number_out(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+    return ToolOutcome(output="", ok=True, answer=3)  # type: ignore[arg-type]
+
+
+class NotAwaited(Own):
+    def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> Any:
+        return ToolOutcome(output="", ok=True)
+
+
+@pytest.mark.parametrize(
+    ("tool", "kind", "says"),
+    [
+        (raising(SystemExit(2)), "SystemExit", "error: own failed: SystemExit: 2"),
+        (raising(MemoryError()), "MemoryError", "error: own failed: MemoryError"),
+        (raising(TimeoutError("at the bank")), "TimeoutError", "error: own failed: TimeoutError: at the bank"),
+        (raising(asyncio.CancelledError()), "CancelledError", "error: own failed: CancelledError"),
+        (raising(KeyError("\x1b[2J\ud800" + "x" * 9000)), "KeyError", "error: own failed: KeyError: '\\x1b[2J\\ud800xx"),
+        (raising(KeyError(10**5000)), "KeyError", "error: own failed: KeyError: (its text cannot be shown)"),
+        (raising(ExceptionGroup("g", [KeyError("x")])), "ExceptionGroup", "error: own failed: KeyError: 'x'"),
+        (Own(deep), "RecursionError", "error: own failed: RecursionError"),
+        (Own(hang), "tool_timeout", "error: own gave no result within 0.05 s"),
+        (giving(None), "wrong_outcome", "error: own failed: it gave NoneType, not a ToolOutcome"),
+        (Own(bytes_out), "ValueError", "error: own failed: ValueError: ToolOutcome.output: must be text, got bytes"),
+        (Own(number_out), "ValueError", "error: own failed: ValueError: ToolOutcome.answer: must be text, got int"),
+        (giving(ToolOutcome(output="", ok=True, answer="x" * 2_000_000)), "wrong_outcome", "error: own failed: its answer has 2000000 "),
+        (NotAwaited(hang), "TypeError", "error: own failed: TypeError: object ToolOutcome can't be used in 'await'"),
+    ],
+)
+async def test_whatever_a_tool_does_the_agent_is_told(tool: Own, kind: str, says: str) -> None:
+    called = await call_tool(tool, {}, None, LIMITS, turn=4)
+    assert called.failure is not None and called.failure.kind == kind and called.failure.blame is Blame.POLICY
+    assert called.outcome.output.startswith(says) and not called.outcome.ok and called.outcome.answer is None
+    for text in (called.outcome.output, called.failure.message):
+        assert len(text) < 600 and text.isprintable() and text.encode()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_what_a_tool_gives_is_cut_to_what_can_be_shown_and_stored() -> None:
+    called = await call_tool(giving(ToolOutcome(output="a" * 3_000_000 + "\ud83d", ok=True, answer="b\ud83d")), {}, None, LIMITS, turn=1)
+    assert called.failure is None and called.outcome.ok is True and called.outcome.answer == "b\ufffd"
+    assert len(called.outcome.output) < 500 and "characters cut" in called.outcome.output and called.outcome.output.endswith("a\ufffd")
+
+
+@pytest.mark.parametrize("error", [SandboxError("gone"), InfrastructureError("no licence server"), TaskError("no data"), PluginError("?")])
+async def test_errors_of_ours_keep_their_meaning(error: Exception, tokenizer: Any, task: Task, make_runner: Any) -> None:
+    for raised in (error, ExceptionGroup("g", [KeyError(), error])):
+        with pytest.raises(type(error)):
+            await call_tool(raising(raised), {}, None, LIMITS, turn=1)
+
+
+class Boxed(ScriptedSandboxes):
+    """Whose sandboxes' programs take a second, and which raise SandboxError after a call that was cut short, as real ones do."""
+
+    async def open(self, *args: Any, **options: Any) -> Any:
+        sandbox = await super().open(*args, **options)
+        ran = sandbox.python
+
+        async def slowly(code: str, **options: Any) -> ExecResult:
+            if code == "quick":
+                return await ran(code, **options)
+            try:
+                await asyncio.sleep(1)
+            except asyncio.CancelledError:
+                sandbox.closed = True
+                raise
+            return await ran(code, **options)
+
+        sandbox.python = slowly  # type: ignore[method-assign]
+        return sandbox
+
+
+async def patient(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    await sandbox.python("slow", timeout_s=60.0)
+    raise AssertionError("the deadline passes before")
+
+
+async def impatient(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    try:
+        async with asyncio.timeout(0.01):
+            await sandbox.python("slow", timeout_s=60.0)
+    except TimeoutError:
+        pass
+    return ToolOutcome(output="it takes too long", ok=False)
+
+
+async def idle(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    await sandbox.python("quick", timeout_s=60.0)
+    await asyncio.sleep(60)
+    raise AssertionError("the deadline passes before")
+
+
+in_the_box, cut_short, idles = (Own(does, name=does.__name__, needs_sandbox=True) for does in (patient, impatient, idle))
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "kind"),
+    [
+        ("in_the_box", "error: patient gave no result within 0.1 s", "tool_timeout"),
+        ("cut_short", "it takes too long", "sandbox_abandoned"),
+    ],
+)
+async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_which_is_scored(
+    name: str, says: str, kind: str, tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox answers nothing any more. Were the next call's error blamed on it, an agent could opt out by way of the tool."""
+    monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
+    sandboxes = Boxed(printing(""))
+    policy = ScriptedPolicy.saying(tokenizer, asking("x", {"in_the_box": "patient"}.get(name, "impatient")), SUBMIT)
+    episode = await make_runner(policy, sandboxes).run(replace(with_tools(task, name), outputs=("*.csv",)), episode_id="e")
+    (trajectory,) = episode.trajectories
+    assert trajectory.turns[0].tool_results[0].output == says
+    assert (trajectory.stop_reason, len(trajectory.turns), episode.answer, episode.left_out) == ("tool_timeout", 1, None, False)
+    assert [(failure.stage, failure.blame, failure.kind) for failure in episode.failures] == [("tool", Blame.POLICY, kind)]
+    assert episode.outputs == {} and sandboxes.opened[0].closed
+
+
+async def test_a_tool_that_hangs_beside_its_sandbox_leaves_it_whole(
+    tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
+    policy = ScriptedPolicy.saying(tokenizer, asking("x", "idle"), SUBMIT)
+    episode = await make_runner(policy, Boxed(printing(""))).run(replace(with_tools(task, "idles"), outputs=("a.csv",)), episode_id="e")
+    assert (episode.trajectories[0].stop_reason, episode.answer, episode.outputs) == ("submitted", "3", {"a.csv": b"x\n1\n"})
+    assert [failure.kind for failure in episode.failures] == ["tool_timeout"]
+
+
+async def sleepy(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    await sandbox.exec(["sleep", "30"], timeout_s=60.0)
+    raise AssertionError("the deadline passes before")
+
+
+async def lists(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    await sandbox.write("note", b"seen")
+    read = (await sandbox.read("note", max_bytes=10)).decode()
+    return ToolOutcome(output=read + (await sandbox.exec(["ls"], timeout_s=5.0)).stdout, ok=True)
+
+
+sleeps_inside, lists_files = Own(sleepy, name="sleepy", needs_sandbox=True), Own(lists, name="lists", needs_sandbox=True)
+
+
+@pytest.mark.bubblewrap
+async def test_in_a_real_sandbox(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool works there as it should, and one that is cut short ends the episode typed, with nothing left of the sandbox."""
+    monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 2.0)
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+    backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
+    policy = ScriptedPolicy.saying(tokenizer, asking("x", "lists"), asking("x", "sleepy"), SUBMIT)
+    mine = replace(with_tools(task, "lists_files", "sleeps_inside"), sandbox=SandboxSpec(image="image"), outputs=("a.csv",))
+    try:
+        episode = await make_runner(policy, backend).run(mine, episode_id="e")
+        assert backend._open == {}
+    finally:
+        await backend.close()
+    (trajectory,) = episode.trajectories
+    assert [turn.tool_results[0].output for turn in trajectory.turns] == [
+        "seena.csv\nnote\n",
+        "error: sleepy gave no result within 2.05 s",
+    ]
+    assert (trajectory.stop_reason, episode.left_out, episode.outputs) == ("tool_timeout", False, {})
+    assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.POLICY, "tool_timeout")]
+
+
+async def hides(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+    try:
+        await sandbox.read(arguments["text"], max_bytes=10)
+    except Exception as error:
+        return ToolOutcome(output=f"cannot read: {error}", ok=False)
+    return ToolOutcome(output="read", ok=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "hidden"),
+    [
+        (SandboxError("gone"), False),
+        (OSError("disk"), False),
+        (KeyError("id"), False),
+        (ValueError("a link"), True),
+        (TypeError("a dict"), True),
+    ],
+)
+async def test_a_tool_cannot_hide_that_the_sandbox_failed(error: Exception, hidden: bool) -> None:
+    sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="none"))
+
+    async def read(path: str, *, max_bytes: int) -> bytes:
+        raise error
+
+    sandbox.read = read  # type: ignore[method-assign]
+    calling = call_tool(Own(hides, needs_sandbox=True), {"text": "a"}, sandbox, LIMITS, turn=1)
+    if hidden:
+        called = await calling
+        assert called.failure is None and called.outcome.output.startswith("cannot read")
+    else:
+        with pytest.raises(type(error)):
+            await calling
+
+
+class Class:
+    name = "c"
+
+
+def changed(**attributes: Any) -> Any:
+    tool = Own(hang)
+    for name, value in attributes.items():
+        setattr(tool, name, value)
+    return tool
+
+
+no_schema = Own(hang)
+del no_schema.schema
+numeric_name = changed(name=3)
+vague = changed(needs_sandbox="no")
+list_schema = changed(schema=["own"])
+nan_schema = changed(schema={"type": "function", "function": {"name": "own"}, "x": float("nan")})
+other_name = changed(name="mine")
+no_tool = 3
+same_name: Tool = Own(hang)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Class", "is a class: name an object, such as search = Class()"),
+        ("no_tool", "cannot be called"),
+        ("no_schema", "has no name, needs_sandbox or schema"),
+        ("numeric_name", "has the name 3"),
+        ("vague", "needs_sandbox='no'"),
+        ("list_schema", "schema that is no OpenAI function schema"),
+        ("nan_schema", "schema that is no OpenAI function schema"),
+        ("other_name", "is called 'mine', and 'own' in its schema"),
+    ],
+)
+def test_what_is_no_tool_is_refused_by_name(name: str, says: str) -> None:
+    with pytest.raises(PluginError) as error:
+        load_tools((f"{__file__}:{name}", "submit"))
+    assert says in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool is a function under @tool" in str(error.value)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    assert load_tools((f"{__file__}:same_name",)).keys() == {"own"}
+    with pytest.raises(TaskError, match="are called 'submit'"):
+        load_tools(("submit", "submit"))

@@ -1,0 +1,387 @@
+"""Tools that keep state: for one episode, with it when it goes on elsewhere, and never for another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl import codec
+from agentrl.agent import load_tools, tool
+from agentrl.errors import InfrastructureError, PluginError, TaskError
+from agentrl.records import MAX_AGENT_STATE_CHARS, Blame, EpisodeState, Limits, Task
+from agentrl.rollout import Capture
+from agentrl.testing import ScriptedPolicy
+
+LIMITS = Limits(tool_timeout_s=2.0)
+
+
+@dataclass
+class Memory:
+    """Keeps what the agent tells it."""
+
+    notes: list[str] = field(default_factory=list)
+
+    @tool
+    async def remember(self, text: str) -> None:
+        """Keep a note."""
+        self.notes.append(text)
+
+    @tool
+    def recall(self) -> list[str]:
+        """Give every note that was kept."""
+        return self.notes
+
+
+class Till:
+    """Says itself what it keeps; tells of its life."""
+
+    life: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        self.total = 0
+        Till.life.append("opened")
+
+    @tool
+    async def pay(self, amount: int) -> int:
+        """Pay so much."""
+        if amount < 0:
+            raise ArithmeticError("a till gives nothing")
+        self.total += amount
+        return self.total
+
+    async def state(self) -> Any:
+        return {"total": self.total}
+
+    def restore(self, state: Any) -> None:
+        self.total = state["total"]
+        Till.life.append(f"restored {self.total}")
+
+    async def close(self) -> None:
+        Till.life.append(f"closed {self.total}")
+
+
+def ref(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def saying(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture(autouse=True)
+def unlived() -> None:
+    Till.life.clear()
+
+
+def using(task: Task, *names: str) -> Task:
+    limits = replace(task.limits, turns=9, episode_tokens=4000, tool_timeout_s=2.0)
+    return replace(task, tools=(*map(ref, names), "submit"), limits=limits)
+
+
+class Keep:
+    """An `on_turn` that keeps every state, through its wire form; None where there is none."""
+
+    def __init__(self) -> None:
+        self.states: list[EpisodeState | None] = []
+
+    async def __call__(self, turns: int, capture: Capture) -> None:
+        state = await capture()
+        self.states.append(None if state is None else codec.from_json(EpisodeState, codec.to_json(state)))
+
+
+def outputs(episode: Any) -> list[str]:
+    return [result.output for turn in episode.trajectories[0].turns for result in turn.tool_results]
+
+
+async def test_a_class_is_a_set_of_tools(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    said = (saying("remember", text="a") + saying("remember", text="b"), saying("recall"), "done")
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(using(task, "Memory"), episode_id="e")
+    assert outputs(episode) == ["", "", '["a","b"]'] and episode.failures == ()
+    assert list(load_tools((ref("Memory"), "submit"))) == ["remember", "recall", "submit"]
+
+
+async def test_one_attempt_never_sees_what_another_told_a_tool(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """One after the other, side by side, and after a state: a secret stays with the attempt that has it."""
+
+    def script(turn: int, episode: str) -> str:
+        return (saying("remember", text=f"secret of {episode}"), saying("recall"), "done")[turn]
+
+    runner, mine = make_runner(ScriptedPolicy(tokenizer, script)), using(task, "Memory")
+    await runner.run(mine, episode_id="before")
+    episodes = await asyncio.gather(*(runner.run(mine, episode_id=f"e{number}") for number in range(5)))
+    assert [outputs(episode)[1] for episode in episodes] == [f'["secret of e{number}"]' for number in range(5)]
+    assert outputs(await runner.run(mine, episode_id="after"))[1] == '["secret of after"]'
+
+
+async def test_what_a_tool_keeps_goes_on_with_its_episode_and_is_copied_to_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    keep, mine = Keep(), using(task, "Memory", "Till")
+
+    def script(turn: int, episode: str) -> str:
+        both = saying("remember", text="of the stem") + saying("pay", amount=3)
+        return (both, saying("remember", text=episode), saying("recall"), "done")[turn]
+
+    runner = make_runner(ScriptedPolicy(tokenizer, script))
+    await runner.run(mine, episode_id="e", on_turn=keep)
+    first = keep.states[0]
+    assert first is not None and first.agent_state == {"tools": {ref("Memory"): {"notes": ["of the stem"]}, ref("Till"): {"total": 3}}}
+    again, *branches = await asyncio.gather(*(runner.run(mine, episode_id=name, start=first) for name in ("e", "b1", "b2")))
+    assert [outputs(one)[3] for one in (again, *branches)] == [f'["of the stem","{name}"]' for name in ("e", "b1", "b2")]
+    assert Till.life == ["opened", "closed 3"], "a tool that is not called again is not opened again"
+
+
+async def test_the_state_of_a_tool_that_was_not_called_again_is_kept_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    keep, later, mine = Keep(), Keep(), using(task, "Till")
+    said = (saying("pay", amount=3), saying("nothing"), saying("pay", amount=4), "done")
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, *said))
+    await runner.run(mine, episode_id="e", on_turn=keep)
+    await runner.run(mine, episode_id="e", start=keep.states[0], on_turn=later)
+    assert [None if one is None else one.agent_state for one in later.states] == [
+        {"tools": {ref("Till"): {"total": total}}} for total in (3, 7)
+    ]
+    assert Till.life == ["opened", "closed 7", "opened", "restored 3", "closed 7"]
+
+
+@dataclass
+class Rows:
+    """Keeps what is nested."""
+
+    rows: dict[str, Any] = field(default_factory=lambda: {"all": []})
+
+    @tool
+    async def row(self, text: str) -> Any:
+        """Add a row."""
+        self.rows["all"].append(text)
+        return self.rows["all"]
+
+
+async def test_branches_of_one_state_share_nothing(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    states: list[EpisodeState] = []
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None
+        states.append(state)  # as it is: a group hands its branches the very same one
+
+    def script(turn: int, episode: str) -> str:
+        return (saying("row", text="stem"), saying("row", text=episode), "done")[turn]
+
+    runner, mine = make_runner(ScriptedPolicy(tokenizer, script)), using(task, "Rows")
+    await runner.run(mine, episode_id="e", on_turn=on_turn)
+    branches = [await runner.run(mine, episode_id=name, start=states[0]) for name in ("b1", "b2")]
+    assert [outputs(one)[1] for one in branches] == ['["stem","b1"]', '["stem","b2"]']
+
+
+class Stalling(ScriptedPolicy):
+    """Never answers its second request."""
+
+    async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Any:
+        if request_id.endswith("-1"):
+            await asyncio.sleep(60)
+        return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+
+async def test_tools_are_closed_however_the_episode_ends(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    mine, said = using(task, "Till"), (saying("pay", amount=1), "done")
+    for policy, wall_s, reason in (
+        (ScriptedPolicy.saying(tokenizer, *said), 60.0, "answered"),
+        (ScriptedPolicy.saying(tokenizer, said[0]), 60.0, "failed"),
+        (Stalling.saying(tokenizer, *said), 0.2, "wall_limit"),
+    ):
+        Till.life.clear()
+        episode = await make_runner(policy).run(replace(mine, limits=replace(mine.limits, wall_s=wall_s)), episode_id="e")
+        assert (episode.trajectories[0].stop_reason, Till.life) == (reason, ["opened", "closed 1"])
+    Till.life.clear()
+    running = asyncio.create_task(make_runner(Stalling.saying(tokenizer, *said)).run(mine, episode_id="e"))
+    while "opened" not in Till.life:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert Till.life == ["opened", "closed 1"]
+
+
+async def test_a_tool_that_was_not_called_is_not_opened(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    await make_runner(ScriptedPolicy.saying(tokenizer, saying("pay", amount="much"), "done")).run(using(task, "Memory"), episode_id="e")
+    assert Till.life == []
+
+
+@dataclass
+class Hoard:
+    """Keeps more than a state may have."""
+
+    heap: list[str] = field(default_factory=list)
+
+    @tool
+    async def pile(self, count: int) -> None:
+        """Pile up."""
+        self.heap.append("x" * count)
+
+
+class Broken(Till):
+    """Whose state, restore and close raise, and hang."""
+
+    @tool
+    async def use(self) -> str:
+        """Use it."""
+        return "used"
+
+    async def state(self) -> Any:
+        raise KeyError("state")
+
+    def restore(self, state: Any) -> None:
+        raise KeyError("restore")
+
+    async def close(self) -> None:
+        await asyncio.sleep(60)
+
+
+class Unopened(Till):
+    def __init__(self) -> None:
+        raise OSError("no such database")
+
+
+class Offline(Till):
+    def __init__(self) -> None:
+        raise InfrastructureError("the database is down")
+
+
+async def test_a_state_that_cannot_be_kept_stops_no_episode(tokenizer: Any, task: Task, make_runner: Any, caplog: Any) -> None:
+    keep = Keep()
+    said = (saying("pile", count=9), saying("pile", count=MAX_AGENT_STATE_CHARS), "done")
+    await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(using(task, "Hoard"), episode_id="e", on_turn=keep)
+    assert [state is None for state in keep.states] == [False, True]
+    mine = using(task, "Broken")
+    mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, saying("use"), "done")).run(mine, episode_id="e", on_turn=keep)
+    assert keep.states[2] is None and (episode.trajectories[0].stop_reason, episode.failures) == ("answered", ())
+    assert "the state of Broken: KeyError: 'state'" in caplog.text and "closing Broken: Overdue" in caplog.text
+
+
+@dataclass
+class Untrue:
+    """Keeps what its annotation denies."""
+
+    count: int = 0
+
+    @tool
+    async def spoil(self) -> None:
+        """Spoil it."""
+        self.count = "three"  # type: ignore[assignment]
+
+
+async def test_a_field_that_is_not_what_it_says_is_no_state(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    keep = Keep()
+    await make_runner(ScriptedPolicy.saying(tokenizer, saying("spoil"), "done")).run(using(task, "Untrue"), episode_id="e", on_turn=keep)
+    assert keep.states == [None]
+
+
+async def test_a_state_that_is_refused_is_told_and_nothing_is_made_up_for_it(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    keep, mine = Keep(), using(task, "Broken")
+    mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, "<tool_call>", saying("use"), saying("use"), "done"))
+    await runner.run(mine, episode_id="e", on_turn=keep)
+    assert keep.states[0] is not None
+    start = replace(keep.states[0], agent_state={"tools": {ref("Broken"): 3}})
+    episode = await runner.run(mine, episode_id="e", start=start)
+    assert outputs(episode)[1:] == ["error: use failed: KeyError: 'restore'"] * 2
+    assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.POLICY, "KeyError")] * 2
+
+
+async def test_a_tool_that_cannot_be_opened_is_told_unless_it_blames_the_machine(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    policy = ScriptedPolicy.saying(tokenizer, saying("pay", amount=1), "done")
+    episode = await make_runner(policy).run(using(task, "Unopened"), episode_id="e")
+    assert outputs(episode) == ["error: pay failed: OSError: no such database"] and not episode.left_out
+    episode = await make_runner(policy).run(using(task, "Offline"), episode_id="e")
+    assert episode.left_out and episode.failures[0].message == "the database is down"
+
+
+@dataclass
+class Opaque:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @tool
+    async def use(self) -> str:
+        """Use it."""
+        return ""
+
+
+class Stateless:
+    @tool
+    async def use(self) -> str:
+        """Use it."""
+        return ""
+
+
+class Half(Stateless):
+    def state(self) -> Any:
+        return None
+
+
+class Needy(Till):
+    def __init__(self, url: str) -> None: ...
+
+
+@dataclass
+class Static:
+    @staticmethod
+    @tool
+    async def use() -> str:
+        """Use it."""
+        return ""
+
+
+memory = Memory()
+recall = memory.recall
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Opaque", "keep a state that JSON cannot hold"),
+        ("Stateless", "it has no state() and restore()"),
+        ("Half", "it has no restore()"),
+        ("Needy", "cannot be opened: it takes arguments"),
+        ("Static", "the tool use of Static is no plain method"),
+        ("memory", "is one object of Memory, which all episodes would share: name the class"),
+        ("recall", "is one object of Memory, which all episodes would share: name the class"),
+    ],
+)
+def test_a_class_whose_state_could_be_lost_or_shared_is_refused(name: str, says: str) -> None:
+    with pytest.raises(PluginError) as error:
+        load_tools((ref(name),))
+    assert says in str(error.value) and "fix: " in str(error.value)
+
+
+def test_two_classes_with_one_name_of_a_tool_are_refused() -> None:
+    with pytest.raises(TaskError, match="called 'pay'"):
+        load_tools((ref("Till"), ref("Unopened")))
+
+
+async def test_the_tools_of_the_documentation_work(tmp_path: Path, tokenizer: Any, task: Task, make_runner: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "task-families.md").read_text(encoding="utf-8")
+    source = "\n\n".join(re.findall(r"```python\n(# mytools\.py.*?)```", page, re.DOTALL))
+    (tmp_path / "mytools.py").write_text(source, encoding="utf-8")
+    mine = replace(using(task), tools=tuple(f"{tmp_path}/mytools.py:{name}" for name in ("search", "Memory", "Till")))
+    said = (
+        saying("search", query="tea"),
+        saying("search", limit="x", query="t"),
+        saying("remember", text="four"),
+        saying("recall"),
+        saying("pay", amount=4),
+        "4",
+    )
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id="e")
+    assert outputs(episode) == [
+        "tea is at four",
+        "error: search: limit: Input should be a valid integer, unable to parse string as an integer",
+        "",
+        '["four"]',
+        "4",
+    ]

@@ -1,0 +1,346 @@
+"""Tools made of typed functions: what the agent is told of them, and what becomes of the arguments it gives."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Optional
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.agent import ToolOutcome, load_tools, tool
+from agentrl.agent.invoke import call_tool
+from agentrl.errors import PluginError
+from agentrl.protocols import Sandbox
+from agentrl.prove import odd
+from agentrl.records import Blame, Limits, SandboxSpec, Task
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=400)
+
+
+@dataclass
+class Span:
+    start: int
+    end: int = 9
+
+
+@tool
+async def search(query: str, limit: int = 5) -> str:
+    """Search the notes,
+    the newest first.
+
+    Args:
+        query: words that a note must have,
+            in any order
+        limit (int): at most so many
+
+    Returns:
+        Nothing that the agent should read.
+    """
+    return f"{query!r} {limit!r}"
+
+
+@tool
+def every(
+    number: float,
+    flag: bool,
+    mode: Literal["fast", "slow"],
+    names: list[str],
+    counts: dict[str, int],
+    where: Span,
+    note: str | None = None,
+    old: Optional[int] = None,  # noqa: UP045
+) -> dict[str, Any]:
+    """Take one of each. Args: none are told of here."""
+    return {"got": [number, flag, mode, names, counts, where, note, old]}
+
+
+@tool
+async def look(path: str, box: Sandbox, allowed: Limits) -> ToolOutcome:
+    """Read a file."""
+    return ToolOutcome(output=f"{(await box.read(path, max_bytes=9)).decode()} within {allowed.tool_timeout_s:g} s", ok=False, answer="3")
+
+
+@tool
+def collects(word: str, seen: list[str] = []) -> str:  # noqa: B006
+    """Spoil a default."""
+    seen.append(word)
+    return ",".join(seen)
+
+
+def ref(name: str) -> str:
+    return f"{__file__}:{name}"
+
+
+def load(name: str) -> Any:
+    return load_tools((ref(name),))[name]
+
+
+async def called(name: str, **arguments: Any) -> ToolOutcome:
+    done = await call_tool(load(name), arguments, None, LIMITS, turn=1)
+    assert done.failure is None, done.failure
+    return done.outcome
+
+
+def test_the_schema_is_the_signature_and_the_docstring() -> None:
+    assert load("search").schema == {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Search the notes, the newest first.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "query": {"type": "string", "description": "words that a note must have, in any order"},
+                    "limit": {"type": "integer", "default": 5, "description": "at most so many"},
+                },
+                "required": ["query"],
+            },
+        },
+    }
+    parameters = load("every").schema["function"]["parameters"]
+    assert parameters["required"] == ["number", "flag", "mode", "names", "counts", "where"]
+    assert parameters["properties"]["mode"] == {"type": "string", "enum": ["fast", "slow"]}
+    assert parameters["properties"]["note"] == {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+    assert parameters["$defs"]["Span"]["properties"] == {"start": {"type": "integer"}, "end": {"type": "integer", "default": 9}}
+    assert list(load("look").schema["function"]["parameters"]["properties"]) == ["path"], "what the episode gives is not asked for"
+    assert [load(name).needs_sandbox for name in ("search", "every", "look")] == [False, False, True]
+
+
+async def test_arguments_are_what_they_are_annotated_as() -> None:
+    assert (await called("search", query="tea")).output == "'tea' 5"
+    assert (await called("search", query="tea", limit="7")).output == "'tea' 7", "models write numbers as text"
+    outcome = await called("every", number=1, flag=True, mode="fast", names=["a"], counts={"a": 1}, where={"start": 2}, note="n")
+    assert outcome.ok and outcome.output == '{"got":[1.0,true,"fast",["a"],{"a":1},{"start":2,"end":9},"n",null]}'
+    assert await search("tea", limit=1) == "'tea' 1", "it stays the function it is"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "error: search: query: Field required"),
+        ({"query": 3}, "error: search: query: Input should be a valid string"),
+        ({"query": "a", "limit": "many"}, "error: search: limit: Input should be a valid integer, unable to parse string as an integer"),
+        ({"query": "a", "limit": 1.5, "unheard": 1}, "; unheard: Extra inputs are not permitted"),
+        ({"\x1b[2J" * 100: 1}, "Extra inputs are not permitted"),
+        ({f"n{number}": 1 for number in range(100)}, "; and 96 more"),
+    ],
+)
+async def test_wrong_arguments_are_told_to_the_agent_and_the_function_is_not_called(arguments: dict[str, Any], says: str) -> None:
+    outcome = await called("search", **arguments)
+    assert not outcome.ok and says in outcome.output and len(outcome.output) < 400 and outcome.output.isprintable()
+
+
+async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    said = ('<tool_call>{"name": "search", "arguments": {"limit": 2}}</tool_call>', "it is 3")
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(replace(task, tools=(ref("search"),)), episode_id="e")
+    (result,) = episode.trajectories[0].turns[0].tool_results
+    assert (result.output, result.ok) == ("error: search: query: Field required", False)
+    assert (episode.answer, episode.failures, episode.left_out) == ("it is 3", (), False)
+
+
+@pytest.mark.parametrize("name", ["search", "every"])
+async def test_odd_arguments_never_raise(name: str) -> None:
+    function = load(name)
+    for what, arguments in odd.arguments(function.schema["function"]["parameters"]["properties"]).items():
+        done = await call_tool(function, arguments, None, LIMITS, turn=1)
+        assert done.failure is None, (what, done.failure)
+
+
+async def test_a_default_that_a_call_changes_is_as_it_was_in_the_next() -> None:
+    assert [(await called("collects", word=word)).output for word in ("secret", "a")] == ["secret", "a"]
+
+
+async def test_the_episodes_own_are_given_and_cannot_be_given_by_the_agent() -> None:
+    sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="none"), files={"a": b"x"})
+    done = await call_tool(load("look"), {"path": "a"}, sandbox, LIMITS, turn=1)
+    assert done.outcome == ToolOutcome(output="x within 5 s", ok=False, answer="3")
+    done = await call_tool(load("look"), {"path": "a", "allowed": {"tool_timeout_s": 1e9}}, sandbox, LIMITS, turn=1)
+    assert done.outcome.output == "error: look: allowed: Extra inputs are not permitted"
+
+
+released = threading.Event()
+
+
+@tool
+def blocks() -> int:
+    """Wait for something that does not come."""
+    released.wait(30)
+    return 1
+
+
+@tool
+def where_it_runs() -> bool:
+    """Say whether this is the thread of the event loop."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@tool
+async def gives_an_object() -> object:
+    """Give what is no JSON."""
+    return object()
+
+
+@tool
+def exits() -> None:
+    """Leave."""
+    raise SystemExit(3)
+
+
+async def test_a_function_that_is_not_async_holds_nobody_up() -> None:
+    started, ticks = time.monotonic(), 0
+    waiting = asyncio.create_task(call_tool(load("blocks"), {}, None, replace(LIMITS, tool_timeout_s=0.3), turn=1))
+    while not waiting.done():
+        await asyncio.sleep(0.01)
+        ticks += 1
+    released.set()
+    done = waiting.result()
+    assert done.outcome.output == "error: blocks gave no result within 0.3 s" and done.failure is not None
+    assert ticks > 5 and time.monotonic() - started < 10
+    assert (await called("where_it_runs")).output == "false"
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator of a user's own."""
+
+    @functools.wraps(function)
+    def inner(*args: Any, **options: Any) -> Any:
+        return function(*args, **options)
+
+    return inner
+
+
+@tool
+@counted
+async def decorated(query: str) -> str:
+    """Say."""
+    return query
+
+
+async def test_a_decorated_function_is_a_tool_all_the_same() -> None:
+    assert (await called("decorated", query="tea")).output == "tea"
+    with pytest.raises(PluginError, match="not a staticmethod"):
+        tool(staticmethod(search))
+    with pytest.raises(PluginError, match="not a type"):
+        tool(Span)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("gives_an_object", "wrong_outcome", "it gave object, which is neither text, a ToolOutcome, nor a value of JSON"),
+        ("exits", "SystemExit", "SystemExit: 3"),
+    ],
+)
+async def test_what_goes_wrong_in_one_is_told_like_any_other(name: str, kind: str, says: str) -> None:
+    done = await call_tool(load(name), {}, None, LIMITS, turn=1)
+    assert done.outcome.output == f"error: {name} failed: {says}"
+    assert done.failure is not None and (done.failure.kind, done.failure.blame) == (kind, Blame.POLICY)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+given_names = st.sampled_from(["number", "flag", "mode", "names", "counts", "where", "note", "old", "x"])
+
+
+@given(arguments=st.dictionaries(given_names, values, max_size=8))
+@settings(max_examples=60)
+def test_whatever_arguments_are_they_are_taken_or_told(arguments: dict[str, Any]) -> None:
+    done = asyncio.run(call_tool(load("every"), arguments, None, LIMITS, turn=1))
+    assert done.failure is None and done.outcome.ok != done.outcome.output.startswith("error: every: ")
+
+
+@tool
+async def untyped(query) -> str:  # type: ignore[no-untyped-def]
+    """Say."""
+    return str(query)
+
+
+@tool
+async def silent(query: str) -> str:
+    return query
+
+
+@tool
+async def many(*queries: str) -> str:
+    """Say."""
+    return str(queries)
+
+
+@tool
+async def unknown(query: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
+    """Say."""
+    return str(query)
+
+
+@tool
+async def opaque(query: threading.Thread) -> str:
+    """Say."""
+    return str(query)
+
+
+@tool
+async def mistold(query: str) -> str:
+    """Say.
+
+    Args:
+        qery: what to say
+    """
+    return query
+
+
+@tool
+def blocked(query: str, box: Sandbox) -> str:
+    """Say."""
+    return query
+
+
+async def unmarked(query: str) -> str:
+    """Say."""
+    return query
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("untyped", "the parameter 'query' without a type"),
+        ("silent", "has no docstring"),
+        ("many", "the parameter '*queries'"),
+        ("unknown", "annotations that do not resolve (NameError: name 'Nowhere' is not defined)"),
+        ("opaque", "has parameters that JSON cannot hold"),
+        ("mistold", "has no parameter 'qery'"),
+        ("blocked", "takes the sandbox and is not async"),
+        ("unmarked", "is a function without @tool"),
+    ],
+)
+def test_a_function_that_can_be_no_tool_is_refused_with_the_reason(name: str, says: str) -> None:
+    with pytest.raises(PluginError) as error:
+        load_tools((ref(name),))
+    assert says in str(error.value) and name in str(error.value) and "\n  fix: " in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["Say. Args: query: what", "Say.\n\nArgs: query: what", "Say.\n\nArguments:\n  query: what"])
+def test_a_docstring_may_be_short(text: str) -> None:
+    def made() -> Callable[..., Any]:
+        async def say(query: str) -> str:
+            return query
+
+        say.__doc__ = text
+        return tool(say)
+
+    from agentrl.agent.typed import typed
+
+    schema = typed(made()).schema["function"]
+    told = schema["parameters"]["properties"]["query"].get("description")
+    assert (schema["description"], told) == (("Say.", "what") if "\n" in text else (text, None))

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.recipes import project_root
+from agentrl.errors import RecipeError, UserError
+from agentrl.records import Split
+
+
+def test_the_project_root_is_the_nearest_folder_with_a_pyproject(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "recipes" / "deep").mkdir(parents=True)
+    assert project_root(tmp_path / "recipes" / "deep" / "r.py") == tmp_path
+
+
+def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
+    from agentrl.cli.recipes import load_recipe
+
+    (tmp_path / "r.py").write_text("recipe = {}\n")
+    with pytest.raises(RecipeError, match=r"not agentrl\.Recipe"):
+        load_recipe(tmp_path / "r.py", [])
+
+
+def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder() -> None:
+    from agentrl.cli.prove import open_target
+
+    source, config = open_target(Path("recipes/quickstart.py"), "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
+    assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend == "bubblewrap"
+    with pytest.raises(UserError, match="a folder has no recipe"):
+        open_target(Path("sandboxes/chores"), None, ["tasks.verifiers=[]"])

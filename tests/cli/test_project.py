@@ -1,0 +1,87 @@
+"""`agentrl init`: the wheel carries the files, and what is written is a whole project outside the repository."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.project import init_project
+from agentrl.errors import UserError
+from agentrl.plugins import CONTENT, content_root
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+@pytest.fixture(scope="module")
+def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=600)
+    (wheel,) = out.glob("agentrl-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(out / "site")
+    return out / "site"
+
+
+def test_an_editable_install_finds_the_content_in_the_repository() -> None:
+    assert content_root() == ROOT
+
+
+def test_the_wheel_carries_the_content_and_the_entry_points(unpacked_wheel: Path) -> None:
+    for part in CONTENT:
+        packed, original = unpacked_wheel / "agentrl" / "_project" / part, ROOT / part
+        if original.is_dir():
+            assert files_of(packed) == files_of(original)
+        else:
+            assert packed.read_bytes() == original.read_bytes()
+    entry_points = next(unpacked_wheel.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "agentrl = agentrl.cli:main" in entry_points
+    templates = unpacked_wheel / "agentrl" / "observe" / "templates"
+    assert files_of(templates) == files_of(ROOT / "agentrl" / "observe" / "templates")
+    assert "[vllm.general_plugins]" in entry_points
+    assert (unpacked_wheel / "agentrl" / "py.typed").is_file(), "type checkers read the annotations of a user's dependency"
+    assert {path.name for path in unpacked_wheel.iterdir() if path.suffix != ".dist-info"} == {"agentrl"}, "only agentrl is installed"
+
+
+@pytest.mark.slow
+def test_a_project_from_the_wheel_passes_its_own_tests(unpacked_wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "my-agent"
+    env = {"PYTHONPATH": str(unpacked_wheel), "PATH": "/usr/bin:/bin"}
+    code = "import sys; from pathlib import Path; from agentrl.cli.project import init_project; init_project(Path(sys.argv[1]), 'my agent')"
+    subprocess.run([sys.executable, "-c", code, str(target)], cwd=tmp_path, env=env, check=True, timeout=300)
+    assert 'name = "my-agent"' in (target / "pyproject.toml").read_text()
+    assert files_of(target / "sandboxes" / "tables") == files_of(ROOT / "sandboxes" / "tables")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_list_of_files_is_what_was_written(tmp_path: Path) -> None:
+    written = init_project(tmp_path / "new", "new")
+    assert written == sorted(path for path in (tmp_path / "new").rglob("*") if path.is_file())
+    names = {path.relative_to(tmp_path / "new").as_posix() for path in written}
+    assert {"README.md", "Makefile", "pyproject.toml", ".gitignore", "tests/test_tables.py", "recipes/quickstart.py"} <= names
+    assert not any(name.endswith(".in") for name in names)
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty"):
+        init_project(tmp_path, "x")
+    assert files_of(tmp_path) == {"mine.txt": b"mine"}
+    with pytest.raises(UserError, match="is a file"):
+        init_project(tmp_path / "mine.txt", "x")
+
+
+def test_a_name_without_letters_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a project name"):
+        init_project(tmp_path / "new", "--")
+    assert not (tmp_path / "new").exists()

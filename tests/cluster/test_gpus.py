@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from agentrl.cluster.gpus import Placement, place, visible
+from agentrl.errors import UserError
+from agentrl.recipe import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
+
+
+def made(transfer: str, ranks: int = 1) -> Recipe:
+    serving = ServingConfig.model_validate({"weight_transfer": transfer})
+    learner = LearnerConfig(ranks=ranks)
+    return Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), serving=serving, learner=learner)
+
+
+def test_nccl_gives_learner_and_server_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3,7")
+    assert place(made("nccl", ranks=2)) == Placement(learner="2,3", server="7")
+    assert place(made("file", ranks=2)) == Placement()
+
+
+def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="needs 2 GPUs, 1 are visible"):
+        place(made("nccl"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible() == []

@@ -1,0 +1,130 @@
+"""The fuzzer itself: it finds planted bugs, keeps what provoked them, and says how to do it again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.cli.project import init_project
+from agentrl.errors import UserError
+from agentrl.prove.fuzzing import child
+from agentrl.prove.fuzzing.run import Status, run
+from tests.test_docs import write_examples
+
+ROOT = Path(__file__).resolve().parents[3]
+PLANTED = "tests.prove.fuzzing.planted"
+
+
+def agentrl(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "agentrl", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=300, check=False)
+
+
+def fuzzed(target: str, corpus: Path, *options: object) -> tuple[int, dict[str, Any], str]:
+    done = agentrl("fuzz", f"{PLANTED}:{target}", "--corpus", corpus, "--json", *options)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)[0], done.stderr
+
+
+@pytest.mark.slow
+def test_a_planted_bug_is_found_kept_and_replayed(tmp_path: Path) -> None:
+    code, result, _ = fuzzed("raising", tmp_path, "--inputs", 2_000_000)
+    assert code == 1 and not result["ok"] and result["error"] == "KeyError: 'planted'"
+    finding = Path(result["finding"])
+    assert finding.parent == tmp_path / "findings" and finding.read_bytes() == b"bug"  # made as small as it gets
+    assert "planted" in result["trace"] and 0 < result["inputs"] < 2_000_000
+
+    again = agentrl("fuzz", f"{PLANTED}:raising", "--replay", finding)
+    assert again.returncode == 1 and "KeyError: 'planted'" in again.stdout
+    finding.write_bytes(b"harmless")
+    assert agentrl("fuzz", f"{PLANTED}:raising", "--replay", finding).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_sound_target_is_fed_all_inputs_and_leaves_nothing(tmp_path: Path) -> None:
+    code, result, _ = fuzzed("sound", tmp_path, "--inputs", 5000)
+    assert code == 0 and result["ok"] and result["inputs"] >= 5000 and not result["finding"]
+    assert list((tmp_path / "findings").iterdir()) == []
+    shown = agentrl("fuzz", f"{PLANTED}:sound", "--corpus", tmp_path, "--minutes", 0.03)
+    assert shown.returncode == 0 and "ok" in shown.stdout and "inputs" in shown.stdout
+
+
+@pytest.mark.slow
+def test_what_is_not_linear_is_found(tmp_path: Path) -> None:
+    code, result, _ = fuzzed("slow", tmp_path, "--minutes", 1)
+    assert code == 1 and result["error"].startswith("Slow: ")
+    assert Path(result["finding"]).stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_an_input_that_never_ends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (status,) = run([f"{PLANTED}:endless"], inputs=0, seconds=60, jobs=1, folder=tmp_path, report=lambda status: None, hang_s=2)
+    assert not status.ok and "timeout" in status.error
+    assert Path(status.finding).read_bytes().startswith(b"!")
+
+
+@pytest.mark.slow
+def test_leaving_the_process_is_a_finding_too(tmp_path: Path) -> None:
+    code, result, _ = fuzzed("ending", tmp_path, "--inputs", 100)
+    assert code == 1 and result["error"] == "SystemExit: 0"
+
+
+@pytest.mark.slow
+def test_the_target_of_the_docs_runs_in_a_project_of_its_own(tmp_path: Path) -> None:
+    project = tmp_path / "mine"
+    init_project(project, "mine")
+    write_examples("fuzzing.md", project)
+    command = [sys.executable, "-m", "agentrl", "fuzz", "fuzz.close:target", "--inputs", "3000", "--json"]
+    done = subprocess.run(command, cwd=project, text=True, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)[0]["branches"] > 10  # those of the project's own verifier
+    assert len(list((project / ".fuzz" / "corpus" / "close").iterdir())) > 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nothing",), "no fuzz target 'nothing'"),
+        ((f"{PLANTED}:raises",), "not a fuzz target"),
+        (("frames", "--minutes", "1", "--inputs", "1"), "exclude each other"),
+        (("--replay", "x"), "--replay feeds one target"),
+        (("frames", "--replay", "missing"), "cannot be read"),
+    ],
+)
+def test_wrong_use_names_the_fix(arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from agentrl.cli import app  # here: what is under test is the function, and a process costs half a second
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=said) as raised:
+        app(args=["fuzz", "--corpus", str(tmp_path), *arguments], standalone_mode=False)
+    assert raised.value.fix
+
+
+def test_without_the_engine_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "atheris", None)
+    with pytest.raises(UserError, match="atheris") as raised:
+        run(["frames"], inputs=1, seconds=0, jobs=1, folder=tmp_path, report=lambda status: None)
+    assert "pip install atheris" in raised.value.fix
+
+
+def test_a_finding_is_made_smaller_and_stays_the_same_finding() -> None:
+    def check(data: bytes) -> None:
+        if b"x" in data and len(data) < 3:
+            raise ValueError("another one")
+        if b"abc" in data:
+            raise KeyError("this one")
+
+    error = child.attempt(check, b"0123456789abc0123456789")
+    assert isinstance(error, KeyError)
+    small, same = child.shrunk(check, b"0123456789abc0123456789", error)
+    assert small == b"abc" and isinstance(same, KeyError)
+
+
+def test_inputs_per_second_of_nothing() -> None:
+    assert Status(target="a").inputs_per_s == 0.0 and Status(target="a", inputs=10, seconds=2.0).inputs_per_s == 5.0

@@ -1,0 +1,251 @@
+"""Episodes of several trajectories: recorded, captured, stored, shown, and made into samples as one rollout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.agent import ChatFormat
+from agentrl.errors import RecipeError
+from agentrl.experience import SqliteStore
+from agentrl.objective import assemble, counted_samples
+from agentrl.observe import write_report
+from agentrl.protocols import LiveEpisode
+from agentrl.recipe import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
+from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory
+from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.run.transcript import append, transcript
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.rollout.delegating import Delegating
+
+
+def asking(*questions: str) -> str:
+    return "".join(f"<tool_call>{json.dumps({'name': 'ask', 'arguments': {'question': one}})}</tool_call>" for one in questions)
+
+
+# In the order in which they are sampled: the main agent asks two helpers at once, of whom the first asks a helper of its own.
+SAID = (asking("width?", "height?"), asking("unit?"), "cm", "3 cm", "4 cm", "12 cm2")
+PARENTS = [None, Parent(trajectory=0, turn=0, call=0), Parent(trajectory=1, turn=0, call=0), Parent(trajectory=0, turn=0, call=1)]
+
+
+@pytest.fixture
+def tree(task: Task) -> Task:
+    return replace(task, tools=(), limits=Limits(turns=8, turn_tokens=400, episode_tokens=4000))
+
+
+@pytest.fixture
+def delegating(tokenizer: Any) -> Callable[..., EpisodeRunner]:
+    def make(policy: Any) -> EpisodeRunner:
+        return EpisodeRunner(
+            agent=Delegating(chat=ChatFormat(tokenizer)),
+            policy=policy,
+            sandboxes=ScriptedSandboxes(printing("")),
+            temperature=1.0,
+            max_model_len=4096,
+            request_timeout_s=60.0,
+        )
+
+    return make
+
+
+def said(trajectory: Trajectory) -> list[str]:
+    return [turn.message.content or "calls" for turn in trajectory.turns]
+
+
+async def test_a_sub_agent_has_a_trajectory_and_a_context_of_its_own(tokenizer: Any, tree: Task, delegating: Any) -> None:
+    policy = ScriptedPolicy.saying(tokenizer, *SAID)
+    episode: Episode = await delegating(policy).run(tree, episode_id="e")
+    assert [one.parent for one in episode.trajectories] == PARENTS
+    assert [one.agent for one in episode.trajectories] == ["main", "helper", "helper", "helper"]
+    assert [said(one) for one in episode.trajectories] == [["calls", "12 cm2"], ["calls", "3 cm"], ["cm"], ["4 cm"]]
+    assert [one.prompt[0].content for one in episode.trajectories[1:]] == ["width?", "unit?", "height?"]
+    assert [one.stop_reason for one in episode.trajectories] == ["answered"] * 4 and episode.answer == "12 cm2"
+    assert [result.output for result in episode.trajectories[0].turns[0].tool_results] == ["3 cm", "4 cm"]
+    sampled = [turn for one in episode.trajectories for turn in one.turns]
+    assert len(policy.prompts) == len(sampled) == len(SAID)
+    for one in episode.trajectories:
+        context: tuple[int, ...] = ()
+        for turn in one.turns:
+            assert context + turn.prompt_ids in policy.prompts, "each turn was sampled from its own trajectory's tokens"
+            context += turn.prompt_ids + turn.completion_ids
+    assert "height?" not in tokenizer.decode([*policy.prompts[1]]) and "unit?" not in tokenizer.decode([*policy.prompts[5]])
+
+
+async def test_limits_are_those_of_the_episode_and_of_each_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
+    for turns in range(1, len(SAID)):
+        policy = ScriptedPolicy.saying(tokenizer, *SAID)
+        short = replace(tree, limits=replace(tree.limits, turns=turns))
+        episode = await delegating(policy).run(short, episode_id="e")
+        assert len(policy.prompts) == turns and episode.answer is None and not episode.left_out
+        assert episode.trajectories[0].stop_reason == "turn_limit"
+    endless = ScriptedPolicy(tokenizer, lambda turn, _: asking("x" * 300) if turn == 0 else "y" * 300)
+    tight = replace(tree, limits=replace(tree.limits, episode_tokens=900))
+    episode = await delegating(endless).run(tight, episode_id="e")
+    assert all(sum(len(u.prompt_ids) + len(u.completion_ids) for u in one.turns) <= 900 for one in episode.trajectories)
+    assert not episode.left_out
+
+
+class States:
+    """An `on_turn` that keeps every state, through its wire form."""
+
+    def __init__(self) -> None:
+        self.seen: list[EpisodeState] = []
+
+    async def __call__(self, turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None and state.turn_count == turns
+        self.seen.append(codec.from_json(EpisodeState, codec.to_json(state)))
+
+
+async def test_a_tree_goes_on_from_any_boundary_also_in_the_midst_of_a_helper(tokenizer: Any, tree: Task, delegating: Any) -> None:
+    states = States()
+    whole = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e", on_turn=states)
+    assert [state.turn_count for state in states.seen] == [3, 5]
+    assert [one.stop_reason for one in states.seen[0].trajectories] == ["", "", "answered"]
+    for state in states.seen:
+        policy = ScriptedPolicy.saying(tokenizer, *SAID)
+        again = await delegating(policy).run(tree, episode_id="e", start=state)
+        assert untimed(again) == untimed(whole) and len(policy.prompts) == len(SAID) - state.turn_count
+        branch = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="b", start=state)
+        inherited = [len(one.turns) for one in state.trajectories] + [0] * (4 - len(state.trajectories))
+        assert [one.inherited for one in branch.trajectories] == [("e",) * count for count in inherited]
+        assert branch.completion_tokens == sum(len(turn.completion_ids) for one in branch.trajectories for turn in one.own_turns)
+
+
+def untimed(episode: Episode) -> list[Any]:
+    return [replace(one, turns=tuple(replace(turn, generate_s=0.0, tool_s=0.0) for turn in one.turns)) for one in episode.trajectories]
+
+
+async def test_a_tree_is_stored_and_shown(tokenizer: Any, tree: Task, delegating: Any, tmp_path: Path) -> None:
+    episode = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e")
+    scored = ScoredEpisode(episode=episode, score=Score(value=1.0, turn_rewards=((0.0, 1.0), (0.0, 1.0), (1.0,), (1.0,))))
+    group = Group(index=0, task_id=tree.id, task_key=tree.key, episodes=(scored,))
+    store = SqliteStore(tmp_path / "experience.sqlite")
+    try:
+        assert store.put(group) and store.groups([0]) == (group,)
+    finally:
+        store.close()
+    line = transcript(tree, scored, phase="train", step=0)
+    assert [message["content"] for message in line["messages"]] == ["How many?", "", "3 cm", "4 cm", "12 cm2"]
+    assert line["stop_reason"] == "answered" and line["versions"] == [0]
+    first, inner, second = line["trajectories"]
+    assert [message["content"] for message in first["messages"]] == ["width?", "", "cm", "3 cm"]
+    assert (inner["agent"], inner["parent"], inner["stop_reason"]) == ("helper", {"trajectory": 1, "turn": 0, "call": 0}, "answered")
+    assert [message["content"] for message in second["messages"]] == ["height?", "4 cm"]
+    append(tmp_path / "episodes" / "train.jsonl", [line])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert all(words in page for words in ("width?", "unit?", "height?", "12 cm2"))
+
+
+class Odd:
+    """An agent that does something wrong, at one of the places where it can."""
+
+    def __init__(self, does: Callable[[Any], Any]) -> None:
+        self.does = does
+
+    async def act(self, episode: Any) -> Any:
+        return self.does(episode)
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        lambda episode: None,
+        lambda episode: "",
+        lambda episode: "\ud800",
+        lambda episode: episode.trajectories[0].end(3),
+        lambda episode: episode.trajectories[0].add_results((), wall_s=0.0),
+        lambda episode: episode.open("helper", parent=Parent(trajectory=0, turn=0)),
+        lambda episode: episode.open("helper", parent=Parent(trajectory=1, turn=0)),
+        lambda episode: setattr(episode, "answer", 3) or "answered",
+    ],
+)
+async def test_an_agent_that_does_something_wrong_costs_its_episode_and_raises_nothing(does: Any, tree: Task, delegating: Any) -> None:
+    episode = await replace(delegating(None), agent=Odd(does)).run(tree, episode_id="e")
+    assert episode.left_out and episode.trajectories[0].stop_reason == "failed" and episode.answer is None
+
+
+async def test_an_agent_cannot_sample_past_a_limit(tokenizer: Any, tree: Task, delegating: Any) -> None:
+    class Greedy:
+        async def act(self, episode: LiveEpisode) -> str:
+            line = episode.trajectories[0]
+            line.add_prompt((1, 2, 3))
+            while True:
+                completion = await line.sample(stop_token_ids=())
+                line.add_turn(completion, Message(role="assistant", content=""))
+
+    policy = ScriptedPolicy(tokenizer, lambda turn, _: "more")
+    episode = await replace(delegating(policy), agent=Greedy()).run(tree, episode_id="e")
+    assert len(policy.prompts) == tree.limits.turns and episode.left_out
+    assert "cannot have another turn: turn_limit" in episode.failures[0].message
+
+
+RECIPE = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), rollout=RolloutConfig(group_size=3))
+
+
+def scored(episode: Episode, value: float) -> ScoredEpisode:
+    return ScoredEpisode(episode=episode, score=Score(value=value))
+
+
+async def trees(tokenizer: Any, tree: Task, delegating: Any) -> tuple[Group, Group]:
+    """Three attempts, of which the first has three helpers; and the same scores of attempts that have none."""
+    cut = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e0")
+    plain = [await delegating(ScriptedPolicy.saying(tokenizer, f"{n} cm2")).run(tree, episode_id=f"e{n}") for n in range(3)]
+    groups = [
+        Group(index=0, task_id="t", task_key="k", episodes=tuple(map(scored, episodes, (1.0, 0.0, 0.5))))
+        for episodes in ((cut, plain[1], plain[2]), plain)
+    ]
+    return groups[0], groups[1]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
+async def test_credit_and_baseline_count_rollouts_not_trajectories(tokenizer: Any, tree: Task, delegating: Any, advantage: Any) -> None:
+    recipe = replace_objective(advantage=advantage)
+    cut, plain = [assemble(0, [group], recipe).batch.samples for group in await trees(tokenizer, tree, delegating)]
+    assert [one.episode_id for one in cut] == ["e0"] * 4 + ["e1", "e2"]
+    given = {(one.episode_id, value) for one in cut for value, trained in zip(one.advantages, one.loss_mask, strict=True) if trained}
+    expected = {(one.episode_id, value) for one in plain for value, trained in zip(one.advantages, one.loss_mask, strict=True) if trained}
+    assert given == expected and len(given) == 3, "an attempt's advantage does not depend on how many trajectories it has"
+
+
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
+async def test_what_would_count_trajectories_as_rollouts_is_refused(tokenizer: Any, tree: Task, delegating: Any, aggregation: Any) -> None:
+    cut, plain = await trees(tokenizer, tree, delegating)
+    recipe = replace_objective(aggregation=aggregation)
+    assert len(assemble(0, [plain], recipe).batch.samples) == 3
+    with pytest.raises(RecipeError, match="episode e0 has several trajectories"):
+        assemble(0, [plain, cut], recipe)
+
+
+async def test_every_sampled_token_of_a_tree_is_trained_once_in_its_own_context(tokenizer: Any, tree: Task, delegating: Any) -> None:
+    group, _ = await trees(tokenizer, tree, delegating)
+    samples = assemble(0, [group], RECIPE).batch.samples
+    lines = [one for attempt in group.episodes for one in attempt.episode.trajectories]
+    assert len(samples) == len(lines) and samples[0].token_ids != samples[1].token_ids
+    for sample, line in zip(samples, lines, strict=True):
+        assert sample.token_ids == tuple(token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids))
+        trained = [token for token, mask in zip(sample.token_ids, sample.loss_mask, strict=True) if mask]
+        assert trained == [token for turn in line.turns for token in turn.completion_ids]
+    assert [one.episode_id for one in counted_samples([group])] == [one.episode_id for one in samples]
+
+
+async def test_branches_of_a_tree_train_what_they_share_once(tokenizer: Any, tree: Task, delegating: Any) -> None:
+    states = States()
+    stem = await delegating(ScriptedPolicy.saying(tokenizer, *SAID)).run(tree, episode_id="e", on_turn=states)
+    others = (*SAID[:3], "5 cm", "6 cm", "30 cm2")
+    branch = await delegating(ScriptedPolicy.saying(tokenizer, *others)).run(tree, episode_id="b", start=states.seen[0])
+    group = Group(index=0, task_id="t", task_key="k", episodes=(scored(stem, 1.0), scored(branch, 0.0)))
+    samples = assemble(0, [group], RECIPE).batch.samples
+    assert sum(sum(one.loss_mask) for one in samples) == stem.completion_tokens + branch.completion_tokens
+    assert [(one.episode_id, any(one.loss_mask)) for one in samples] == [("e", True)] * 4 + [("b", True)] * 3
+
+
+def replace_objective(**settings: Any) -> Recipe:
+    return RECIPE.model_copy(update={"objective": ObjectiveConfig(**settings)})

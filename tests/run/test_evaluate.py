@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import asyncio
+
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.run.evaluate import evaluate
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+
+
+async def verdict(task: Task, episode: Episode) -> Score:
+    return Score(value=float(task.data["score"]))
+
+
+class Family:
+    """Tasks whose scores are as given."""
+
+    name = "family"
+
+    def __init__(self, *scores: str) -> None:
+        self.scores = scores
+
+    def size(self, split: Split) -> int | None:
+        return len(self.scores)
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(
+            id=f"{index}",
+            family="family",
+            prompt=(Message(role="user", content="q"),),
+            tools=(),
+            sandbox=SandboxSpec(image="none"),
+            verifiers=(f"{__file__}:verdict",),
+            data={"score": self.scores[index]},
+            split=split,
+        )
+
+    def gold(self, task: Task) -> str:
+        return ""
+
+
+def runner() -> GroupRunner:
+    tokenizer = byte_tokenizer()
+    episodes = EpisodeRunner(
+        policy=ScriptedPolicy.saying(tokenizer, "4"),
+        sandboxes=ScriptedSandboxes(printing("")),
+        agent=TurnLoop(chat=ChatFormat(tokenizer)),
+        temperature=1.0,
+        max_model_len=1000,
+        request_timeout_s=60.0,
+    )
+    return GroupRunner(runner=episodes, score=TaskScorer(), slots=asyncio.Semaphore(4), group_size=1, max_retries=0)
+
+
+async def test_a_score_that_is_not_finite_counts_in_no_rate() -> None:
+    done = await evaluate(runner(), Family("1", "inf", "0", "-inf"), Split.HELDOUT, 4, phase="before", step=0)
+    assert done.rate is not None
+    assert (done.rate.value, done.rate.n, done.left_out) == (0.5, 2, 2) and len(done.transcripts) == 4
+
+
+async def test_an_evaluation_without_a_finite_score_has_no_rate() -> None:
+    done = await evaluate(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
+    assert done.rate is None and done.left_out == 2

@@ -1,0 +1,184 @@
+"""What one episode, group or task does wrong, and the whole loop around it: the run goes on, or pauses and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import InfrastructureError, ServingError, StoreError
+from agentrl.failure.quarantine import count
+from agentrl.records import Blame, Episode, Group, PolicyVersion, Score, Split, Task
+from agentrl.run import loop
+from agentrl.run.evaluate import evaluate
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.driving import AlwaysServed, Family, Journaled, make_recipe, opened, say
+
+
+def raising_at(wrong: int) -> Family:
+    def broken(index: int) -> Task | None:
+        if index == wrong:
+            raise KeyError("column 7")
+        return None
+
+    return Family(broken)
+
+
+async def test_a_family_that_raises_for_one_task_costs_that_group(tmp_path: Path) -> None:
+    recipe = make_recipe(groups_per_step=3, group_size=2)
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, raising_at(1)) as run:
+        await loop._roll_out(run)
+        groups = run.store.groups(range(3))
+    assert [len(group.scored) for group in groups] == [2, 0, 2] and count(tmp_path) == 1
+    fault = groups[1].fault
+    assert fault is not None and (fault.blame, fault.kind, "column 7" in fault.message) == (Blame.TASK, "KeyError", True)
+
+
+async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(tmp_path: Path) -> None:
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), raising_at(2)) as run:
+        done = await evaluate(run.groups, run.family, Split.HELDOUT, 4, phase="before", step=0)
+    assert (done.episodes, done.left_out, len(done.transcripts)) == (4, 1, 3) and done.rate is not None and done.rate.n == 3
+    assert ["KeyError" in reason for reason in done.left_out_reasons] == [True]
+
+
+@pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is not a Task but of type dict"), (SystemExit(0), "SystemExit: 0")])
+async def test_a_family_that_gives_no_task_costs_that_group_and_an_evaluation_that_task(tmp_path: Path, gives: Any, says: str) -> None:
+    def broken(index: int) -> Any:
+        if index == 1 and isinstance(gives, SystemExit):
+            raise gives
+        return gives if index == 1 else None
+
+    recipe = make_recipe(groups_per_step=3, group_size=2)
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
+        await loop._roll_out(run)
+        groups = run.store.groups(range(3))
+        done = await evaluate(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
+    assert [len(group.scored) for group in groups] == [2, 0, 2] and count(tmp_path) == 1
+    fault = groups[1].fault
+    assert fault is not None and fault.blame is Blame.TASK and says in fault.message
+    assert (done.episodes, done.left_out) == (3, 1) and [says in reason for reason in done.left_out_reasons] == [True]
+
+
+async def test_a_group_that_cannot_be_written_down_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record that exists is known to be such a one; a fault of the encoder would end the run all the same."""
+
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
+        put = run.store.put
+
+        def encode(group: Group) -> bool:
+            if group.index == 1 and group.scored:
+                raise ValueError("circular reference")
+            return put(group)
+
+        monkeypatch.setattr(run.store, "put", encode)
+        await loop._roll_out(run)
+        groups = run.store.groups(range(2))
+    assert [len(group.scored) for group in groups] == [3, 0] and all(len(group.episodes) == 3 for group in groups)
+    (failure,) = groups[1].episodes[0].episode.failures
+    assert (failure.stage, failure.blame, failure.kind) == ("store", Blame.INFRASTRUCTURE, "ValueError")
+    assert groups[1].fault is None and count(tmp_path) == 0, "nothing is wrong with the task"
+
+
+async def test_a_score_that_no_record_holds_costs_its_episode(tmp_path: Path) -> None:
+    async def score(task: Task, episode: Episode) -> Score:
+        odd: Any = object()
+        return Score(value=1.0, parts={"odd": odd} if episode.id.startswith("g000001-0") else {})
+
+    recipe = make_recipe(max_retries=0)
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        run.groups = replace(run.groups, score=score)
+        await loop._roll_out(run)
+        groups = run.store.groups(range(2))
+    assert [len(group.scored) for group in groups] == [3, 2]
+    (failure,) = groups[1].episodes[0].episode.failures
+    assert (failure.stage, failure.blame, failure.kind) == ("score", Blame.INFRASTRUCTURE, "ValueError")
+
+
+async def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
+
+        def full(group: object) -> bool:
+            raise StoreError("the disk is full")
+
+        monkeypatch.setattr(run.store, "put", full)
+        with pytest.raises(ExceptionGroup) as error:
+            await loop._roll_out(run)
+    assert error.group_contains(StoreError)
+
+
+class Registry:
+    """Of version 0, and no other."""
+
+    def __init__(self) -> None:
+        self.version = PolicyVersion(number=0, parent=None, folder="versions/000000", sha256="0")
+
+    def latest(self, *states: object) -> PolicyVersion:
+        return self.version
+
+    def get(self, number: int) -> PolicyVersion | None:
+        return self.version if number == 0 else None
+
+    def set_state(self, number: int, state: object) -> None: ...
+
+    def set_evals(self, number: int, evals: object) -> None: ...
+
+
+class Part(AlwaysServed):
+    """A server or a learner that lives for ever."""
+
+    sha256 = "0"
+
+    async def start(self, *arguments: object) -> None: ...
+
+    async def watch(self, **options: object) -> None:
+        await asyncio.sleep(3600)
+
+    async def wait(self) -> None:
+        await asyncio.sleep(3600)
+
+    async def kill(self) -> None: ...
+
+
+async def pipeline(folder: Path, rate: float, script: Any, *, groups: int) -> Any:
+    """The whole loop with a server that answers as the script says and a learner that learns nothing, until every group is stored."""
+    recipe = make_recipe(max_fault_rate=rate, concurrency=4, groups_per_step=groups, group_size=2, max_retries=1)
+    recipe = recipe.but({"evaluation.heldout": 0, "evaluation.heldout_real": 0})
+    policy = Journaled(folder / "j", script=script)
+    async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+        run.registry, run.served, run.learner = Registry(), Part(), Part()  # type: ignore[assignment]
+        running = asyncio.create_task(loop._pipeline(run))
+        while not running.done() and len(run.store.indices()) < groups:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        try:
+            await running
+        finally:
+            stored = run.store.indices()
+            (folder / "stored").write_text(json.dumps(stored))
+
+
+def dead(turn: int, episode: str) -> str:
+    raise ServingError("connection refused")
+
+
+async def test_a_run_in_which_everything_fails_pauses_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
+    with pytest.raises(ExceptionGroup) as error:
+        await pipeline(tmp_path, 0.5, dead, groups=200)
+    assert error.group_contains(
+        InfrastructureError, match=r"the run pauses: \d+ of the newest \d+(.|\n)*generate ServingError: connection refused"
+    )
+    assert len(json.loads((tmp_path / "stored").read_text())) < 20, "hundreds of groups are still to be made, after --resume"
+
+
+@pytest.mark.parametrize(("rate", "script"), [(1.0, dead), (0.5, say)], ids=["never", "sound"])
+async def test_a_run_goes_on_below_its_rate(tmp_path: Path, rate: float, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.rollout.group.RETRY_S", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        await pipeline(tmp_path, rate, script, groups=20)
+    assert len(json.loads((tmp_path / "stored").read_text())) == 20

@@ -1,0 +1,151 @@
+"""The policy behind its gate: a server that dies is replaced, and what waited for it goes on.
+
+The server and its channel are scripted here, so that the death comes at the worst moment every time; tests/e2e kills real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import ServingError, SwapError
+from agentrl.files import sha256_file
+from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.records import PolicyVersion, Probe, SwapReport
+from agentrl.serving import served
+from agentrl.version import FolderRegistry
+
+
+class ScriptedServer:
+    url = "http://127.0.0.1:1"
+    started: ClassVar[list[ScriptedServer]] = []
+
+    def __init__(self, *, version: int, **_: object) -> None:
+        self.version, self.dead = version, False
+        self.started.append(self)
+
+    async def start(self) -> None:
+        await asyncio.sleep(0)
+
+    async def alive(self) -> bool:
+        return not self.dead
+
+    async def stop(self) -> None:
+        self.dead = True
+
+
+class ScriptedChannel:
+    """Swaps, unless `deaths` says that the server dies under it or `refusals` that the probe disagrees."""
+
+    deaths: ClassVar[int] = 0
+    refusals: ClassVar[int] = 0
+
+    def __init__(self, config: ServingConfig, server: ScriptedServer, **_: object) -> None:
+        self.server = server
+
+    async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
+        if type(self).deaths:
+            type(self).deaths -= 1
+            self.server.dead = True
+        if self.server.dead:
+            raise SwapError("cannot reach the inference server")
+        if type(self).refusals:
+            type(self).refusals -= 1
+            raise SwapError("the probe disagrees")
+        return SwapReport(version=version.number, stall_ms=1.0, total_ms=1.0, probe_max_abs_diff=0.0)
+
+    async def close(self) -> None:
+        pass
+
+
+class ScriptedClient:
+    @classmethod
+    def for_server(cls, server: ScriptedServer) -> ScriptedClient:
+        return cls()
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, double in (("VLLMServer", ScriptedServer), ("open_channel", ScriptedChannel), ("TokenClient", ScriptedClient)):
+        monkeypatch.setattr(served, name, double)
+    monkeypatch.setattr(served, "_WATCH_S", 0.01)
+    monkeypatch.setattr(ScriptedServer, "started", [])
+    monkeypatch.setattr(ScriptedChannel, "deaths", 0)
+    monkeypatch.setattr(ScriptedChannel, "refusals", 0)
+
+
+def open_registry(run: Path) -> FolderRegistry:
+    """Versions 0 and 1 as a learner leaves them."""
+    for number in (0, 1):
+        folder = run / f"versions/{number:06d}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes([number]))
+        (folder / "probe.json").write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
+    registry = FolderRegistry(run / "versions")
+    for number in (0, 1):
+        folder = f"versions/{number:06d}"
+        sha256 = sha256_file(run / folder / "model.safetensors")
+        registry.add(PolicyVersion(number=number, parent=number - 1 if number else None, folder=folder, sha256=sha256))
+    registry.set_state(0, served.VersionState.SERVING)
+    return registry
+
+
+async def swap_once(run: Path, *, startup_timeout_s: float = 60.0) -> tuple[served.ServedPolicy, SwapReport]:
+    """Starts with version 0, swaps version 1 in under a watcher, and closes."""
+    registry = open_registry(run)
+    recipe = Recipe(
+        name="served",
+        policy=PolicyConfig(model="unused"),
+        tasks=TasksConfig(family="unused:unused"),
+        serving=ServingConfig(startup_timeout_s=startup_timeout_s),
+    )
+    policy = served.ServedPolicy(recipe, run, registry)
+    base, first = registry.get(0), registry.get(1)
+    assert base is not None and first is not None
+    await policy.start(base)
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+    try:
+        return policy, await policy.swap(first)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await policy.close()
+        registry.close()
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("deaths", [1, 4])
+async def test_a_server_that_dies_in_a_swap_is_replaced_and_the_swap_made_again(tmp_path: Path, deaths: int) -> None:
+    ScriptedChannel.deaths = deaths
+    policy, report = await swap_once(tmp_path)
+    assert report.version == policy.version == 1
+    assert policy.restarts == deaths
+    assert [server.version for server in ScriptedServer.started] == [0] * (deaths + 1), "each began with the version that served"
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_a_living_server_refuses_three_times_is_refused(tmp_path: Path) -> None:
+    ScriptedChannel.refusals = 2
+    policy, _ = await swap_once(tmp_path / "twice")
+    assert policy.version == 1
+    ScriptedChannel.refusals = 3
+    with pytest.raises(SwapError, match="the probe disagrees"):
+        await swap_once(tmp_path / "thrice")
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_dead_server_that_nobody_replaces_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_watch(*_: object, **__: object) -> None:
+        pass
+
+    monkeypatch.setattr(served.ServedPolicy, "watch", no_watch)
+    ScriptedChannel.deaths = 1
+    with pytest.raises(ServingError, match="not replaced"):
+        await swap_once(tmp_path, startup_timeout_s=0.2)

@@ -1,0 +1,261 @@
+"""Folders as Harbor has them, unmodified: gold scores 1, nothing and the cheats 0, and what lies in the image is where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.contract.outputs import WHOLE, produce
+from agentrl.prove import cheats
+from agentrl.prove.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
+from agentrl.prove.image_files import image_files
+from agentrl.prove.leaks import leaks, truths
+from agentrl.prove.source import FamilySource
+from agentrl.recipe import SandboxConfig, TasksConfig
+from agentrl.records import Episode, Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.sandbox import builds, docker, images, select_backend
+from agentrl.task import TaskFolders
+
+ROOT = Path(__file__).resolve().parents[2]
+BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewrap", marks=[pytest.mark.bubblewrap, pytest.mark.docker])]
+CHEATS = {*cheats.TEXTS, *cheats.PROGRAMS}
+
+# A program is to be written; data come with COPY; tests run it with pytest on an input of their own.
+COUNT: dict[str, str] = {
+    "task.toml": """
+schema_version = "1.1"
+artifacts = []
+
+[task]
+name = "example/count-levels"
+description = "Counts lines of a log by level."
+keywords = ["log", "python"]
+[[task.authors]]
+name = "A. Person"
+email = "person@example.org"
+
+[metadata]
+author_name = "A. Person"
+difficulty = "easy"
+category = "scripting"
+tags = ["log"]
+
+[verifier]
+timeout_sec = 900.0
+
+[agent]
+timeout_sec = 60.0
+
+[environment]
+build_timeout_sec = 600.0
+docker_image = "example/count-levels:20260101"
+cpus = 1
+memory = "256M"
+storage_mb = 10240
+gpus = 0
+allow_internet = false
+mcp_servers = []
+
+[verifier.env]
+
+[environment.env]
+
+[solution.env]
+""",
+    "instruction.md": "Write /app/count.py: it prints how many lines of the log that it is given have each level of $LEVELS.\n",
+    "environment/Dockerfile": """FROM {base}
+ENV LEVELS="ERROR INFO" PATH=/app/bin:/opt/tools:/opt/bin:$PATH
+WORKDIR /app
+COPY data/ /app/data/
+RUN echo draft > notes.txt && mkdir -p /logs/verifier bin && ln -s /app/bin /opt/bin && rmdir bin
+""",
+    "environment/data/example.txt": "ERROR 1\nINFO 2\n",
+    "environment/data/app.log": "INFO a\nERROR b\nINFO c\n",
+    "solution/solve.sh": """#!/bin/bash
+set -e
+rm /app/notes.txt
+cat > /app/count.py <<'PYTHON'
+import os, sys
+lines = open(sys.argv[1]).read().split()
+for level in os.environ["LEVELS"].split():
+    print(level, lines.count(level))
+PYTHON
+python3 /app/count.py /app/data/app.log | diff - <(printf 'ERROR 1\\nINFO 2\\n')
+""",
+    "tests/test.sh": """#!/bin/bash
+pytest -p no:cacheprovider /tests/contract/test_outputs.py -rA
+
+if [ $? -eq 0 ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+""",
+    "tests/contract/test_outputs.py": """import subprocess
+from pathlib import Path
+
+
+def test_counts(tmp_path):
+    log = tmp_path / "other.log"
+    log.write_text("ERROR x\\nERROR y\\nINFO z\\n")
+    done = subprocess.run(["python3", "/app/count.py", str(log)], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "ERROR 2\\nINFO 1\\n"
+
+
+def test_the_data_are_as_they_were():
+    assert Path("/app/data/app.log").read_text() == "INFO a\\nERROR b\\nINFO c\\n"
+
+
+def test_the_notes_are_gone():
+    assert not Path("notes.txt").exists()
+""",
+}
+# A program that is called as one, under another WORKDIR, with the verdict in JSON.
+GREET: dict[str, str] = {
+    "task.toml": 'version = "1.0"\n[metadata]\ncategory = "shell"\n[verifier]\ntimeout_sec = 60.0\n[agent]\ntimeout_sec = 60.0\n'
+    "[environment]\nmemory_mb = 256\nstorage_mb = 64\n",
+    "instruction.md": "Make /workspace/repo/greet.sh executable and let it greet whom it is told to.\n",
+    "environment/Dockerfile": "FROM {base}\nWORKDIR /workspace/repo\nCOPY greet.sh .\nRUN chmod 700 greet.sh && chmod a-x greet.sh\n",
+    "environment/greet.sh": "#!/bin/sh\necho hello\n",
+    "solution/solve.sh": "cd /workspace/repo\nprintf '#!/bin/sh\\necho \"hello, $1\"\\n' > greet.sh\nchmod +x greet.sh\n./greet.sh you\n",
+    "tests/test.sh": "cd /workspace/repo && python3 -I /tests/verify.py\n",
+    "tests/verify.py": """import json, subprocess
+said = [subprocess.run(["./greet.sh", name], capture_output=True, text=True).stdout for name in ("Zoe", "Max")]
+right = sum(text == f"hello, {name}\\n" for text, name in zip(said, ("Zoe", "Max")))
+with open("/logs/verifier/reward.json", "w") as file:
+    json.dump({"reward": right / 2, "asked": 2}, file)
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def base() -> str:
+    """A tag that the daemon has, where no registry answers: Python and pytest, as such folders expect."""
+    return docker.ensure_image(images.load_image(ROOT / "sandboxes" / "chores"))
+
+
+@pytest.fixture
+def family(tmp_path: Path, base: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "family"
+    for name, files in (("count", COUNT), ("greet", GREET)):
+        write(folder / name, files, base)
+    yield folder
+    api = docker.client()
+    for path in folder.iterdir():
+        image = images.load_image(path / "environment")
+        for tag in (image.tag, image.built, f"{image.built}-unchecked"):
+            if builds.has(api, tag):
+                api.remove_image(tag, force=True)
+
+
+def write(folder: Path, files: dict[str, str], base: str) -> None:
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text.replace("{base}", base))
+
+
+def tasks(family: Path) -> dict[str, Task]:
+    opened = TaskFolders(family, root=family.parent, heldout=0.0)
+    found = [opened.task(Split.TRAIN, index) for index in range(opened.size(Split.TRAIN) or 0)]
+    return {task.id.rpartition("/")[2]: task for task in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BOTH)
+async def test_unmodified_folders_hold(backend: Any, family: Path) -> None:
+    source = FamilySource(tasks=TasksConfig(family=str(family)), root=family.parent)
+    results: dict[str, dict[str, CaseResult]] = {}
+    report = await check_family(source, SandboxConfig(backend=backend), count=None, parallel=4, quiet=True)
+    assert all(proof.ok for proof in report.proofs), report.proofs
+    for result in report.cases:
+        results.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
+    assert set(results) == {"count", "greet"}
+    for name, cases in results.items():
+        assert set(cases) == {GOLD, NOTHING, *CHEATS}, (name, cases.get(IMAGE))
+        assert {case: result.detail for case, result in cases.items() if not result.ok} == {}, name
+
+
+@pytest.mark.parametrize("backend", BOTH)
+async def test_a_solution_that_an_image_brings_is_found(backend: Any, family: Path) -> None:
+    """A Dockerfile that copies too much: the agent would find the solution in its own working directory."""
+    solution = (family / "count" / "solution" / "solve.sh").read_text()
+    (family / "count" / "environment" / "data" / "old.sh").write_text(f"# as last year\n{solution}")
+    found = tasks(family)
+    sandboxes = select_backend(backend, run_label="test", root=family.parent)
+    try:
+        for name, wanted in (("count", {("old.sh", "solution/solve.sh", True)}), ("greet", set())):
+            await sandboxes.prepare(found[name].sandbox)
+            shown = await image_files(found[name].sandbox, sandboxes)
+            sure = [leak for leak in leaks(shown.files, truths(found[name])) if leak.sure]
+            assert {(Path(leak.path).name, leak.truth.origin, leak.sure) for leak in sure} == wanted
+    finally:
+        await sandboxes.close()
+
+
+LOOK = """
+import os, subprocess
+print(sorted(os.listdir(".")), open("/app/data/app.log").read().split()[0], os.environ["LEVELS"], os.environ["PATH"], os.environ["HOME"])
+print(os.path.realpath("/app"), sorted(os.listdir("/logs")), os.path.lexists("/tests/test.sh"))
+open("/app/data/app.log", "a").write("mine"); open("new.txt", "w").write("new"); os.remove("/app/notes.txt"); os.symlink("/etc/passwd", "p")
+print(subprocess.run(["sh", "-c", "echo $LEVELS; touch /opt/agentrl/start/x /usr/x"], capture_output=True, text=True))
+"""
+
+
+@pytest.mark.parametrize("backend", BOTH)
+async def test_what_the_dockerfile_says_reaches_the_agent_and_what_it_changed_is_taken(backend: Any, family: Path) -> None:
+    task = tasks(family)["count"]
+    assert (task.outputs, task.files, task.tools) == ((WHOLE,), {}, ("shell", "python", "submit"))
+    assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (256, 10240, ())
+    sandboxes = select_backend(backend, run_label="test", root=family.parent)
+    try:
+        result, taken = await produce(task, LOOK, sandboxes, timeout_s=120)
+        assert result.ok, result
+        first, second, third = result.stdout.splitlines()
+        path = "/opt/tools:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        assert first == f"['data', 'notes.txt'] INFO ERROR INFO {path} /home/agent"
+        assert second == "/home/agent ['agent', 'artifacts', 'verifier'] False"
+        assert "ERROR INFO" in third and third.count("Read-only file system") == 2
+        assert taken.files == {"data/app.log": b"INFO a\nERROR b\nINFO c\nmine", "new.txt": b"new"}
+        assert taken.removed == ("notes.txt",) and set(taken.refused) == {"p"}
+
+        forged = "import os\nfor name in ('reward.txt', 'reward.json'):\n    open('/logs/verifier/' + name, 'w').write('1')\n"
+        _, taken = await produce(task, forged + "open('x', 'w')", sandboxes, timeout_s=120)
+        score = TaskScorer(sandboxes=sandboxes)
+        for outputs in (taken.files, {"count.py": forged.encode()}, {"count.py": b"exit(1)"}):
+            cheat = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs=outputs)
+            result = await score(task, cheat)
+            assert result.value == 0.0 and "exit code 0" in result.evidence, (outputs, result)
+
+        sandbox = await sandboxes.open(task.sandbox)
+        await sandbox.exec(["rm", "notes.txt"], timeout_s=60)
+        again = await sandboxes.open(task.sandbox, snapshot=await sandbox.snapshot())
+        assert (await again.exec(["ls"], timeout_s=60)).stdout == "data\n", "a snapshot is whole: nothing comes back beside it"
+
+        liar = Episode(
+            id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs={"x": b""}, removed=("../../etc/x", "data/app.log")
+        )
+        assert (await score(task, liar)).value == 0.0
+    finally:
+        await sandboxes.close()
+
+
+@pytest.mark.docker
+async def test_what_no_sandbox_can_have_is_told_when_the_image_is_made(family: Path, base: str) -> None:
+    cases = {
+        "WORKDIR /usr": "WORKDIR /usr cannot be",
+        "WORKDIR /tmp/x": "WORKDIR /tmp/x cannot be",
+        "COPY greet.sh /tests/greet.sh": "/tests holds files",
+        "WORKDIR /data\nRUN mkfifo pipe": "/data/pipe is not a file",
+    }
+    for lines, says in cases.items():
+        write(family / "greet", {"environment/Dockerfile": f"FROM {base}\n{lines}\n"}, base)
+        image = images.load_image(family / "greet" / "environment")
+        with pytest.raises(ValueError, match=says):
+            docker.ensure_image(image)
+        assert not builds.has(docker.client(), image.tag)
+        docker.client().remove_image(f"{image.built}-unchecked", force=True)

@@ -1,0 +1,45 @@
+"""A child that dies with its parent, and the age of a process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from agentrl.processes import age_s, die_with_parent
+
+
+def _start_a_child(told: multiprocessing.Queue[int]) -> None:
+    """Starts a child that ties itself to this process, says its id, and waits."""
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with_parent(parent)
+        told.put(os.getpid())
+    time.sleep(60)
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    parent = context.Process(target=_start_a_child, args=(told,))
+    parent.start()
+    child = told.get(timeout=30)
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.01)
+
+
+def test_the_age_of_a_process_is_that_of_the_clock() -> None:
+    began = time.monotonic()
+    code = "import time; time.sleep(0.7); from agentrl.processes import age_s; print(age_s())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.68 <= float(done.stdout) <= time.monotonic() - began + 0.02
+    assert age_s() > float(done.stdout)

@@ -1,0 +1,72 @@
+"""Somebody's package, installed beside agentrl, is trained with: nothing in agentrl knows its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, pstdev
+
+import pytest
+
+from agentrl import codec
+from agentrl.records import Group
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    *("steps=2", "rollout.groups_per_step=4", "rollout.group_size=12", "rollout.concurrency=24"),
+    *("evaluation.heldout=8", "evaluation.heldout_real=0", "sandbox.warm=1"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.deepspeed
+@pytest.mark.bubblewrap
+@pytest.mark.e2e
+def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
+    run, account = tmp_path / "run", tmp_path / "sandboxes.json"
+    parts = [
+        *("sandbox.backend=fieldkit-sandboxes", f"sandbox.options={json.dumps({'account': str(account)})}"),
+        *("serving.weight_transfer=fieldkit.channel:JournalChannel", 'serving.weight_transfer_options={"journal": "went.jsonl"}'),
+        *("store=fieldkit-store", 'store_options={"folder": "kept"}'),
+        *('trackers=["terminal", "fieldkit.tracker:CsvTracker"]',),
+        'tracker_options={"fieldkit.tracker:CsvTracker": {"columns": ["reward_mean", "advantage_std"]}}',
+        *("objective.advantage=leave-one-out", 'objective.advantage_options={"scale": 3.0}'),
+        *("objective.loss=fieldkit.objective:soft_clip", 'objective.loss_options={"width": 0.5}'),
+    ]
+    command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", *SMALL, *parts, "--run-dir", str(run), "--json"]
+    path = os.pathsep.join([str(site), str(ROOT)])
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["finished"] and summary["sandbox_backend"] == "counted"
+
+    counts = json.loads(account.read_text())
+    assert counts["opened"] >= 8 and counts["programs"] >= 8
+    assert not (run / "experience.sqlite").exists() and not (run / "logs" / "tensorboard").exists()
+    groups = [codec.from_json(Group, file.read_bytes()) for file in sorted((run / "kept").glob("[0-9]*.json"))]
+    assert [group.index for group in groups] == list(range(8))
+    assert json.loads((run / "kept" / "consumed.json").read_text()) == {str(index): index // 4 for index in range(8)}
+    assert [json.loads(line)["version"] for line in (run / "went.jsonl").read_text().splitlines()] == [1, 2]
+
+    rows = [line.split(",") for line in (run / "figures.csv").read_text().splitlines()]
+    assert [row[0] for row in rows] == ["before", "1", "2", "after"]
+    for step in (0, 1):
+        advantages = [value for group in groups[4 * step : 4 * step + 4] for value in _by_hand(group)]
+        if advantages:  # somebody was better than somebody else
+            assert float(rows[step + 1][2]) == pytest.approx(pstdev(advantages), rel=1e-9)
+    said = (run / "logs" / "learner.log").read_text()
+    assert "fieldkit: leave-one-out over 4 groups" in said and "fieldkit: soft clip of " in said
+    assert summary["tokens_trained"] > 0
+
+
+def _by_hand(group: Group) -> list[float]:
+    """Three times leave-one-out of the episodes that count; nothing for a group that teaches nothing."""
+    scores = [scored.score.value for scored in group.scored if scored.score.value is not None]
+    made = [3.0 * (score - fmean(scores[:at] + scores[at + 1 :])) for at, score in enumerate(scores)] if len(scores) > 1 else []
+    return made if any(made) else []
