@@ -11,9 +11,12 @@ whole suite draws as many examples as hypothesis does by itself.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -69,3 +72,19 @@ def pytest_runtest_setup() -> None:
     """One thread for torch in this process: the tensors here are tiny, and threads that wait for each other cost more than they give."""
     if "torch" in sys.modules and sys.modules["torch"].get_num_threads() != 1:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture
+def mounts_change() -> Iterator[None]:
+    """For a test that mounts a file system where every process of the machine sees it."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+@pytest.fixture
+def mounts_stay() -> Iterator[None]:
+    """For a test that takes a new mount for an escape: meanwhile no test with `mounts_change` runs on another worker."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -258,6 +258,7 @@ def _workers(run_dir: Path) -> list[int]:
     ]
 
 
+@pytest.mark.usefixtures("mounts_change")
 async def test_a_disk_that_fills_up_under_the_learner_is_told_as_that(tmp_path: Path, make_learner: MakeLearner) -> None:
     """The first checkpoint does not fit; torch's own writer gives no reason, and the log has no room for one. Mounting takes root."""
     made = recipe()

@@ -78,11 +78,11 @@ class Arena:
         self._before = self._state()
 
     def check(self) -> None:
-        """Raises `Escaped` when something of the host or the driver has changed."""
-        now = self._state()
-        for name, before in self._before.items():
-            if now[name] != before:
-                raise Escaped(f"{name} changed from {before!r} to {now[name]!r}")
+        """Raises `Escaped` when something of the host or the driver has changed since `remember`, and remembers it: it is told once."""
+        before, self._before = self._before, self._state()
+        for name, now in self._before.items():
+            if now != before[name]:
+                raise Escaped(f"{name} changed {_difference(before[name], now)}")
         for listener in (self.tcp, self.local, self.abstract):
             with contextlib.suppress(BlockingIOError):
                 link, _ = listener.accept()
@@ -98,7 +98,7 @@ class Arena:
             "the host's folder": sorted(path.name for path in self.folder.iterdir()),
             "the host's process": (self.canary.poll(), stat[0] == "T", stat[16], len(os.sched_getaffinity(self.canary.pid))),
             "the kernel's settings": [Path(path).read_text() for path in HOST_FILES if Path(path).exists()],
-            "the driver's mounts": sum(DAEMON not in line for line in Path("/proc/self/mountinfo").read_text().splitlines()),
+            "the driver's mounts": _mounts(),
             "the driver's limits": [resource.getrlimit(number) for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)],
         }
 
@@ -195,6 +195,18 @@ def _left(name: str, namespace: Namespace | None) -> list[str]:
     left = [f"process {pid}" for pid in namespace.processes()] if namespace is not None else []
     left += [f"{item.backend} sandbox" for item in reaper.list_open() if item.name == name]
     return [*left, *(f"control group {folder}" for folder, _, _ in os.walk(cgroups.MOUNT) if os.path.basename(folder) == name)]
+
+
+def _mounts() -> frozenset[str]:
+    """Where this process sees a file system mounted, and of what kind."""
+    lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if DAEMON not in line)
+    return frozenset(f"{words[4]} ({words[words.index('-') + 1]} {words[0]})" for words in lines)
+
+
+def _difference(before: object, now: object) -> str:
+    if isinstance(before, frozenset) and isinstance(now, frozenset):
+        return f"by {sorted(now - before)} more and {sorted(before - now)} fewer"
+    return f"from {before!r} to {now!r}"
 
 
 def _reads(link: str) -> str:
