@@ -4,6 +4,7 @@
     python benchmarks/peers.py --mode multi --wait 0.2..2                # programs take their time, as builds do
     python benchmarks/peers.py --mode single --seeds 0 1 2 --peer-seeds 0 1
     python benchmarks/peers.py --recipe recipes/smollm2.py --mode multi --minutes 40 --heldout 64
+    python benchmarks/peers.py --mode multi --wait 0.2..2 --sides trl-together    # TRL's trainer with a rollout function of ours
     python benchmarks/peers.py --mode multi --tune                       # a few steps of TRL under each setting of its own
     python benchmarks/peers.py --markdown                                # writes the tables of docs/peers.md; runs nothing
 
@@ -55,7 +56,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="sandboxes: auto, docker or bubblewrap")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of our runs (default 0 1 2)")
     parser.add_argument("--peer-seeds", type=int, nargs="*", default=[0, 1], help="of TRL's (default 0 1)")
-    parser.add_argument("--only", choices=outcome.SIDES, help="one side")
+    parser.add_argument(
+        "--sides", nargs="+", choices=outcome.SIDES, default=["ours", "trl"], help="trl-together: with our rollout function"
+    )
     parser.add_argument("--peer", action="append", default=[], metavar="KEY=VALUE", help=f"a setting of TRL's: {', '.join(trl.OPTIONS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "peers", help="where results are kept")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "peers", help="where runs work")
@@ -82,10 +85,10 @@ def setting_of(given: argparse.Namespace) -> Setting:
     )
 
 
-def turns(seeds: list[int], peer_seeds: list[int], only: str | None) -> list[tuple[str, int]]:
+def turns(sides: list[str], seeds: list[int], peer_seeds: list[int]) -> list[tuple[str, int]]:
     """Sides and seeds in the order in which they run: ours, theirs, ours, ... so that no side has the quiet hours for itself."""
-    pairs = zip_longest(seeds if only != "trl" else [], peer_seeds if only != "ours" else [])
-    return [(side, seed) for pair in pairs for side, seed in zip(outcome.SIDES, pair, strict=True) if seed is not None]
+    rounds = zip_longest(*(seeds if side == "ours" else peer_seeds for side in sides))
+    return [(side, seed) for seeds_of_all in rounds for side, seed in zip(sides, seeds_of_all, strict=True) if seed is not None]
 
 
 def main(given: argparse.Namespace) -> None:
@@ -94,12 +97,14 @@ def main(given: argparse.Namespace) -> None:
         print(f"wrote {PAGE}")
         return
     setting, options = setting_of(given), trl.options_of(given.peer)
+    if given.mode == "single" and "trl-together" in given.sides:
+        raise UserError("a single turn has no calls to make together", fix="leave trl-together out")
     setting.made(seed=0)  # what is wrong with it is told before anything runs
     work = given.runs.resolve() / setting.name
     if given.tune:
         trl.tune(setting, (given.peer_seeds or [0])[0], work, given.out / f"{setting.name}-tried.json")
         return
-    todo = turns(given.seeds, given.peer_seeds, given.only)
+    todo = turns(given.sides, given.seeds, given.peer_seeds)
     if not given.again:
         todo = [(side, seed) for side, seed in todo if outcome.missing(given.out, setting.name, setting.record(), side, seed)]
     print(f"{setting.name}: {len(todo)} runs to make, at most {len(todo) * setting.minutes:.0f} min of training", file=sys.stderr)
@@ -116,7 +121,11 @@ def one(given: argparse.Namespace, setting: Setting, options: dict[str, object],
     progress = Progress(f"{side}, seed {seed} ({left} to go)", setting.minutes)
     folder = work / f"{side}-seed{seed}"
     try:
-        made = ours.run(setting, seed, folder, progress) if side == "ours" else trl.run(setting, seed, folder, progress, options)
+        if side == "ours":
+            made = ours.run(setting, seed, folder, progress)
+        else:
+            played = {"rollouts": "together"} if side == "trl-together" else {}
+            made = trl.run(side, setting, seed, folder, progress, {**options, **played})
     except InfrastructureError as error:
         progress.say(f"failed: {error}")
         return f"{side}, seed {seed}: {error}"

@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,18 +49,21 @@ class Host:
     def open(self, root: Path, run_label: str) -> None:
         """Opens the recipe's sandboxes and makes their image, so that no step waits for it."""
 
-        async def opened() -> SandboxBackend:
+        async def made() -> SandboxBackend:
             sandboxes = await open_sandboxes(self.recipe.sandbox, run_label=run_label, root=root)
             for spec in sandbox_specs(self.family):
                 await sandboxes.prepare(spec)
             return sandboxes
 
-        self.sandboxes = self.run(opened())
+        self.sandboxes = self.run(made())
         self.scorer = TaskScorer(sandboxes=self.sandboxes)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Does it on the loop, and waits for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self.submit(work).result()
 
     def gather(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Does all of it, as many at a time as our runs have episodes."""
@@ -91,7 +95,7 @@ class Host:
         runner = EpisodeRunner(
             agent=TurnLoop(chat=self.chat),
             policy=_Said(tuple(token_ids), self.chat.stop_token_ids),
-            sandboxes=self._open_sandboxes,
+            sandboxes=self.opened,
             temperature=self.recipe.rollout.temperature,
             max_model_len=self.recipe.policy.max_model_len,
             request_timeout_s=60.0,
@@ -114,7 +118,7 @@ class Host:
         self._thread.join(10.0)
 
     @property
-    def _open_sandboxes(self) -> SandboxBackend:
+    def opened(self) -> SandboxBackend:
         assert self.sandboxes is not None, "opened before the first episode"
         return self.sandboxes
 
@@ -178,7 +182,7 @@ class _Environment:
         self._calls += 1
         if tool.needs_sandbox and self._sandbox is None:
             files, limit_s = task.contents(), self.host.recipe.sandbox.open_timeout_s
-            self._sandbox = await self.host._open_sandboxes.open(task.sandbox, files=files, timeout_s=limit_s)
+            self._sandbox = await self.host.opened.open(task.sandbox, files=files, timeout_s=limit_s)
         sandbox = self._sandbox if tool.needs_sandbox else None
         called = await call_tool(tool, arguments, sandbox, task.limits, turn=self._calls)
         self._answer = called.outcome.answer

@@ -92,7 +92,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         side="ours",
         seed=seed,
         setting=setting.record(),
-        command=setting.command("--only", "ours", "--seeds", str(seed)),
+        command=setting.command("--sides", "ours", "--seeds", str(seed)),
         ended="arrived" if arrived else "steps" if alone else "time",
         arrived_s=arrived.clock_s if arrived else None,
         clock_s=follower.clock(ended_s),

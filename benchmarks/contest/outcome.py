@@ -14,7 +14,8 @@ import psutil
 from agentrl.errors import UserError
 from agentrl.files import write
 
-SIDES = ("ours", "trl")
+SIDES = ("ours", "trl", "trl-together")
+"""Ours, TRL as it ships, and TRL with a rollout function of ours (`benchmarks.contest.together`)."""
 PARTS = ("start", "rollout", "wait", "score", "update", "sync", "evaluation", "other")
 """Where a side's seconds go; docs/peers.md says what is counted where."""
 
@@ -35,7 +36,7 @@ class Point:
 class Outcome:
     """One run of one side. `arrived_s` is None for one that did not come to the target."""
 
-    side: str
+    side: str  # of `SIDES`
     seed: int
     setting: dict[str, Any]
     command: str

@@ -13,7 +13,7 @@ from agentrl.files import write
 from benchmarks.contest.outcome import PARTS, SIDES, Outcome, Point, all_in
 
 BEGIN, END = "<!-- made by benchmarks/peers.py --markdown: begin -->", "<!-- made by benchmarks/peers.py --markdown: end -->"
-NAMES = {"ours": "agentrl", "trl": "TRL"}
+NAMES = {"ours": "agentrl", "trl": "TRL", "trl-together": "TRL, calls together"}
 _RUNS = ["", "seed", "minutes to target", "ended", "steps", "held-out, first", "last", "of the model it left", "tokens sampled", "trained"]
 _RUNS += ["peak GiB", "left out"]
 
@@ -40,17 +40,26 @@ def tables(results: Path) -> str:
     return "\n\n".join([*made, *tried])
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
-    """How the two sides' times to the target compare. A run that did not arrive took longer than it was given."""
-    ours, theirs = ([one for one in outcomes if one.side == side] for side in SIDES)
+def verdict(outcomes: Sequence[Outcome], peer: str) -> str:
+    """How a peer's times to the target compare with ours. A run that did not arrive took longer than it was given."""
+    ours, theirs = ([one for one in outcomes if one.side == side] for side in ("ours", peer))
     if not ours or not theirs:
-        return "One side's runs are still to be made."
+        return f"{NAMES[peer if ours else 'ours']}: still to be made."
     if late := [one for one in ours if one.arrived_s is None]:
         return f"{len(late)} of {len(ours)} runs of ours did not arrive, so the times do not compare."
-    mine, other = (statistics.median(one.clock_s if one.arrived_s is None else one.arrived_s for one in some) for some in (ours, theirs))
+    whole = [[one.clock_s if one.arrived_s is None else one.arrived_s for one in some] for some in (ours, theirs)]
+    begun = [
+        [seconds - one.parts.get("start", 0.0) for seconds, one in zip(times, some, strict=True)]
+        for times, some in zip(whole, (ours, theirs), strict=True)
+    ]
+    (mine, other), (mine_begun, other_begun) = ([statistics.median(times) for times in both] for both in (whole, begun))
     censored = sum(one.arrived_s is None for one in theirs)
-    least = f"at least (of {len(theirs)} runs of TRL's {censored} did not arrive) " if censored else ""
-    return f"Median time to the target: agentrl {mine / 60:.1f} min, TRL {other / 60:.1f} min: {least}**{other / mine:.1f} times** ours."
+    least = f"at least (of {len(theirs)} runs {censored} did not arrive) " if censored else ""
+    return (
+        f"Median time to the target: agentrl {mine / 60:.1f} min, {NAMES[peer]} {other / 60:.1f} min, {least}"
+        f"**{other / mine:.1f} times** ours; without the start {mine_begun / 60:.1f} and {other_begun / 60:.1f} min, "
+        f"{least}{other_begun / mine_begun:.1f} times."
+    )
 
 
 def _group(name: str, outcomes: list[Outcome]) -> str:
@@ -63,8 +72,19 @@ def _group(name: str, outcomes: list[Outcome]) -> str:
     )
     if setting["overrides"]:
         told += f" Overrides: `{' '.join(setting['overrides'])}`."
-    parts = [f"### {name}", told, _table(_RUNS, [_run(one) for one in outcomes]), verdict(outcomes), _where(outcomes), _made_with(outcomes)]
+    parts = [
+        f"### {name}",
+        told,
+        _table(_RUNS, [_run(one) for one in outcomes]),
+        *(verdict(outcomes, peer) for peer in SIDES[1:] if peer == "trl" or _has(outcomes, peer)),
+        _where(outcomes),
+        _made_with(outcomes),
+    ]
     return "\n\n".join(parts)
+
+
+def _has(outcomes: Sequence[Outcome], side: str) -> bool:
+    return any(one.side == side for one in outcomes)
 
 
 def _run(one: Outcome) -> list[str]:

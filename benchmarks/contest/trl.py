@@ -26,8 +26,12 @@ OPTIONS: dict[str, Any] = {
     "gradient_checkpointing": False,
     "cache": "",
     "continuous_batching": False,
+    "rollouts": "environment",
 }
 """What of TRL's settings is ours to choose on this machine; the first line of the candidates that `--tune` tries."""
+
+ROLLOUTS = ("environment", "together")
+"""How several turns are played: as TRL does, or by a function of ours that makes the calls of all episodes at once."""
 
 CANDIDATES: tuple[dict[str, Any], ...] = (
     {},
@@ -37,6 +41,7 @@ CANDIDATES: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True},
     {"cache": "static"},
     {"continuous_batching": True},
+    {"rollouts": "together"},
 )
 
 
@@ -56,7 +61,16 @@ def options_of(given: list[str]) -> dict[str, Any]:
                 f"--peer {item}: {value!r} is no {type(OPTIONS[key]).__name__}", fix=f"such as {key}={json.dumps(OPTIONS[key])}"
             )
         made[key] = found
+    if made["rollouts"] not in ROLLOUTS:
+        raise UserError(f"--peer rollouts={made['rollouts']}: no such rollouts", fix=f"use {' or '.join(ROLLOUTS)}")
     return made
+
+
+def words_of(options: dict[str, Any]) -> list[str]:
+    """The command-line words for what differs from `OPTIONS`; how turns are played is said by the side."""
+    changed = {key: value for key, value in options.items() if value != OPTIONS[key] and key != "rollouts"}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    return [word for key, value in shown.items() for word in ("--peer", f"{key}={value}")]
 
 
 @dataclass
@@ -86,7 +100,7 @@ class Followed:
         return [event for event in fresh if event["event"] == "step"]
 
 
-def run(setting: Setting, seed: int, work: Path, progress: Progress, options: dict[str, Any]) -> Outcome:
+def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, options: dict[str, Any]) -> Outcome:
     """One run of the peer's. Raises `InfrastructureError` when it fails before its first step is done."""
     setting.made(seed)
     followed = Followed(work, setting)
@@ -107,7 +121,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress, options: di
         watched.finish(grace_s=5.0)
     if not followed.last or (alone and watched.process.returncode != 0):
         raise InfrastructureError(f"the peer's run of seed {seed} ended with {watched.process.returncode}: {tail(work / 'worker.log', 20)}")
-    return _outcome(followed, seed, options, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
+    return _outcome(side, followed, seed, options, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
 
 
 def started(setting: Setting, seed: int, work: Path, options: dict[str, Any], *, every: int, more: tuple[str, ...] = ()) -> Any:
@@ -138,7 +152,7 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
         return  # it has ended, as its exit status will say
 
 
-def _outcome(followed: Followed, seed: int, options: dict[str, Any], clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
+def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
     setting, last, arrived = followed.setting, followed.last, followed.arrived()
     step = int(last["step"])
     after = followed.curve[-1] if followed.curve and followed.curve[-1].step == step else None
@@ -146,10 +160,10 @@ def _outcome(followed: Followed, seed: int, options: dict[str, Any], clock_s: fl
         after = evaluated(setting, seed, followed.work / "weights", followed.work, step=step, clock_s=float(last["clock_s"]))
         followed.curve.append(after)
     return Outcome(
-        side="trl",
+        side=side,
         seed=seed,
         setting=setting.record(),
-        command=setting.command("--only", "trl", "--peer-seeds", str(seed)),
+        command=setting.command("--sides", side, "--peer-seeds", str(seed), *words_of(options)),
         ended="arrived" if arrived else "steps" if alone else "time",
         arrived_s=arrived.clock_s if arrived else None,
         clock_s=arrived.clock_s if arrived else float(last["clock_s"]) if alone else clock_s,

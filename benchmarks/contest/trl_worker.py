@@ -36,6 +36,7 @@ from agentrl.run.preflight import find_model, open_chat
 from agentrl.task import open_family
 from benchmarks.contest.environment import Host, environment
 from benchmarks.contest.setting import ROOT
+from benchmarks.contest.together import Together
 
 
 @dataclass
@@ -215,17 +216,19 @@ def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work:
         recipe, options, work, completion=turn if single else room, turn=turn, turns=tasks[0].limits.turns, seed=recipe.seed
     )
     reporter = Reporter(work, base, every, clock, host)
-    rows = [{"prompt": _prompt(tokenizer, task, single), "group": group} for group, task in zip(groups, tasks, strict=True)]
+    together = not single and options["rollouts"] == "together"
+    rows = [{"prompt": _prompt(tokenizer, task, single, group), "group": group} for group, task in zip(groups, tasks, strict=True)]
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, recipe.policy.dtype)),
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[reporter],
-        **(_one_turn(host) if single else _turns(host, tokenizer, tasks[0], room)),
+        **(_one_turn(host) if single else _together(host) if together else _turns(host, tokenizer, tasks[0], room)),
     )
     reporter.trainer = trainer
-    check_prompts(trainer, [row["prompt"] for row in rows[:8]], prompts[:8])
+    if not together:  # whose prompts are ours
+        check_prompts(trainer, [row["prompt"] for row in rows[:8]], prompts[:8])
     trainer.train()
 
 
@@ -265,13 +268,22 @@ def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
     return {"reward_funcs": reward, "environment_factory": kind}
 
 
+def _together(host: Host) -> dict[str, Any]:
+    """A rollout function of our own, whose episodes are judged already."""
+
+    def reward(score: list[float | None], **_: Any) -> list[float | None]:
+        return score
+
+    return {"reward_funcs": reward, "rollout_func": Together(host)}
+
+
 def _opening(host: Host, task: Task) -> tuple[int, ...]:
     return host.chat.opening(task.prompt, [tool.schema for tool in load_tools(task.tools).values()])
 
 
-def _prompt(tokenizer: Any, task: Task, single: bool) -> Any:
-    """Messages, or for one turn the text that the template makes of them, tools included."""
-    messages = [{"role": message.role, "content": message.content} for message in task.prompt]
+def _prompt(tokenizer: Any, task: Task, single: bool, group: int) -> Any:
+    """Messages, or for one turn the text that the template makes of them, tools included. `group` is for a rollout function alone."""
+    messages = [{"role": message.role, "content": message.content, "group": group} for message in task.prompt]
     if not single:
         return messages
     schemas = [dict(tool.schema) for tool in load_tools(task.tools).values()] or None
