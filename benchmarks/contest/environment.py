@@ -175,7 +175,7 @@ class _Environment:
             return self.ending
         finally:
             self.host.tool_s += time.monotonic() - started
-        self._over = self._answer is not None or self._calls >= self._task.limits.turns
+        self._over = self._over or self._answer is not None or self._calls >= self._task.limits.turns
         return self.ending if self._over else shown
 
     async def _called(self, task: Task, tool: Tool, arguments: dict[str, Any]) -> str:
@@ -191,7 +191,7 @@ class _Environment:
             await self._closed()
         return self.host.chat.defang(called.outcome.output)
 
-    async def _score(self, said: str, ended: bool) -> float | None:
+    async def _score(self, said: str | None) -> float | None:
         """Of the episode that has ended. `said`: the text of its last turn, which is the answer where there is no `submit`."""
         task = self._task
         assert task is not None, "reset comes first"
@@ -199,7 +199,7 @@ class _Environment:
         if self._fault is not None:
             self.host.faults += 1
             return None
-        answer = self._answer if "submit" in self._tools or self._answer is not None or not ended else said
+        answer = self._answer if "submit" in self._tools or self._over else said
         reason = "submitted" if self._answer is not None else "answered"
         line = Trajectory(agent="main", turns=(), stop_reason=reason)
         return await self.host.score(task, Episode(id="trl", task_id=task.id, task_key=task.key, trajectories=(line,), answer=answer))
@@ -216,6 +216,12 @@ def environment(host: Host, tools: Sequence[Tool], ending: str) -> type[_Environ
     Raises `UserError` for a tool whose schema no method has, so that the two would not be told the same.
     """
     return type("SandboxEnvironment", (_Environment,), {"host": host, "ending": ending, **{one.name: _method(one) for one in tools}})
+
+
+def last_words(messages: list[dict[str, Any]]) -> str | None:
+    """The answer of an episode that submits nothing: what was said last, if that called no tool."""
+    last = messages[-1] if messages else {}
+    return str(last.get("content") or "").strip() if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
 
 def _method(tool: Tool) -> Any:

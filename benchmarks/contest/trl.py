@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {
     "gradient_checkpointing": False,
     "cache": "",
     "continuous_batching": False,
+    "vllm": False,
     "rollouts": "environment",
 }
 """What of TRL's settings is ours to choose on this machine; the first line of the candidates that `--tune` tries."""
@@ -41,6 +42,7 @@ CANDIDATES: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True},
     {"cache": "static"},
     {"continuous_batching": True},
+    {"vllm": True},
     {"rollouts": "together"},
 )
 

@@ -34,9 +34,12 @@ from agentrl.recipe import Recipe
 from agentrl.records import Task
 from agentrl.run.preflight import find_model, open_chat
 from agentrl.task import open_family
-from benchmarks.contest.environment import Host, environment
+from benchmarks.contest.environment import Host, environment, last_words
 from benchmarks.contest.setting import ROOT
 from benchmarks.contest.together import Together
+
+_SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the second of vLLM against the trainer
+_KV_CACHE_GIB = 1  # of vLLM in the trainer's process
 
 
 @dataclass
@@ -108,7 +111,8 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
             if self._every:
                 save(self.trainer.model, self._base, self._work / "weights")
                 asks = step % self._every == 0 or step == state.max_steps
-            self._tell("step", step=step, clock_s=clock_s, asks=asks, reward=_latest(self.trainer, "reward"), **self._figures(clock_s))
+            seen = {name: _latest(self.trainer, key) for name, key in _SEEN.items()}
+            self._tell("step", step=step, clock_s=clock_s, asks=asks, **seen, **self._figures(clock_s))
             if asks and sys.stdin.readline().strip() != "go":
                 control.should_training_stop = True
 
@@ -175,6 +179,9 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         gradient_checkpointing=bool(options["gradient_checkpointing"]),
         cache_implementation=options["cache"] or None,
         use_transformers_continuous_batching=bool(options["continuous_batching"]),
+        use_vllm=bool(options["vllm"]),
+        vllm_mode="colocate",  # the other way, a server, takes new weights over NCCL alone
+        vllm_max_model_length=recipe.policy.max_model_len,
         bf16=False,
         use_cpu=True,
         report_to=[],
@@ -188,6 +195,7 @@ def main(work: Path) -> None:
     job = json.loads((work / "job.json").read_text())
     options: dict[str, Any] = job["options"]
     torch.set_num_threads(int(options["threads"]))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_CACHE_GIB)
     _, recipe = load_recipe(ROOT / job["recipe"], job["arguments"])
     batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
     recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # its whole batch is in flight, or it could not go on
@@ -262,8 +270,8 @@ def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
 
     def reward(completions: list[Any], completion_ids: list[list[int]], environments: list[Any], **_: Any) -> list[float | None]:
         ended = [bool(ids) and ids[-1] in host.chat.stop_token_ids for ids in completion_ids]
-        said = [completion[-1].get("content") or "" if completion else "" for completion in completions]
-        return host.gather([one._score(*told) for one, *told in zip(environments, said, ended, strict=True)])
+        told = zip(environments, map(last_words, completions), ended, strict=True)
+        return host.gather([one._score(words if over else None) for one, words, over in told])
 
     return {"reward_funcs": reward, "environment_factory": kind}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from agentrl.agent import ChatFormat, load_tools
 from agentrl.agent.tools import SubmitTool
 from agentrl.errors import SandboxError, UserError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import ExecResult, Split
+from agentrl.records import ExecResult, Split, Task
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
-from benchmarks.contest.environment import Host, environment
+from benchmarks.contest.environment import Host, environment, last_words
 from sandboxes.tables import Tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,15 +73,13 @@ def test_a_right_answer_scores_and_ends_the_episode_and_its_sandbox(host: Host, 
     assert made.submit(answer=answer_of(3)) == ENDING
     assert backend.opened[0].closed
     assert made.python(code="print(1)") == ENDING, "nothing runs after the end"
-    assert host.gather([made._score("what was said last", True)]) == [1.0]
+    assert host.gather([made._score("what was said last")]) == [1.0]
 
 
 def test_a_wrong_answer_and_none_score_nothing(host: Host) -> None:
     wrong, silent = begun(host), begun(host)
     wrong.submit(answer="surely not this")
-    assert host.gather([wrong._score("", True), silent._score(answer_of(0), True)]) == [0.0, 0.0], (
-        "text is no answer where submit is a tool"
-    )
+    assert host.gather([wrong._score(""), silent._score(answer_of(0))]) == [0.0, 0.0], "text is no answer where submit is a tool"
 
 
 def test_an_episode_has_the_turns_of_its_task(host: Host) -> None:
@@ -96,7 +95,7 @@ def test_reset_begins_afresh(host: Host, backend: ScriptedSandboxes) -> None:
     made.reset(group=1)
     assert backend.opened[0].closed
     made.submit(answer=answer_of(1))
-    assert host.gather([made._score("", True)]) == [1.0]
+    assert host.gather([made._score("")]) == [1.0]
 
 
 def test_a_fault_of_the_sandbox_is_no_score_and_is_counted() -> None:
@@ -107,7 +106,7 @@ def test_a_fault_of_the_sandbox_is_no_score_and_is_counted() -> None:
     try:
         made = begun(host)
         assert made.python(code="print(42)") == ENDING
-        assert host.gather([made._score("", True)]) == [None]
+        assert host.gather([made._score("")]) == [None]
         assert host.faults == 1
     finally:
         host.close()
@@ -137,3 +136,26 @@ def test_a_tool_that_no_method_renders_is_refused(host: Host) -> None:
 
     with pytest.raises(UserError, match="'odd'"):
         environment(host, [Odd()], ENDING)
+
+
+def test_the_answer_where_nothing_is_submitted_is_what_was_said_last() -> None:
+    call = {"type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
+    asked = {"role": "assistant", "content": "let me see", "tool_calls": [call]}
+    assert last_words([asked, {"role": "tool", "content": "7"}, {"role": "assistant", "content": " 7 "}]) == "7"
+    assert last_words([asked]) is None, "it was cut off in the midst of its work"
+    assert last_words([]) is None
+
+
+def test_text_is_the_answer_of_a_task_without_submit() -> None:
+    class Told(Tables):
+        def task(self, split: Split, index: int) -> Task:
+            return replace(super().task(split, index), tools=("python",))
+
+    host = Host(RECIPE, Told(seed=0), ChatFormat(byte_tokenizer()), ScriptedSandboxes(printing("42\n")))
+    try:
+        told, silent, cut = begun(host), begun(host), begun(host)
+        for _ in range(host.task(0).limits.turns):
+            cut.python(code="print(42)")
+        assert host.gather([told._score(answer_of(0)), silent._score(None), cut._score(answer_of(0))]) == [1.0, 0.0, 0.0]
+    finally:
+        host.close()
