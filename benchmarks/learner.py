@@ -5,9 +5,10 @@
     python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
 The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not. With
---model the weights are a folder's, and the tokens' behaviour logprobs its own. Contenders take turns within each repetition. TRL runs with
-what is fastest here: no reference model, one batch when it fits, its fused output head. Every contender gets its samples sorted and batched
-the way that pads least. Gradients are compared before anything is timed: the figures mean nothing unless all three compute the same update.
+--model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is left out. Contenders take turns within each
+repetition. TRL runs with what is fastest here: no reference model, one batch when it fits, its fused output head. Every contender gets its
+samples sorted and batched the way that pads least.
+Gradients are compared before anything is timed: the figures mean nothing unless all three compute the same update.
 Last comes the memory of the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
 """
 
@@ -367,8 +368,13 @@ def gradient(contender: Any, case: Case) -> Tensor:
     return flat
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
     for case in made:
+        say(f"{case.name}: comparing gradients")
         found = [gradient(contender, case) for contender in contenders]
         for contender, other in zip(contenders[1:], found[1:], strict=True):
             gap = ((other - found[0]).norm() / found[0].norm()).item()
@@ -379,8 +385,11 @@ def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
 def table(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float]) -> str:
     shape = shape_of(size)
     ours = Ours(size)
-    contenders: list[Any] = [ours, Trl(size), Padded(size)]
-    if size not in SIZES:
+    contenders: list[Any] = [ours, Trl(size)]
+    if size in SIZES:
+        contenders.append(Padded(size))
+    else:
+        say(f"{size}: logprobs of sampling")
         made = [on_policy(case, ours.scorer) for case in made]
     check_same_update(contenders, made)
     lines = [
@@ -391,7 +400,8 @@ def table(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for contender in contenders:
             once(contender, case, clock)
-        for _ in range(repeat):
+        for turn in range(repeat):
+            say(f"{case.name}: turn {turn + 1} of {repeat}")
             for contender in contenders:
                 times[contender.name].append(once(contender, case, clock))
         for contender in contenders:

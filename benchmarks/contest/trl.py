@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "vllm": False,
     "rollouts": "environment",
 }
-"""What of TRL's settings is ours to choose on this machine; the first line of the candidates that `--tune` tries."""
+"""What of TRL's settings is ours to choose on this machine (`micro_batch` 0: a whole step at once); the first line of the candidates that `--tune` tries."""
 
 ROLLOUTS = ("environment", "together")
 """How several turns are played: as TRL does, or by a function of ours that makes the calls of all episodes at once."""
@@ -37,8 +37,9 @@ ROLLOUTS = ("environment", "together")
 CANDIDATES: tuple[dict[str, Any], ...] = (
     {},
     {"threads": 1},
+    {"micro_batch": 4},
     {"micro_batch": 8},
-    {"micro_batch": 128},
+    {"micro_batch": 0},
     {"gradient_checkpointing": True},
     {"cache": "static"},
     {"continuous_batching": True},

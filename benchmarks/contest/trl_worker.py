@@ -149,7 +149,7 @@ def save(model: Any, base: Path, folder: Path) -> None:
 def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, completion: int, turn: int, turns: int, seed: int) -> GRPOConfig:
     """Our recipe in TRL's words. `completion`: tokens of an episode after its prompt; `turn`: of one turn."""
     batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
-    micro = int(options["micro_batch"])
+    micro = int(options["micro_batch"]) or batch
     if batch % micro:
         raise UserError(f"micro_batch={micro} does not divide the {batch} episodes of a step", fix="choose a divisor")
     learner, objective = recipe.learner, recipe.objective
