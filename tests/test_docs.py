@@ -293,3 +293,10 @@ def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() ->
         texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
         named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}
     assert named == {}
+
+
+def test_a_newcomers_walk_stays_short() -> None:
+    told = re.findall(r"^(.+): (\d+) files \(at most (\d+)\)$", run(ROOT, "docs/walk.py"), re.MULTILINE)
+    assert len(told) == 2
+    for what, opened, most in told:
+        assert 5 <= int(opened) <= int(most), what
