@@ -25,27 +25,23 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, tokenizer: Any, tmp_path: Path) -> None:
     """The one of the docs: it asks once, and shows the model no tools."""
     (code,) = re.findall(r"```python\n(# parts/agent\.py\n.*?)^```", (ROOT / "docs" / "parts.md").read_text(), re.MULTILINE | re.DOTALL)
-    asked = []
-
-    def answer(turn: int, context: str) -> str:
-        asked.append(context)
-        return "3"
-
+    policy = ScriptedPolicy.saying(tokenizer, "3")
     (tmp_path / "agent.py").write_text(code)
     made = BASE.but({"rollout.agent": f"{tmp_path}/agent.py:OneAnswer"})
     check_parts(made)
     agent = parts.make(parts.AGENT, made.rollout.agent, made.rollout.agent_options, chat=ChatFormat(tokenizer))
     runner = EpisodeRunner(
         agent=agent,
-        policy=ScriptedPolicy(tokenizer, answer),
+        policy=policy,
         sandboxes=ScriptedSandboxes(printing("3")),
         temperature=1.0,
         max_model_len=4096,
         request_timeout_s=60.0,
     )
     episode = await runner.run(task, episode_id="e")
-    assert (episode.answer, episode.trajectories[0].stop_reason, len(asked)) == ("3", "answered", 1)
-    assert "submit" not in asked[0] and "How many?" in asked[0]
+    assert (episode.answer, episode.trajectories[0].stop_reason, len(policy.prompts)) == ("3", "answered", 1)
+    asked = tokenizer.decode(policy.prompts[0])
+    assert "submit" not in asked and "How many?" in asked
 
 
 def test_an_agent_that_cannot_act_is_refused_before_anything_starts(tmp_path: Path) -> None:
