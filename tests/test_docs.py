@@ -154,8 +154,8 @@ def test_commands_and_targets_exist(page: Path) -> None:
     known = set(typer.main.get_group(app).commands)
     assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
     makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "cli" / "template" / "Makefile.in")
-    targets = {target for file in makefiles for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)}
-    assert set(re.findall(r"(?:^|`|&& )make ([a-z-]+)\b", text, re.MULTILINE)) <= targets
+    targets = {target for file in makefiles for target in re.findall(r"^([a-z0-9-]+):", file.read_text(), re.MULTILINE)}
+    assert set(re.findall(r"(?:^|`|&& )make ([a-z0-9-]+)\b", text, re.MULTILINE)) <= targets
 
 
 @pages
