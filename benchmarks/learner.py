@@ -4,12 +4,12 @@
     python benchmarks/learner.py --only tree --clock cpu        # one case; processor time, on a machine that others use too
     python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
-The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not. With
---model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is left out. Contenders take turns within each
-repetition. TRL runs with what is fastest here: no reference model, one batch when it fits, its fused output head. Every contender gets its
-samples sorted and batched the way that pads least.
-Gradients are compared before anything is timed: the figures mean nothing unless all three compute the same update.
-Last comes the memory of the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
+The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not.
+With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is left out. Contenders take turns
+within each repetition. TRL runs with what is fastest here: no reference model, one batch when it fits, its fused output head. Every
+contender gets its samples sorted and batched the way that pads least. Gradients are compared before anything is timed: the figures
+mean nothing unless all compute the same update. Last comes the memory of the output head at a vocabulary of 151,936, each way in a
+process of its own (not with --model or --only).
 """
 
 from __future__ import annotations

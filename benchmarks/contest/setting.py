@@ -119,7 +119,7 @@ def check_shared(recipe: Recipe) -> None:
         "learner.lora": learner.lora is not None,
         "rollout.branching": recipe.rollout.branching is not None,
         "critic": recipe.critic is not None,
-        "rollout.agent": getattr(recipe.rollout, "agent", "turns") != "turns",
+        f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent != "turns",
         "policy.chat_template": getattr(recipe.policy, "chat_template", None) is not None,
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "vllm": False,
     "rollouts": "environment",
 }
-"""What of TRL's settings is ours to choose on this machine (`micro_batch` 0: a whole step at once); the first line of the candidates that `--tune` tries."""
+"""What of TRL's settings is ours to choose on this machine, and what `--tune` begins with. `micro_batch` 0: a whole step at once."""
 
 ROLLOUTS = ("environment", "together")
 """How several turns are played: as TRL does, or by a function of ours that makes the calls of all episodes at once."""

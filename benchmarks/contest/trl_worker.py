@@ -39,6 +39,7 @@ from benchmarks.contest.setting import ROOT
 from benchmarks.contest.together import Together
 
 _SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the second of vLLM against the trainer
+_NOTHING = 1e-3  # an advantage that is rounding
 _KV_CACHE_GIB = 1  # of vLLM in the trainer's process
 
 
@@ -90,7 +91,7 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # of a package without t
         per_row = mask.sum(-1)
         self.episodes += len(per_row)
         self.sampled += int(per_row.sum())
-        self.trained += int(per_row[made["advantages"] != 0].sum())
+        self.trained += int(per_row[made["advantages"].abs() > _NOTHING].sum())
         return made
 
 
@@ -135,7 +136,7 @@ def save(model: Any, base: Path, folder: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part / "weights")
     for file in base.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name != "SHA256SUMS":
+        if file.is_file() and ".safetensors" not in file.name and file.name != "SHA256SUMS":
             shutil.copy2(file, part)
     os.replace(part / "weights" / "model.safetensors", part / "model.safetensors")
     shutil.rmtree(part / "weights")
