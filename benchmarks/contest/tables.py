@@ -140,7 +140,7 @@ def _tried(path: Path) -> str:
     for one in data["tried"]:
         seconds = f"{one['seconds_a_step']:.1f}" if one["seconds_a_step"] is not None else "failed"
         parts = [f"{one['parts'].get(name, 0.0) / max(1, one['steps']):.1f}" for name in ("rollout", "wait", "update")]
-        note = " ".join(one.get("failed", "").split())[:120].replace("|", "/")
+        note = one.get("failed", "")[:120].replace("|", "/")
         rows.append([_options(one["change"]) or "the settings above", seconds, *parts, f"{one['peak_gib']:.1f}", note])
     head = ["changed", "seconds a step", "rollout", "wait", "update", "peak GiB", ""]
     name = path.name.removesuffix("-tried.json")

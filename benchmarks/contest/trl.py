@@ -190,10 +190,12 @@ def tune(setting: Setting, seed: int, work: Path, out: Path, *, steps: int = 2) 
     tried: list[dict[str, Any]] = []
     for number, change in enumerate(CANDIDATES):
         options, folder = {**OPTIONS, **change}, work / f"try-{number}"
+        late = False
         with started(setting, seed, folder, options, every=0, more=(f"steps={steps}",)) as watched:
             try:
                 watched.process.wait(setting.minutes * 60)
             except subprocess.TimeoutExpired:
+                late = True
                 watched.finish(grace_s=5.0)
         events = read_json_lines(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
         made = [event for event in events if event["event"] == "step"]
@@ -201,8 +203,9 @@ def tune(setting: Setting, seed: int, work: Path, out: Path, *, steps: int = 2) 
         seconds = (sum(parts.values()) - parts["start"]) / len(made) if made else None
         peak = watched.peak_bytes / 2**30
         tried.append({"change": change, "steps": len(made), "seconds_a_step": seconds, "parts": parts, "peak_gib": peak})
-        if not made:
-            tried[-1]["failed"] = tail(folder / "worker.log", 3)
+        if late or not made:
+            why = f"no {steps} steps in {setting.minutes:g} min" if late else tail(folder / "worker.log").strip().rpartition("\n")[2]
+            tried[-1]["failed"] = why
         print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({"setting": setting.record(), "base": OPTIONS, "machine": machine(), "tried": tried}, indent=1) + "\n")
