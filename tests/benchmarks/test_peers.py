@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.errors import UserError
+from agentrl.errors import InfrastructureError, UserError
 from benchmarks import peers
 from benchmarks.contest import ours, outcome, tables, trl
 from benchmarks.contest.ours import Follower
@@ -248,21 +248,15 @@ with running(["sh", "-c", "echo $$; exec sleep 600"], log=Path({str(log)!r}), ro
 
 def test_where_our_seconds_go_is_read_from_the_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "learner.log").write_text(
-        "2026-11-22 INFO agentrl.learner: step 0: 32 samples, 2330 tokens trained; update 0.18 s, checkpoint 0.50 s, publish 0.25 s, all 1 s\n"
-        "2026-11-22 INFO agentrl.learner: stopped before step 1\n"
-    )
-    stages = {
-        "prepare": 4.0,
-        "start": 16.0,
-        "evaluate before": 9.0,
-        "train": 99.0,
-        "evaluate step4": 8.0,
-        "evaluate step8": 7.0,
-        "close": 1.0,
-    }
+    told = "agentrl.learner: step {}: 32 samples, 2330 tokens trained; update 0.18 s, checkpoint {} s, publish 0.25 s, all 1.00 s\n"
+    log = tmp_path / "logs" / "learner.log"
+    log.write_text(told.format(0, "0.25") + told.format(1, "0.00") + "agentrl.learner: stopped before step 2\n")
+    stages = {"prepare": 4.0, "start": 16.0, "evaluate before": 9.0, "evaluate step4": 8.0, "evaluate step8": 7.0, "close": 1.0}
     (tmp_path / "summary.json").write_text(json.dumps({"wall_s": stages}))
     lines = [{"step": 1, "step_s": 10.0, "update_s": 2.0, "swap_total_ms": 250.0}, {"step": 2, "step_s": 6.0, "update_s": 1.0}]
     spent = {"start": 20.0, "rollout": 12.0, "update": 3.0, "sync": 1.0, "evaluation": 15.0}
     assert ours.parts(tmp_path, lines, None) == spent
     assert ours.parts(tmp_path, lines, 8) == {**spent, "evaluation": 8.0}, "the one that saw it arrive is not in the time it took"
+    log.write_text("")
+    with pytest.raises(InfrastructureError, match=r"does not say what publishing took in steps \[1, 2\]"):
+        ours.parts(tmp_path, lines, None)
