@@ -75,8 +75,11 @@ class Follower:
 
 
 def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
-    """One run of ours, from the command to the evaluation of the model it leaves. Raises `InfrastructureError` when it fails."""
-    setting.made(seed)
+    """One run of ours, from the command to the evaluation of the model it leaves; one that learns nothing is a result, too.
+
+    Raises `InfrastructureError` when it fails before its steps are made.
+    """
+    steps = setting.made(seed).steps
     shutil.rmtree(work, ignore_errors=True)
     folder, log = work / "run", work / "train.log"
     command = [sys.executable, "-m", "agentrl", "train", setting.recipe, *setting.arguments(seed), "--run-dir", str(folder)]
@@ -85,7 +88,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         poll(watched, _POLL_S, lambda: _looked(follower, watched, progress))
         ended_s, alone = watched.elapsed_s, watched.ended()
     lines = _steps(folder)
-    if not lines or (alone and watched.process.returncode != 0):
+    if alone and len(lines) < steps:
         raise InfrastructureError(f"our run of seed {seed} ended with {watched.process.returncode}: {tail(log)}")
     arrived = follower.arrived()
     outcome = Outcome(
@@ -104,7 +107,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         episodes=_total(lines, "episodes"),
         faults=_total(lines, "episodes_left_out"),
         peak_gib=watched.peak_bytes / 2**30,
-        parts=parts(folder, lines, arrived.step if arrived else None),
+        parts=parts(folder, lines, arrived.step if arrived else None) if lines else {},
         machine=machine(),
         versions=package_versions(),
     )

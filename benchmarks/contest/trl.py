@@ -76,6 +76,9 @@ def words_of(options: dict[str, Any]) -> list[str]:
     return [word for key, value in shown.items() for word in ("--peer", f"{key}={value}")]
 
 
+_NO_STEP = {"step": 0, "sampled": 0, "trained": 0, "episodes": 0, "faults": 0, "parts": {}}
+
+
 @dataclass
 class Followed:
     """What the worker has told so far, and what was answered."""
@@ -104,7 +107,7 @@ class Followed:
 
 
 def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, options: dict[str, Any]) -> Outcome:
-    """One run of the peer's. Raises `InfrastructureError` when it fails before its first step is done."""
+    """One run of the peer's; one without a single step in its time is a result, too. Raises `InfrastructureError` when it fails."""
     setting.made(seed)
     followed = Followed(work, setting)
     with started(setting, seed, work, options, every=setting.every) as watched:
@@ -122,7 +125,7 @@ def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, 
         poll(watched, _POLL_S, step)
         clock_s, alone = followed.clock(watched), watched.ended()
         watched.finish(grace_s=5.0)
-    if not followed.last or (alone and watched.process.returncode != 0):
+    if alone and (watched.process.returncode != 0 or not followed.last):
         raise InfrastructureError(f"the peer's run of seed {seed} ended with {watched.process.returncode}: {tail(work / 'worker.log', 20)}")
     return _outcome(side, followed, seed, options, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
 
@@ -156,10 +159,10 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
 
 
 def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
-    setting, last, arrived = followed.setting, followed.last, followed.arrived()
+    setting, last, arrived = followed.setting, followed.last or _NO_STEP, followed.arrived()
     step = int(last["step"])
     after = followed.curve[-1] if followed.curve and followed.curve[-1].step == step else None
-    if after is None:
+    if after is None and step:
         after = evaluated(setting, seed, followed.work / "weights", followed.work, step=step, clock_s=float(last["clock_s"]))
         followed.curve.append(after)
     return Outcome(
