@@ -121,7 +121,7 @@ def group_runner(
         policy=policy,
         sandboxes=sandboxes,
         agent=TurnLoop(chat=chat),
-        temperature=recipe.rollout.temperature,
+        sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
