@@ -65,7 +65,7 @@ class PolicyEngine:
         return self.scorer.lm
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] and entropies [N] at the sampling temperature, both with gradient."""
+        """Logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
         return score(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:

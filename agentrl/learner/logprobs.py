@@ -99,13 +99,13 @@ class LogprobHead(nn.Module):
 
     def _score(self, hidden: Tensor, targets: Tensor, temperature: float, supports: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = self.rows
-        if supports is not None:  # what is alive for a row is K rows of the weight, instead of V logits
+        if supports is not None:  # what is alive for a row is up to K rows of the weight, instead of V logits
             rows = max(1, rows * self.weight.shape[0] // (supports.shape[1] * self.weight.shape[1]))
-        if len(hidden) > rows:
+        if supports is not None or len(hidden) > rows:
             logprobs, entropy = _Chunked.apply(hidden, self.weight, self.bias, targets, supports, temperature, rows)  # type: ignore[no-untyped-call]
             return logprobs, entropy
-        logp = _log_softmax(hidden, self.weight, self.bias, temperature, supports)
-        return logp.gather(-1, _columns(targets, supports)).squeeze(-1), _entropy(logp, supports)
+        logp = _log_softmax(hidden, self.weight, self.bias, temperature, None)
+        return logp.gather(-1, targets[:, None]).squeeze(-1), _entropy(logp, None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -116,7 +116,7 @@ class _Chunked(torch.autograd.Function):
 
         d logprob / d z_j = [j = target] - p_j        d H / d z_j = -p_j (log p_j + H)
 
-    which is 0 outside of the support, where p_j = 0.
+    which is 0 outside of the support, where p_j = 0. Tokens of supports always go this way, in one chunk where there are few.
     """
 
     @staticmethod
@@ -171,17 +171,18 @@ def _push_back(
     slope: Tensor, hidden: Tensor, weight: Tensor, supports: Tensor | None, to_weight: Tensor | None, to_bias: Tensor | None
 ) -> Tensor:
     """From the gradient of some logits, [n, V] or [n, K], to that of the hidden states; adds to those of weight and bias."""
-    if to_bias is not None and supports is None:
-        to_bias.add_(slope.sum(0))
-    elif to_bias is not None and supports is not None:
-        to_bias.index_add_(0, supports.clamp(min=0).flatten(), slope.flatten())  # beyond a support the slope is 0
-    slope = slope.to(weight.dtype)  # products in the model's dtype, as everywhere else in it
     if supports is not None:
-        ids = supports.clamp(min=0)
+        inside = supports >= 0
+        rows, ids, slope = inside.nonzero()[:, 0], supports[inside], slope[inside]
+        if to_bias is not None:
+            to_bias.index_add_(0, ids, slope)
         if to_weight is not None:
-            outer = slope[:, :, None] * hidden[:, None, :]
-            to_weight.index_add_(0, ids.flatten(), outer.flatten(0, 1).to(to_weight.dtype))
-        return torch.bmm(slope[:, None, :], F.embedding(ids, weight)).squeeze(1)
+            to_weight.index_add_(0, ids, slope[:, None] * hidden[rows].to(slope.dtype))
+        back = torch.zeros(hidden.shape, dtype=slope.dtype, device=hidden.device)
+        return back.index_add_(0, rows, slope[:, None] * F.embedding(ids, weight).to(slope.dtype)).to(hidden.dtype)
+    if to_bias is not None:
+        to_bias.add_(slope.sum(0))
+    slope = slope.to(weight.dtype)  # products in the model's dtype, as everywhere else in it
     if to_weight is not None and weight.dtype == to_weight.dtype:
         to_weight.addmm_(slope.T, hidden)
     elif to_weight is not None:  # only the sum over chunks in float32
@@ -191,15 +192,18 @@ def _push_back(
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, supports: Tensor | None) -> Tensor:
     """[N, V], or [N, K] over supports with minus infinity beyond them, in float32, or float64 for a float64 model."""
-    if supports is None:
-        logits = F.linear(hidden, weight, bias)
-    else:
-        ids = supports.clamp(min=0)
-        logits = torch.bmm(F.embedding(ids, weight), hidden[:, :, None]).squeeze(-1)
-        logits = logits if bias is None else logits + bias[ids]
+    logits = F.linear(hidden, weight, bias) if supports is None else _logits_inside(hidden, weight, bias, supports)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = logits if temperature == 1.0 else logits / temperature
-    return (logits if supports is None else logits.masked_fill(supports < 0, -math.inf)).log_softmax(-1)
+    return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
+
+
+def _logits_inside(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports: Tensor) -> Tensor:
+    """[N, K]: a product for each token that is in a support, however wide the widest is; minus infinity beyond."""
+    inside = supports >= 0
+    rows, ids = inside.nonzero()[:, 0], supports[inside]
+    logits = torch.bmm(hidden[rows][:, None, :], F.embedding(ids, weight)[:, :, None]).flatten()
+    logits = logits if bias is None else logits + bias[ids]
+    return torch.full(supports.shape, -math.inf, dtype=logits.dtype, device=logits.device).masked_scatter(inside, logits)
 
 
 def _columns(targets: Tensor, supports: Tensor | None) -> Tensor:
