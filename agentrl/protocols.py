@@ -508,7 +508,7 @@ class LossTokens(Protocol):
 
     @property
     def logprobs(self) -> Tensor:
-        """log pi(token) at the sampling temperature, nats; carries the gradient."""
+        """log pi(token), nats, of the distribution that was sampled from: its temperature, its support; carries the gradient."""
         ...
 
     @property

@@ -122,7 +122,7 @@ def group_runner(
         policy=policy,
         sandboxes=sandboxes,
         agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat),
-        temperature=recipe.rollout.temperature,
+        sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
