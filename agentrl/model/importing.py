@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +20,12 @@ from agentrl.agent.template import read_template, try_template
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
-from agentrl.records import WHOLE_MODEL
-from agentrl.weights.model_folder import check_model, check_model_files
+from agentrl.weights.model_folder import check_model, check_model_files, read_json
 
 RECORD = "agentrl_import.json"
 _FORMAT = 1
 _BYTES = {"float32": 4, "bfloat16": 2}
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys of config.json
 _SPARE_BYTES = 256 << 20  # of the disk, left free
 _SAMPLE = "A tall\n\n1. café, 17*23 =  4096;\n    1: 'π' <x> don't 𝄞"
 _TOOLS = ("agentrl", "transformers", "tokenizers", "torch", "gguf")
@@ -133,11 +135,13 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
             header = read_header(source.path)
             kinds = check_data(header)
             _check_header(header)
+            values = header.values
             folder = Path(work)  # with that file alone: what else lies beside it is not looked at
             (folder / source.path.name).symlink_to(source.path.resolve())
         else:
             check_model_files(folder, chat_template=False)
             check_model(folder)
+            values = _check_folder(folder)
         tell("loading the libraries")
         from agentrl.model import loading
 
@@ -145,8 +149,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
         _quiet()
         tell(f"reading {source.name}")
         config = loading.read_config(folder, file, header)
-        tensors, values = (len(header.tensors), header.values) if header is not None else loading.stored_values(folder)
-        parameters = loading.check_size(config, tensors=tensors, values=values, exact=header is not None)
+        parameters = loading.check_size(config, values=values, exact=header is not None)
         _check_disk(part, parameters * _BYTES[dtype])
         template = _save_tokenizer(folder, header, part, text, config)
         tell(f"loading {parameters:,} parameters as {dtype}")
@@ -174,6 +177,28 @@ def _check_header(header: GgufHeader) -> None:
         raise UserError(f"{header.path} holds no model but a part of one: {kind[:80]}", fix="give the model's own GGUF file")
     if header.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"{header.path} is one of several files of a model", fix="join them with llama-gguf-split --merge")
+    _check_layers(header.metadata.get(f"{header.architecture}.block_count"), len(header.tensors))
+
+
+def _check_folder(folder: Path) -> int:
+    """Numbers that the safetensors files of a folder hold (`check_model_files` has looked at their headers)."""
+    shapes: list[list[int]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes += [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config") or config
+    for key in _LAYERS:
+        _check_layers(inner.get(key), len(shapes))
+    return sum(map(prod, shapes))
+
+
+def _check_layers(layers: object, tensors: int) -> None:
+    """Before a library makes so many of them."""
+    if layers is not None and (not isinstance(layers, int) or layers > tensors):
+        raise UserError(f"the configuration names {layers!r} layers, and the files hold {tensors} tensors", fix="download or copy it again")
 
 
 def _check_disk(part: Path, weights: int) -> None:
@@ -229,6 +254,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-__all__ = ["RECORD", "WHOLE_MODEL", "Dtype", "Imported", "import_model"]

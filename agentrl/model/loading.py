@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,24 +66,7 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
         )
 
 
-def stored_values(folder: Path) -> tuple[int, int]:
-    """How many tensors the safetensors files of a folder hold (`agentrl.weights.model_folder` has checked them), and how many numbers."""
-    tensors = values = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
-        tensors += len(shapes)
-        for shape in shapes:
-            count = 1
-            for size in shape:
-                count *= int(size)
-            values += count
-    return tensors, values
-
-
-def check_size(config: Any, *, tensors: int, values: int, exact: bool) -> int:
+def check_size(config: Any, *, values: int, exact: bool) -> int:
     """Parameters of the model that a configuration makes, tied ones once; no memory is taken for them.
 
     Raises `UserError` when the files hold fewer numbers, or with `exact` more: some would be made up, or left out.
@@ -93,9 +74,6 @@ def check_size(config: Any, *, tensors: int, values: int, exact: bool) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > tensors:
-        raise UserError(f"the configuration names {layers} layers, and the files hold {tensors} tensors", fix="download or copy it again")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
