@@ -31,7 +31,9 @@ def models() -> None:
 
 @model_app.command("import", epilog=_EXAMPLES)
 def import_(
-    source: Annotated[str, typer.Argument(help="A Hugging Face folder, a GGUF file, or one in an installed package: package:NAME, package:NAME/FILE.")],
+    source: Annotated[
+        str, typer.Argument(help="A Hugging Face folder, a GGUF file, or one in an installed package: package:NAME, package:NAME/FILE.")
+    ],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to make, for policy.model.")],
     chat_template: Annotated[str | None, typer.Option(help=f"{', '.join(SHIPPED)}, or a file. Default: the model's own.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the weights that are written.")] = "float32",
