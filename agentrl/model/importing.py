@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl import files
-from agentrl.agent.template import read_template, try_template
+from agentrl.agent.template import SHIPPED, read_template, try_template
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
@@ -229,16 +229,23 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     own = tokenizer.chat_template
     if isinstance(own, dict):  # several by name; transformers takes this one where there are tools
         own = own.get("tool_use") or own.get("default")
-    if text is None and own:
-        try_template(own)
-    tokenizer.chat_template = text or own
+    template = text or own
+    if not template:
+        raise UserError("the model has no chat template", fix=f"give one with --chat-template: {', '.join(SHIPPED)}, or a file")
+    if text is None:
+        try_template(template)
+    tokenizer.chat_template = template
     tokenizer.model_max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
     tokenizer.save_pretrained(part)
     saved = AutoTokenizer.from_pretrained(part, trust_remote_code=False, local_files_only=True)
     if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
         raise UserError("the tokenizer makes other tokens once it is saved and read again", fix="import the model's Hugging Face folder")
-    chat = load_chat(str(part))
-    return {"sha256": sha256((text or own).encode()).hexdigest(), "shows_tools": chat.shows_tools()}
+    try:
+        chat = load_chat(str(part))
+    except UserError as error:
+        said = error.message.removeprefix("policy.model: ")
+        raise UserError(said, fix=error.fix.replace("policy.chat_template", "--chat-template")) from error
+    return {"sha256": sha256(template.encode()).hexdigest(), "shows_tools": chat.shows_tools()}
 
 
 def _quiet() -> None:

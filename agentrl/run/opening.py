@@ -69,7 +69,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         stack.push_async_callback(sandboxes.close)
         base = run_dir / "versions" / "000000"
         chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
-        check_prompt(chat, checked.family)
+        if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
+            check_prompt(chat, checked.family)
         write_start(run_dir, recipe, start)
         place_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)

@@ -157,8 +157,9 @@ def test_a_template_that_cannot_be_continued_is_refused(
 ) -> None:
     monkeypatch.setattr(importing, "try_template", lambda text: importing_try(text, cpu_s=1))
     (own / "chat_template.jinja").write_text(template)
-    with pytest.raises(UserError, match=reason):
+    with pytest.raises(UserError, match=reason) as error:
         import_model(str(own), tmp_path / "model")
+    assert "policy." not in str(error.value), "an import has options, and no recipe"
 
 
 importing_try = importing.try_template
