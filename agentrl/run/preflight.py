@@ -38,7 +38,7 @@ class Checked:
     """What the checks before a start have found and opened; nothing in it runs."""
 
     model: Path  # folder of the policy that the run begins with
-    template: str | None  # a chat template in place of the model's own
+    template: str | None  # a chat template in place of the model's own, of a run that has not begun
     family: TaskFamily
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
@@ -47,8 +47,9 @@ class Checked:
 def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first."""
     check_disk(folder)
-    template = read_template(recipe.policy.chat_template, root) if recipe.policy.chat_template is not None else None
-    model = find_model(recipe.policy.model, root, chat_template=template is None)
+    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
+    template = None if named is None or begun else read_template(named, root)
+    model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)

@@ -47,6 +47,15 @@ def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path
         )
 
 
+def test_a_run_that_has_begun_does_not_look_for_its_template_again(bare: Path, tmp_path: Path) -> None:
+    recipe = RECIPE.but({"policy.model": "bare", "policy.chat_template": "gone.jinja"})
+    with pytest.raises(UserError, match=r"chat template 'gone\.jinja' is neither"):
+        check(recipe, tmp_path, root=tmp_path)
+    place_base_version(bare, tmp_path / "versions" / "000000", template=HERMES)
+    with pytest.raises(UserError, match="'f'"):
+        check(recipe, tmp_path, root=tmp_path)
+
+
 def test_the_template_of_the_recipe_goes_into_every_version_and_into_the_result(bare: Path, tmp_path: Path) -> None:
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "the model's own"}))
