@@ -39,12 +39,8 @@ def test_a_word_that_does_not_exist_is_refused_first(tmp_path: Path) -> None:
 def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no chat template.*\n  fix: set policy\.chat_template"):
         find_model("bare", tmp_path)
-    with pytest.raises(UserError, match=r"no module named 'f'|'f'"):  # the template was no hindrance; the family is
-        check(
-            RECIPE.but("policy.chat_template=hermes", policy=RECIPE.policy.but(model="bare", chat_template="hermes")),
-            tmp_path,
-            root=tmp_path,
-        )
+    with pytest.raises(UserError, match="'f'"):  # the template was no hindrance; the family is
+        check(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
 
 
 def test_a_run_that_has_begun_does_not_look_for_its_template_again(bare: Path, tmp_path: Path) -> None:
