@@ -29,6 +29,8 @@ def _off_by_none(value: Any, field: ValidationInfo) -> Any:
 class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
+    chat_template: str | None = Field(None, min_length=1)
+    """A chat template in place of the model's own: `hermes`, `chatml` or `llama3`, or a file (relative to the project root)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
