@@ -110,7 +110,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
             f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
             fix="model.resize_token_embeddings(len(tokenizer)), or save the tokenizer that belongs to the model",
         )
-    if vocabulary is not None and recipe.rollout.top_k and recipe.rollout.top_k + TIES > vocabulary:
+    if recipe is not None and vocabulary is not None and recipe.rollout.top_k and recipe.rollout.top_k + TIES > vocabulary:
         raise UserError(
             f"rollout.top_k={recipe.rollout.top_k} is no truncation: the model in {folder} has a vocabulary of {vocabulary}",
             fix="set rollout.top_k=0, or a much smaller one",
