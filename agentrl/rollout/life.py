@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from agentrl import usercode
-from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
+from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
     Completion,
@@ -210,7 +210,12 @@ class EpisodeLife:
     async def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], number: int) -> Completion:
         params = SamplingParams(**asdict(self._sampling), max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
         self.stage = "generate"
-        return await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        if params.supports and (made.supports is None or not all(made.supports.rows)):
+            raise ServingError(
+                "the policy answered without the support of every token, and without them the learner would score them wrongly"
+            )
+        return made
 
     async def sandbox(self) -> Sandbox:
         """Many episodes of a weak policy never have one. It holds the task's files, or what the working directory held when the state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from agentrl.experience import SqliteStore
 from agentrl.objective import assemble
 from agentrl.recipe import BranchingConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
-from agentrl.records import Episode, Group, Score, Task
+from agentrl.records import Blame, Completion, Episode, Group, SamplingParams, Score, Task
 from agentrl.rollout import GroupRunner
 from agentrl.sampling import Sampling, Supports
+from agentrl.testing import ScriptedPolicy
 from tests.rollout.test_branching import talkative
 
 TOP_3 = Sampling(temperature=0.6, top_k=3, top_p=0.9, supports=True)
@@ -89,3 +91,13 @@ async def test_a_sample_may_join_turns_of_both_kinds(tokenizer: Any, task: Task,
     opening = len(plain.turns[0].prompt_ids) + len(plain.turns[0].completion_ids)
     assert Supports.of(first.supports.rows[:opening]) == Supports.of([()] * opening)
     assert any(first.supports.rows[opening:])
+
+
+async def test_a_policy_that_keeps_its_supports_to_itself_is_never_trained_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class Silent(ScriptedPolicy):
+        async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **others: Any) -> Completion:
+            return replace(await super().generate(prompt_ids, params, **others), supports=None)
+
+    episode = await replace(make_runner(Silent.saying(tokenizer, "3")), sampling=TOP_3).run(task, episode_id="e")
+    assert episode.left_out and "without the support of every token" in episode.failures[0].message
+    assert (episode.failures[0].stage, episode.failures[0].blame) == ("generate", Blame.INFRASTRUCTURE)
