@@ -8,7 +8,9 @@ of whatever run, by construction.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -90,10 +92,17 @@ def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, 
     Raises `TaskError` when the package makes another problem of it than when the task was made.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
-    made = entry(source, origin["seed"], origin["index"])
+    made = copy.deepcopy(_kept(json.dumps(origin, sort_keys=True)))  # scorers write into it
     if made["answer"] != answer or digest(made["question"]) != origin["question"]:
         raise TaskError(f"reasoning-gym's {source.name} no longer makes this problem: its version is another than the task's")
     return dataset(source, origin["seed"]), made
+
+
+@lru_cache(maxsize=32)
+def _kept(origin: str) -> Mapping[str, Any]:
+    """The entries of the newest problems: those of a group are judged one after the other, and some take long to make."""
+    data = json.loads(origin)
+    return entry(Source(name=data["dataset"], level=data["level"], keys=data["config"]), data["seed"], data["index"])
 
 
 def dataset(source: Source, seed: int) -> Any:
