@@ -60,6 +60,10 @@ class BranchingConfig(Section):
 
 
 class RolloutConfig(Section):
+    agent: parts.AgentName = "turns"
+    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers."""
+    agent_options: parts.Options = Field({})
+    """Keyword arguments of an agent that is named by reference."""
     group_size: int = Field(8, ge=1)
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
@@ -82,6 +86,11 @@ class RolloutConfig(Section):
     working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""
     branching: BranchingConfig | None = None
     """Tree rollouts; None: every attempt runs from the beginning. `{}` takes its defaults."""
+
+    @model_validator(mode="after")
+    def _options_act(self) -> RolloutConfig:
+        parts.check_options(parts.AGENT, self.agent, self.agent_options)
+        return self
 
 
 class SandboxConfig(Section):

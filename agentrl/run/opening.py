@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl import parts
+from agentrl.agent import ChatFormat
 from agentrl.experience import RunningEpisodes, open_store
 from agentrl.failure import FaultRate, Quarantine
 from agentrl.files import sha256_file
@@ -120,7 +121,7 @@ def group_runner(
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=TurnLoop(chat=chat),
+        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat),
         temperature=recipe.rollout.temperature,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

@@ -60,6 +60,7 @@ def check_parts(recipe: Recipe) -> None:
     """Resolves every part that the recipe names by reference and holds it to its protocol. Raises `PluginError` with all that is wrong."""
     serving, objective, sandbox = recipe.serving, recipe.objective, recipe.sandbox
     named: list[tuple[parts.Kind, str, parts.Options]] = [
+        (parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options),
         (parts.BACKEND, sandbox.backend, sandbox.options),
         (parts.CHANNEL, serving.weight_transfer, serving.weight_transfer_options),
         (parts.STORE, recipe.store, recipe.store_options),
