@@ -99,9 +99,7 @@ async def measure(name: str, scorer: TaskScorer) -> Measured:
         wrong.append(f"one answer, {answer!r}, is right in {times / DRAWN:.0%} of its problems")
     if catalogue.LEFT_OUT.get(name) == catalogue.EVALUATES:
         return Measured(name=name, category=category, wrong=(*wrong, catalogue.EVALUATES))  # nothing odd is handed to it here either
-    judged = [
-        problems.problem(source, seed=0, heldout=heldout, number=number) for heldout in (False, True) for number in range(PROBLEMS)
-    ]
+    judged = [problems.problem(source, seed=0, heldout=heldout, number=number) for heldout in (False, True) for number in range(PROBLEMS)]
     wrong += sorted({problem async for problem in _gold(judged, scorer)})
     marks = [mark async for mark in _marks(judged, scorer)]
     wrong += _faults_of(marks)

@@ -1,6 +1,6 @@
-"""The process in which reasoning-gym's scorers read what a model wrote: `python -m rewards.reasoning_scorers`.
+"""The process in which reasoning-gym's scorers read what a model wrote: `python -m rewards.reasoning_scorers SECONDS`.
 
-It reads a request a line and answers a line, both JSON. A scorer that takes longer than `DEADLINE_S` is ended by the kernel, with
+It reads a request a line and answers a line, both JSON. A scorer that takes longer than so many seconds is ended by the kernel, with
 its process; one that wants more than `MEMORY` gets a MemoryError. The next request starts another process. It ends with its driver,
 which closes its input.
 """
@@ -39,7 +39,8 @@ class Stopped(Exception):
 class Scorers:
     """The scorers, in one process that is started at the first request. Threads may share it: they wait for one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
         self._process: subprocess.Popen[str] | None = None
         self._one_at_a_time = threading.Lock()
 
@@ -78,7 +79,7 @@ class Scorers:
         code = process.wait()
         self.close()
         if code == -signal.SIGALRM:
-            raise Stopped(f"gave no mark within {DEADLINE_S:g} s")
+            raise Stopped(f"gave no mark within {self._deadline_s:g} s")
         raise InfrastructureError(f"the process of the scorers ended with exit code {code}; its last words are in the run's log")
 
     def _running(self) -> subprocess.Popen[str]:
@@ -86,7 +87,7 @@ class Scorers:
             self.close()
             paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "rewards.reasoning_scorers"],
+                [sys.executable, "-W", "ignore", "-m", "rewards.reasoning_scorers", str(self._deadline_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -102,16 +103,17 @@ def main() -> None:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    deadline_s = float(sys.argv[1])
     for line in sys.stdin:
-        replies.write(json.dumps(_reply(json.loads(line))) + "\n")
+        replies.write(json.dumps(_reply(json.loads(line), deadline_s)) + "\n")
         replies.flush()
 
 
-def _reply(request: Mapping[str, Any]) -> dict[str, Any]:
+def _reply(request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
     try:
         _at_most(MAKING_S)
         dataset, entry = entry_of(request["origin"], request["truth"])
-        _at_most(DEADLINE_S)
+        _at_most(deadline_s)
         return {"mark": float(dataset.score_answer(request["answer"], entry))}
     except TaskError as error:
         return {"gone": str(error)}

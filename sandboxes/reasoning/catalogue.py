@@ -45,7 +45,7 @@ LANGUAGES: Mapping[str, re.Pattern[str]] = {
     "countdown": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
     "game_of_life": re.compile(r"[01 ,\n\[\]]*"),
     "n_queens": re.compile(r"[Q_ \n]*"),
-    "prime_factorization": re.compile(r"\s*[0-9]+(?:\s*×\s*[0-9]+)*\s*"),
+    "prime_factorization": re.compile(r"\s*[0-9]+(?:\s*\u00d7\s*[0-9]+)*\s*"),
     "puzzle24": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
     "spiral_matrix": re.compile(r"[0-9 \-\n]*"),
     "string_insertion": re.compile(r"[A-E]*"),

@@ -46,9 +46,7 @@ def configuration(source: Source) -> Any:
 
 def _of_level(source: Source) -> Any:
     if source.name not in CURRICULA:
-        raise UserError(
-            f"reasoning-gym has no levels for {source.name}", fix=f"write {source.name} without @{source.level}, or set its keys"
-        )
+        raise UserError(f"reasoning-gym has no levels for {source.name}", fix=f"set its keys instead, as in {source.name}(key=value)")
     curriculum = CURRICULA[source.name]()
     top = max((len(attribute.levels) - 1 for attribute in curriculum.attributes.values()), default=0)
     if source.level is None or source.level > top:

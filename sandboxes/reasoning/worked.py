@@ -63,7 +63,7 @@ def _letters(question: str) -> str:
 
 
 def _hexadecimal(question: str) -> str:
-    (formula,) = _found(r"\n(\([^\n]*\))\s*$", question)
+    (formula,) = _found(r"\n([^\n]*0x[^\n]*)\s*$", question)
     return f"print(hex({formula}))"
 
 
