@@ -25,8 +25,7 @@ from agentrl.records import Split  # noqa: E402
 from agentrl.run.evaluate import evaluate  # noqa: E402
 from agentrl.run.opening import Run, opened  # noqa: E402
 from agentrl.run.transcript import append  # noqa: E402
-from agentrl.task import sandbox_specs  # noqa: E402
-from sandboxes.reasoning import Reasoning  # noqa: E402
+from agentrl.task import open_family, sandbox_specs  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "smollm2.py"
@@ -43,7 +42,9 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
     runner = replace(run.groups, runner=replace(run.groups.runner, temperature=arguments.temperature))
     found: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:
-        family = Reasoning(run.recipe.seed, datasets=",".join(arguments.kinds), tool=tool, examples=arguments.examples)
+        options = run.recipe.tasks.options | {"datasets": ",".join(arguments.kinds), "heldout_kinds": "", "tool": tool}
+        options |= {"examples": arguments.examples} if arguments.examples is not None else {}
+        family = open_family(run.recipe.tasks.but(options=options), seed=run.recipe.seed, root=ROOT)
         count = arguments.problems * len(arguments.kinds)
         result = await evaluate(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
         append(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=sorted(PROGRAMS), help="datasets of reasoning-gym; default: those with a program")
     parser.add_argument("--tools", nargs="+", default=["python", "none"], choices=["python", "none"])
     parser.add_argument("--problems", type=int, default=24, help="of each kind")
-    parser.add_argument("--examples", type=int, default=2, help="solved problems in the prompt")
+    parser.add_argument("--examples", type=int, default=None, help="solved problems in the prompt; default: the recipe's")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--run-dir", type=Path, default=None, help="where transcripts and logs go; default: the first free folder in runs/")
     arguments = parser.parse_args()

@@ -32,12 +32,13 @@ recipe = Recipe(
     tasks=TasksConfig(
         family="sandboxes.reasoning:Reasoning",
         options={
-            "datasets": "chain_sum, products, gcd, lcm, count_bits, spell_backward, decimal_chain_sum",
-            "heldout_kinds": "basic_arithmetic, bitwise_arithmetic, letter_counting, word_sequence_reversal",
+            "datasets": "basic_arithmetic, chain_sum, products, lcm, spell_backward",
+            "heldout_kinds": "count_bits, gcd, letter_counting, word_sequence_reversal",
+            "turn_tokens": 96,
         },
     ),
     rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=0.5),
-    evaluation=EvalConfig(heldout=84, heldout_real=48, temperature=0.0),
+    evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=2.0),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
     learner=LearnerConfig(lr=1e-5, ranks=1, max_tokens_per_microbatch=4096),

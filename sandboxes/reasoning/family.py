@@ -14,7 +14,7 @@ from sandboxes.reasoning.worked import GENERAL, PROGRAMS
 MOST_EXAMPLES = 8
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 ASKED = {
-    "python": "Solve the problem with the tool python. Then reply with the answer and nothing else.",
+    "python": "Solve the problem with the tool python. Then submit the answer.",
     "none": "Reply with the answer and nothing else.",
 }
 LEAST_OUTPUT = 400  # characters that a program may show; more where the answer is longer
@@ -26,7 +26,8 @@ class Reasoning:
 
     Train and held-out draw from seeds of their own and share no question: a hash of its text decides where one belongs, for every
     seed alike. The split `heldout_real` has the datasets that are never trained, `heldout_kinds`, and is empty without any. The
-    agent's last message is its answer; in `Task.data` are the answer and where the problem comes from, not what its scorer needs.
+    agent submits its answer; without a tool its message is the answer. In `Task.data` are the answer and where the problem comes
+    from, not what its scorer needs.
     """
 
     name = "reasoning"
@@ -39,7 +40,7 @@ class Reasoning:
         heldout_kinds: str = "",
         tool: str = "python",
         examples: int = 2,
-        turn_tokens: int = 96,
+        turn_tokens: int = 160,
         episode_tokens: int = 1024,
     ) -> None:
         """In a recipe these are `tasks.options`.
@@ -96,7 +97,7 @@ class Reasoning:
                 *(message for example in worked for message in self._solved(example)),
                 Message(role="user", content=one.question),
             ),
-            tools=() if self.tool == "none" else (self.tool,),
+            tools=() if self.tool == "none" else (self.tool, "submit"),
             sandbox=SANDBOX,
             verifiers=("rewards.reasoning:own_scorer",),
             data={"kind": source.name, "answer": one.answer, "origin": one.origin()},
@@ -122,9 +123,18 @@ class Reasoning:
         return self._worked[source.name]
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
-        """An example as a conversation: the question, the program and what it prints where there is a tool, and the answer."""
-        question, answer = Message(role="user", content=example.question), Message(role="assistant", content=example.answer)
+        """An example as a conversation: the question, the program, what it prints, and the answer; without a tool the answer alone."""
+        question = Message(role="user", content=example.question)
         if self.tool == "none":
-            return question, answer
-        call = ToolCall(name=self.tool, arguments={"code": PROGRAMS[example.source.name](example.question)})
-        return question, Message(role="assistant", content="", tool_calls=(call,)), Message(role="tool", content=example.answer), answer
+            return question, Message(role="assistant", content=example.answer)
+        program = PROGRAMS[example.source.name](example.question)
+        return (
+            question,
+            _calls(self.tool, code=program),
+            Message(role="tool", content=example.answer),
+            _calls("submit", answer=example.answer),
+        )
+
+
+def _calls(tool: str, **arguments: str) -> Message:
+    return Message(role="assistant", content="", tool_calls=(ToolCall(name=tool, arguments=arguments),))

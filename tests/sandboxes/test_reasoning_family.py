@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.errors import UserError
 from agentrl.protocols import TaskFamily
-from agentrl.records import Split, Task
+from agentrl.records import Message, Split, Task
 from sandboxes.reasoning import Reasoning, catalogue, problems
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.problems import digest, is_heldout
@@ -98,9 +98,9 @@ def test_a_prompt_begins_with_solved_problems() -> None:
         for place in (1, 5):
             question, call, output, answer = solved.prompt[place : place + 4]
             program = str(call.tool_calls[0].arguments["code"])
-            assert printed(program) == output.content == answer.content
-            assert question in told.prompt and answer in told.prompt
-        assert solved.tools == ("python",) and told.tools == () and "tool" not in {message.role for message in told.prompt}
+            assert printed(program) == output.content == answer.tool_calls[0].arguments["answer"]
+            assert question in told.prompt and Message(role="assistant", content=output.content) in told.prompt
+        assert solved.tools == ("python", "submit") and told.tools == () and "tool" not in {message.role for message in told.prompt}
         assert solved.prompt[-1] == told.prompt[-1], "the problems are the same with the tool and without"
     kinds = [family(datasets="chain_sum, maze").task(Split.TRAIN, index).prompt[1].content for index in (0, 1)]
     assert "arithmetic problem" in kinds[0] and "multiplication" in kinds[1], "a maze has no program, so others are shown"
