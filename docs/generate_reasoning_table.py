@@ -86,12 +86,15 @@ async def measure(name: str, scorer: TaskScorer) -> Measured:
     try:
         problems.check(source)
         started = time.process_time()
-        drawn = [problems.entry(source, 64 * (number // 64), number % 64) for number in range(DRAWN)]
-        seconds = (time.process_time() - started) / DRAWN
+        drawn = [problems.entry(source, 0, number) for number in range(DRAWN // 10)]
+        seconds = (time.process_time() - started) / len(drawn)
+        drawn += [problems.entry(source, 0, number) for number in range(len(drawn), DRAWN) if seconds <= SLOW_S]
     except Exception as error:
         return Measured(name=name, wrong=(f"no problem can be made: {type(error).__name__}: {error}",))
     category = package.dataset_class(name).__module__.split(".")[1]
-    wrong = [f"a problem takes {seconds:.1f} s to make"] if seconds > SLOW_S else []
+    if seconds > SLOW_S:
+        return Measured(name=name, category=category, wrong=(f"a problem takes {seconds:.1f} s to make",))
+    wrong: list[str] = []
     if any(not isinstance(one["answer"], str) for one in drawn):
         return Measured(name=name, category=category, wrong=(*wrong, "its problems come without an answer, so that nothing proves them"))
     answer, times = Counter(one["answer"] for one in drawn).most_common(1)[0]
@@ -197,7 +200,7 @@ def tables(found: Sequence[Measured]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in inside:
-        paid = f"{one.paid:.2f} for {one.paid_for}" if one.paid else "0"
+        paid = f"{one.paid:.2f} for {one.paid_for}" if one.paid >= 0.005 else "0"
         cells = (
             f"`{one.name}`",
             one.category,
@@ -211,6 +214,13 @@ def tables(found: Sequence[Measured]) -> str:
     lines += ["", f"{len(catalogue.LEFT_OUT)} are left out:", "", "| dataset | why |", "| --- | --- |"]
     lines += [f"| `{name}` | {reason} |" for name, reason in sorted(catalogue.LEFT_OUT.items())]
     return "\n".join(lines)
+
+
+def _no_more(found: Sequence[Measured]) -> Iterator[str]:
+    """Datasets that are left out and could be in, as far as is measured here."""
+    yield from (
+        f"{one.name} is left out, and nothing is wrong with it now" for one in found if not one.wrong and one.name in catalogue.LEFT_OUT
+    )
 
 
 def _faults(found: Sequence[Measured]) -> Iterator[str]:
@@ -227,7 +237,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found = asyncio.run(_all(arguments.only or package.names(), bool(arguments.only)))
     faults = list(_faults(found))
-    print("\n".join(faults), file=sys.stderr)
+    print("\n".join([*faults, *_no_more(found)]), file=sys.stderr)
     if arguments.only or faults:
         return 1 if faults else 0
     text = PAGE.read_text(encoding="utf-8")
