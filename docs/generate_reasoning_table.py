@@ -1,8 +1,10 @@
 """Measures every dataset of reasoning-gym and writes what is found between the marks of docs/reasoning.md.
 
-    python docs/generate_reasoning_table.py            # writes the tables; about three minutes
+    python docs/generate_reasoning_table.py            # writes the tables; about five minutes
     python docs/generate_reasoning_table.py --check    # only says whether they are up to date
     python docs/generate_reasoning_table.py --only gcd countdown      # prints what is measured of these
+
+It runs itself twice more, with other hash seeds, to see whether a dataset makes the same problems there (`--digests`).
 
 A dataset that is in (`sandboxes/reasoning/catalogue.py`) and does not do as it should ends this with exit code 1 and the reason.
 """
@@ -11,7 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import json
 import logging
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -81,7 +87,29 @@ class Measured:
     levels: bool = field(default=False)
 
 
-async def measure(name: str, scorer: TaskScorer) -> Measured:
+def digests(names: Sequence[str]) -> dict[str, str]:
+    """A hash of some problems of each dataset that is in, or is left out for making others elsewhere."""
+    found = {}
+    for name in names:
+        if name in catalogue.LEFT_OUT and catalogue.LEFT_OUT[name] != catalogue.OTHERWISE:
+            continue
+        made = [problems.entry(Source(name=name), 0, number) for number in range(DRAWN // 2)]
+        text = json.dumps([[one["question"], one["answer"]] for one in made])
+        found[name] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def elsewhere(names: Sequence[str]) -> set[str]:
+    """Datasets that make other problems in a process with another hash seed."""
+    seen = []
+    for seed in ("1", "2"):
+        command = [sys.executable, __file__, "--digests", "--only", *names]
+        done = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        seen.append(json.loads(done.stdout.splitlines()[-1]))
+    return {name for name in seen[0] if seen[0][name] != seen[1][name]}
+
+
+async def measure(name: str, scorer: TaskScorer, differs: bool) -> Measured:
     source = Source(name=name)
     try:
         problems.check(source)
@@ -94,7 +122,7 @@ async def measure(name: str, scorer: TaskScorer) -> Measured:
     category = package.dataset_class(name).__module__.split(".")[1]
     if seconds > SLOW_S:
         return Measured(name=name, category=category, wrong=(f"a problem takes {seconds:.1f} s to make",))
-    wrong: list[str] = []
+    wrong = [catalogue.OTHERWISE] if differs else []
     if any(not isinstance(one["answer"], str) for one in drawn):
         return Measured(name=name, category=category, wrong=(*wrong, "its problems come without an answer, so that nothing proves them"))
     answer, times = Counter(one["answer"] for one in drawn).most_common(1)[0]
@@ -181,10 +209,10 @@ async def _score(scorer: TaskScorer, one: Problem, answer: str | None) -> Score:
 
 
 async def _all(names: Sequence[str], show: bool) -> list[Measured]:
-    scorer, found = TaskScorer(), []
+    scorer, found, differing = TaskScorer(), [], elsewhere(names)
     for name in names:
         started = time.monotonic()
-        found.append(await measure(name, scorer))
+        found.append(await measure(name, scorer, name in differing))
         if show:
             print(f"{time.monotonic() - started:6.1f} s", found[-1], flush=True)
     return found
@@ -234,7 +262,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when the page is not up to date")
     logging.getLogger("agentrl").setLevel(logging.CRITICAL)  # scorers that raise are in what is found
     parser.add_argument("--only", nargs="+", default=[], help="datasets to measure and print")
+    parser.add_argument("--digests", action="store_true", help="only print a hash of some problems of each")
     arguments = parser.parse_args()
+    if arguments.digests:
+        print(json.dumps(digests(arguments.only)))
+        return 0
     found = asyncio.run(_all(arguments.only or package.names(), bool(arguments.only)))
     faults = list(_faults(found))
     print("\n".join([*faults, *_no_more(found)]), file=sys.stderr)

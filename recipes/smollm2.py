@@ -33,7 +33,7 @@ recipe = Recipe(
         family="sandboxes.reasoning:Reasoning",
         options={
             "datasets": "basic_arithmetic, chain_sum, products, lcm, spell_backward",
-            "heldout_kinds": "count_bits, gcd, letter_counting, word_sequence_reversal",
+            "heldout_kinds": "count_bits, gcd, bitwise_arithmetic, letter_counting",
             "turn_tokens": 96,
         },
     ),
