@@ -80,7 +80,7 @@ class Scorers:
         self.close()
         if code == -signal.SIGALRM:
             raise Stopped(f"gave no mark within {self._deadline_s:g} s")
-        raise InfrastructureError(f"the process of the scorers ended with exit code {code}; its last words are in the run's log")
+        raise InfrastructureError(f"the process of the scorers ended with exit code {code}; what it said is on standard error")
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:

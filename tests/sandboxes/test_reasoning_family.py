@@ -158,3 +158,18 @@ def test_naming_the_family_imports_no_generator() -> None:
     code = f"{loaded}; print({{'reasoning_gym', 'sympy', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_without_the_package_the_family_says_how_to_get_it() -> None:
+    code = """
+import sys
+sys.modules["reasoning_gym"] = None
+from agentrl.errors import UserError
+from sandboxes.reasoning import Reasoning
+try:
+    Reasoning()
+except UserError as error:
+    print(error.fix)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "make smollm2" in done.stdout
