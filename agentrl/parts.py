@@ -74,6 +74,13 @@ TRACKER = Kind(
     has_defaults=True,
     given=("run_dir", "recipe"),
 )
+AGENT = Kind(
+    key="rollout.agent",
+    what="agent",
+    shipped={"turns": "agentrl.agent.turns:TurnLoop"},
+    protocol="agentrl.protocols:Agent",
+    given=("*", "chat"),
+)
 ADVANTAGE = Kind(
     key="objective.advantage",
     what="advantage estimator",
@@ -98,7 +105,7 @@ LOSS = Kind(
     protocol="agentrl.protocols:Loss",
     given=None,
 )
-KINDS = (BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
+KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
 
 def check_name(kind: Kind, name: str) -> str:
@@ -117,6 +124,7 @@ def check_options(kind: Kind, name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"options do nothing with {kind.key}={name}: they are for a part that is named by reference")
 
 
+AgentName = Annotated[str, AfterValidator(partial(check_name, AGENT)), AGENT]
 Backend = Annotated[str, AfterValidator(partial(check_name, BACKEND)), BACKEND]
 Channel = Annotated[str, AfterValidator(partial(check_name, CHANNEL)), CHANNEL]
 Store = Annotated[str, AfterValidator(partial(check_name, STORE)), STORE]

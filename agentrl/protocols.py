@@ -463,7 +463,7 @@ class Tracker(Protocol):
         return None
 
     def alert(self, text: str) -> None:
-        """What a person must not miss, such as an update that was set aside. May hold an agent's words."""
+        """What a person must not miss, such as an update that was left out. May hold an agent's words."""
         return None
 
     def stage(self, name: str, detail: str = "") -> None:

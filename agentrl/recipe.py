@@ -29,6 +29,8 @@ def _off_by_none(value: Any, field: ValidationInfo) -> Any:
 class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
+    chat_template: str | None = Field(None, min_length=1)
+    """A chat template in place of the model's own: `hermes`, `chatml` or `llama3`, or a file (relative to the project root)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
@@ -88,6 +90,10 @@ class BranchingConfig(Section):
 
 
 class RolloutConfig(Section):
+    agent: parts.AgentName = "turns"
+    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers."""
+    agent_options: parts.Options = Field({})
+    """Keyword arguments of an agent that is named by reference."""
     group_size: int = Field(8, ge=1)
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
@@ -118,6 +124,11 @@ class RolloutConfig(Section):
     working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""
     branching: BranchingConfig | None = None
     """Tree rollouts; None: every attempt runs from the beginning. `{}` takes its defaults."""
+
+    @model_validator(mode="after")
+    def _options_act(self) -> RolloutConfig:
+        parts.check_options(parts.AGENT, self.agent, self.agent_options)
+        return self
 
     _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
 

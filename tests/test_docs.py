@@ -154,8 +154,8 @@ def test_commands_and_targets_exist(page: Path) -> None:
     known = set(typer.main.get_group(app).commands)
     assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
     makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "cli" / "template" / "Makefile.in")
-    targets = {target for file in makefiles for target in re.findall(r"^([a-z-]+):", file.read_text(), re.MULTILINE)}
-    assert set(re.findall(r"(?:^|`|&& )make ([a-z-]+)\b", text, re.MULTILINE)) <= targets
+    targets = {target for file in makefiles for target in re.findall(r"^([a-z0-9-]+):", file.read_text(), re.MULTILINE)}
+    assert set(re.findall(r"(?:^|`|&& )make ([a-z0-9-]+)\b", text, re.MULTILINE)) <= targets
 
 
 @pages
@@ -293,3 +293,10 @@ def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() ->
         texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
         named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}
     assert named == {}
+
+
+def test_a_newcomers_walk_stays_short() -> None:
+    told = re.findall(r"^(.+): (\d+) files \(at most (\d+)\)$", run(ROOT, "docs/walk.py"), re.MULTILINE)
+    assert len(told) == 2
+    for what, opened, most in told:
+        assert 5 <= int(opened) <= int(most), what

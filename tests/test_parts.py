@@ -61,6 +61,8 @@ def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind
             "sandbox.backend=bublewrap",
             r"no sandbox backend of that name; did you mean bubblewrap\? known here: auto, docker",
         ),
+        ("rollout.agent=turn", r"rollout\.agent: no agent of that name; did you mean turns\?"),
+        ('rollout.agent_options={"a": 1}', r"options do nothing with rollout\.agent=turns"),
         ("serving.weight_transfer=ncll", r"no weight channel of that name; did you mean nccl\?"),
         ("store=redis", r"store: no experience store of that name; known here: sqlite.*module:attr"),
         ('trackers=["terminal", "tensorbord"]', r"trackers\.1: no tracker of that name; did you mean tensorboard\?"),

@@ -87,7 +87,7 @@ def describe(summary: Summary, folder: Path) -> str:
             then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}]" if after is not None else ""
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
-    broken = f"{summary.tasks_quarantined} broken tasks set aside, " if summary.tasks_quarantined else ""
+    broken = f"{summary.tasks_quarantined} broken tasks left out, " if summary.tasks_quarantined else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
         f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "

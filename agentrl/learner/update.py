@@ -64,7 +64,7 @@ class Updater:
         """Trains on `batch` and returns its metrics; all ranks call it with the same batch and get the same result.
 
         A minibatch whose loss, gradient or advantages are not finite, or that breaks one of `learner.limits`, is left out: weights
-        stay, and `updates_set_aside` counts it. Where a limit says rollback, `guard.rolling_back` is True afterwards, and the weights
+        stay, and `updates_left_out` counts it. Where a limit says rollback, `guard.rolling_back` is True afterwards, and the weights
         must not be used. Raises `LearnerHalted` where a limit demands it, and after `learner.max_bad_updates` steps in a row were left
         out. A batch without samples changes nothing.
         """
@@ -87,7 +87,7 @@ class Updater:
         wall_s = time.perf_counter() - start
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.steps, self._schedule_step(batch.step))
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
-        metrics["updates_set_aside"] = sum(1.0 - made.pop("applied") for made in passes)
+        metrics["updates_left_out"] = sum(1.0 - made.pop("applied") for made in passes)
         metrics |= over_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
         mine = sum(one.batch.layout.length for _, made in prepared for one in made)
         metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()

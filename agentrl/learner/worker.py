@@ -132,7 +132,7 @@ class Worker:
         penalised = {"kl_penalty_mean": fmean(penalties.values())} if penalties else {}
         metrics |= {name: value for name, value in penalised.items() if math.isfinite(value)}
         metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
-        metrics |= {"groups_set_aside": float(left_out), "rollbacks": 0.0}
+        metrics |= {"groups_left_out": float(left_out), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
         return made, metrics
 

@@ -178,7 +178,7 @@ def _called(function: AdvantageEstimator, scores: list[list[float]], name: str) 
 
 
 def _centred(scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Against their mean; NaN for each where the arithmetic leaves the range of a float, so that `assemble` sets the group aside."""
+    """Against their mean; NaN for each where the arithmetic leaves the range of a float, so that `assemble` leaves the group out."""
     try:
         mean = fmean(scores)
         return _scaled([score - mean for score in scores], scores, normalize_std)

@@ -54,8 +54,8 @@ def nothing_learned(lines: Sequence[Line], left_out: Mapping[str, int]) -> str:
         rewards = [line["reward_mean"] for line in lines if isinstance(line.get("reward_mean"), int | float)]
         mean = f"; mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
         return f"nothing was learned: no token was trained in {steps} ({why or 'no group gave a sample'}{mean})"
-    if aside := _sum(lines, "updates_set_aside"):
-        return f"nothing was learned: all {aside} updates of {steps} were set aside, and failures/updates.jsonl says why"
+    if aside := _sum(lines, "updates_left_out"):
+        return f"nothing was learned: all {aside} updates of {steps} were left out, and failures/updates.jsonl says why"
     return f"nothing was learned: no update of the policy was made in {steps}"
 
 

@@ -47,9 +47,9 @@ class Summary(BaseModel):
     """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
-    updates_set_aside: int = Field(0, ge=0)
+    updates_left_out: int = Field(0, ge=0)
     """Optimizer steps that were not made: something was not finite, or beyond a limit."""
-    groups_set_aside: int = Field(0, ge=0)
+    groups_left_out: int = Field(0, ge=0)
     """Groups not trained on because a score, logprob or advantage was not finite."""
     rollbacks: int = Field(0, ge=0)
     """Times the weights went back to an earlier version."""

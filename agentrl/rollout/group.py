@@ -58,21 +58,21 @@ class _Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Member:
     """One member of one group."""
 
     group: int
-    member: int
+    number: int
     fork: _Fork | None
     oldest_version: int
 
     @property
     def name(self) -> str:
-        return f"g{self.group:06d}-{self.member}"
+        return f"g{self.group:06d}-{self.number}"
 
     @property
     def stem_of(self) -> _Fork | None:
-        return self.fork if self.fork is not None and self.fork.stem == self.member else None
+        return self.fork if self.fork is not None and self.fork.stem == self.number else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class GroupRunner:
         jobs: list[asyncio.Task[ScoredEpisode]] = []
         try:
             async with asyncio.TaskGroup() as running:
-                jobs += [running.create_task(self._member(place, task)) for place in self._places(index, oldest_version)]
+                jobs += [running.create_task(self._scored(member, task)) for member in self._members(index, oldest_version)]
         except* _BrokenTask as errors:
             broken = _first(errors).fault
         if broken is not None:
@@ -156,30 +156,30 @@ class GroupRunner:
             failure = fault(error, stage=stage)
         return replace(episode, failures=(*episode.failures, failure)), None
 
-    def _places(self, index: int, oldest_version: int) -> list[_Place]:
+    def _members(self, index: int, oldest_version: int) -> list[_Member]:
         if self.branching is None:
-            return [_Place(index, member, None, oldest_version) for member in range(self.group_size)]
+            return [_Member(index, member, None, oldest_version) for member in range(self.group_size)]
         width = self.branching.branches
         forks = [_Fork(stem, range(stem + 1, stem + width), self.branching.turn) for stem in range(0, self.group_size, width)]
-        return [_Place(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
+        return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
-    async def _member(self, place: _Place, task: Task) -> ScoredEpisode:
+    async def _scored(self, member: _Member, task: Task) -> ScoredEpisode:
         """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
-        fork, since = place.stem_of, usercode.cancellations()
+        fork, since = member.stem_of, usercode.cancellations()
         try:
-            found = await self._found(place, task)
+            found = await self._found(member, task)
             if isinstance(found, ScoredEpisode):
                 return found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
-            if place.fork is not None and fork is None and found is None:
-                found = await place.fork.state
-            on_turn = None if fork is None and self.keeper is None else self._watching(place, task)
-            scored = await self.episode(task, name=place.name, start=found, on_turn=on_turn)
+            if member.fork is not None and fork is None and found is None:
+                found = await member.fork.state
+            on_turn = None if fork is None and self.keeper is None else self._watching(member, task)
+            scored = await self.episode(task, name=member.name, start=found, on_turn=on_turn)
         except BaseException as error:
             usercode.let_go(error, since)
             failure = fault(error, stage="group")
-            scored = _unscored(replace(_nothing(f"{place.name}-a0", task.id, task.key), failures=(failure,)), failure)
+            scored = _unscored(replace(_nothing(f"{member.name}-a0", task.id, task.key), failures=(failure,)), failure)
         finally:
             if fork is not None:
                 fork.settle(None)
@@ -188,14 +188,14 @@ class GroupRunner:
             raise _BrokenTask(broken)
         if self.keeper is not None:
             with _safety_net():
-                await self.keeper.finish(place.group, place.member, scored)
+                await self.keeper.finish(member.group, member.number, scored)
         return scored
 
-    def _watching(self, place: _Place, task: Task) -> OnTurn:
+    def _watching(self, member: _Member, task: Task) -> OnTurn:
         """Keeps the state of every turn durably, where there is a keeper, and hands the one to branch from to the branches."""
 
         async def on_turn(turns: int, capture: Capture) -> None:
-            fork = place.stem_of
+            fork = member.stem_of
             forks = fork is not None and not fork.state.done() and fork.turn <= turns < task.limits.turns
             if self.keeper is None and not forks:
                 return
@@ -204,29 +204,29 @@ class GroupRunner:
                 return
             if self.keeper is not None:
                 # The stem's comes first: a stem that is found at its turn can branch again, branches of a lost one could not be told.
-                for member in (place.member, *(fork.branches if fork is not None and forks else ())):
+                for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with _safety_net():
-                        await self.keeper.keep(place.group, member, state)
+                        await self.keeper.keep(member.group, number, state)
             if fork is not None and forks:
                 fork.settle(state)
 
         return on_turn
 
-    async def _found(self, place: _Place, task: Task) -> EpisodeState | ScoredEpisode | None:
+    async def _found(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
         """What a process that died left of this attempt, if it can still be used."""
         found: EpisodeState | ScoredEpisode | None = None
         if self.keeper is not None:
             with _safety_net():
-                found = await self.keeper.find(place.group, place.member)
+                found = await self.keeper.find(member.group, member.number)
         if found is None:
             return None
         episode = found.episode if isinstance(found, ScoredEpisode) else found
         oldest = episode.oldest_version
         if episode.task_key != task.key:
-            log.warning("attempt %s starts afresh: task %s is not the one it was begun with", place.name, task.id)
+            log.warning("attempt %s starts afresh: task %s is not the one it was begun with", member.name, task.id)
             return None
-        if oldest is not None and oldest < place.oldest_version:
-            log.warning("attempt %s starts afresh: version %d, at least %d needed", place.name, oldest, place.oldest_version)
+        if oldest is not None and oldest < member.oldest_version:
+            log.warning("attempt %s starts afresh: version %d, at least %d needed", member.name, oldest, member.oldest_version)
             return None
         return found
 

@@ -89,11 +89,11 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
 
 
 def alerts(folder: Path, step: int) -> list[str]:
-    """What a person should hear about a learner step: what was set aside or rolled back, and why."""
+    """What a person should hear about a learner step: what was left out or rolled back, and why."""
     found = []
     for setback in FailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
-        did = {"skip": "set aside", "rollback": "rolled back, and set aside", "halt": "halted at"}[setback.action]
+        did = {"skip": "left out", "rollback": "rolled back, and left out", "halt": "halted at"}[setback.action]
         found.append(f"step {step + 1}: {did} groups {groups} ({len(setback.episodes)} episodes): {'; '.join(setback.reasons)}")
     return found
 
@@ -179,8 +179,8 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         left_out_reasons=left_out,
         tasks_quarantined=quarantine.count(folder),
         tokens_trained=total("tokens_trained"),
-        updates_set_aside=sum(setback.what != "group" for setback in setbacks),
-        groups_set_aside=sum(setback.what == "group" for setback in setbacks),
+        updates_left_out=sum(setback.what != "group" for setback in setbacks),
+        groups_left_out=sum(setback.what == "group" for setback in setbacks),
         rollbacks=sum(setback.action == "rollback" for setback in setbacks),
         weight_swaps=len(stalls),
         swap_stall_ms_p50=statistics.median(stalls) if stalls else None,

@@ -1,4 +1,4 @@
-"""Sandboxes: isolated places to run an agent's programs (Docker, bubblewrap), their images, warm pool and conformance checks.
+"""Sandboxes: walls around an agent's programs (Docker, bubblewrap), their images, warm pool and conformance checks.
 
 Everything a sandbox sends is hostile input. Nothing here ever runs an agent's program on the host.
 """

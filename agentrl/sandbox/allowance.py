@@ -41,7 +41,7 @@ NETWORK_SETTINGS = {
 
 CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_RESOURCE = 5, 6, 7, 24
 
-_places = itertools.count()
+_turns = itertools.count()
 
 
 def shared_memory_bytes(spec: SandboxSpec) -> int:
@@ -56,7 +56,7 @@ def disk_bytes(spec: SandboxSpec) -> int:
 
 
 def inodes(spec: SandboxSpec) -> int:
-    """Files and folders that each of the writable places may hold: an empty one still takes kernel memory."""
+    """Files and folders that each of the writable folders may hold: an empty one still takes kernel memory."""
     return INODES_PER_MEBIBYTE * spec.memory_mb
 
 
@@ -78,9 +78,9 @@ def told(options: dict[str, Any]) -> dict[str, str]:
 def describe(folder: Path, options: dict[str, Any]) -> dict[str, Path]:
     """Writes the files of `told` to `folder`; gives where in the sandbox each is shown."""
     shown = {}
-    for place, text in told(options).items():
-        shown[place] = folder / PurePath(place).name
-        shown[place].write_text(text)
+    for path, text in told(options).items():
+        shown[path] = folder / PurePath(path).name
+        shown[path].write_text(text)
     return shown
 
 
@@ -88,7 +88,7 @@ def cores(spec: SandboxSpec) -> list[int]:
     """The cores of one sandbox, as many as its CPU time fills: the next ones in turn of those that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
     count = min(len(usable), math.ceil(spec.cpus))
-    first = next(_places) * count
+    first = next(_turns) * count
     return sorted(usable[(first + number) % len(usable)] for number in range(count))
 
 

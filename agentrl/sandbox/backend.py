@@ -15,7 +15,7 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import cancellation, egress, images, layout, server_code
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
-from agentrl.sandbox.place import ChannelSandbox
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
 MAX_OPENING = 8
 MAX_MAKING = 4

@@ -27,9 +27,9 @@ from agentrl.records import SandboxSpec
 from agentrl.sandbox import allowance, cgroups, egress, images
 from agentrl.sandbox.backend import ChannelBackend, ReadyImage
 from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
-from agentrl.sandbox.place import ChannelSandbox
 
 USER = 65534
 ENDING_S = 5.0

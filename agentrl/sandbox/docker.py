@@ -40,11 +40,11 @@ from agentrl.sandbox import allowance, builds, egress, engine, images, shared
 from agentrl.sandbox.backend import MAX_OPENING, ChannelBackend, ReadyImage
 from agentrl.sandbox.build_context import BuildContext
 from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.inside.room import NAMESPACES, PERIOD_US
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, runtime_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.links import accept
-from agentrl.sandbox.place import ChannelSandbox
 from agentrl.sandbox.shared import CannotShare, Container, Containers, Keeper, Room
 
 log = logging.getLogger(__name__)
@@ -349,7 +349,7 @@ class DockerBackend(ChannelBackend):
 
         Its keeper may make namespaces and mounts, and what it starts gives that up before it runs anybody's program.
         """
-        memory = shared.PLACES * (spec.memory_mb << 20) + shared.KEEPER_BYTES
+        memory = shared.SLOTS * (spec.memory_mb << 20) + shared.KEEPER_BYTES
         host = {
             "NetworkMode": "none",
             "CapDrop": ["ALL"],
@@ -359,8 +359,8 @@ class DockerBackend(ChannelBackend):
             "Tmpfs": dict.fromkeys(("/tmp", "/home/agent"), "rw,nosuid,nodev,noexec,mode=755,size=65536"),
             "Memory": memory,
             "MemorySwap": memory,
-            "KernelMemoryTCP": shared.PLACES * allowance.socket_bytes(spec),
-            "PidsLimit": shared.PLACES * (spec.processes + 1) + 1,
+            "KernelMemoryTCP": shared.SLOTS * allowance.socket_bytes(spec),
+            "PidsLimit": shared.SLOTS * (spec.processes + 1) + 1,
             "LogConfig": {"Type": "none", "Config": {}},
             "Mounts": [{"Type": "bind", "Source": str(folder), "Target": "/agentrl", "ReadOnly": True}],
             "AutoRemove": True,
@@ -402,7 +402,7 @@ class DockerBackend(ChannelBackend):
             "files": {**allowance.told(options), "/etc/hosts": HOSTS, "/etc/hostname": "sandbox\n"},
             "terminals": allowance.TERMINAL_OPTIONS,
             "settings": allowance.NETWORK_SETTINGS,
-            "tmpfs": {place: f"mode=1777,size={size},nr_inodes={allowance.inodes(spec)}" for place, size in sizes.items()},
+            "tmpfs": {path: f"mode=1777,size={size},nr_inodes={allowance.inodes(spec)}" for path, size in sizes.items()},
         }
 
 

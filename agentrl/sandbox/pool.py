@@ -62,7 +62,7 @@ class WarmPool:
         self._backend = backend
         self._warm = warm
         self._fill_timeout_s = fill_timeout_s
-        self._places = asyncio.Semaphore(max_open)
+        self._slots = asyncio.Semaphore(max_open)
         self._filling = asyncio.Semaphore(MAX_FILLING)
         self._ready: OrderedDict[SandboxSpec, deque[PoolableSandbox]] = OrderedDict()
         self._coming: dict[SandboxSpec, int] = {}
@@ -84,7 +84,7 @@ class WarmPool:
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError:
             raise SandboxTimeout(f"all sandboxes were in use for {timeout_s:.1f} s") from None
         try:
@@ -93,9 +93,9 @@ class WarmPool:
                 left = max(0.1, deadline - asyncio.get_running_loop().time())
                 sandbox = await self._backend.open(spec, files=files, snapshot=snapshot, timeout_s=left)
         except BaseException:
-            self._places.release()
+            self._slots.release()
             raise
-        sandbox.when_closed(self._places.release)
+        sandbox.when_closed(self._slots.release)
         self._failures.pop(spec, None)
         self._refill(spec)
         return sandbox

@@ -1,7 +1,7 @@
-"""Containers that several sandboxes share, as the driver sees them: a connection to each one's keeper, and who has a place where.
+"""Containers that several sandboxes share, as the driver sees them: a connection to each one's keeper, and who has which slot.
 
 What costs in a container is the way through the daemon, a tenth of a second of CPU time; the isolation is cheap. So one container is the
-outer wall of up to `PLACES` sandboxes at a time and `LIFETIME` in all, each of which has walls of its own inside it (see
+outer wall of up to `SLOTS` sandboxes at a time and `LIFETIME` in all, each of which has walls of its own inside it (see
 `agentrl.sandbox.inside.room`). A container that fails takes those with it that are in it, and no other.
 """
 
@@ -22,7 +22,7 @@ from agentrl.errors import SandboxError
 
 log = logging.getLogger(__name__)
 
-PLACES = 16
+SLOTS = 16
 LIFETIME = 256
 KEEPER_BYTES = 64 << 20
 """Memory that a container has besides its sandboxes'."""
@@ -146,14 +146,14 @@ class Keeper:
 
 
 class Container:
-    """One shared container: its keeper, once that has said that it is ready, and how many places of it are taken."""
+    """One shared container: its keeper, once that has said that it is ready, and how many slots of it are taken."""
 
     def __init__(self, name: str, starting: Awaitable[Keeper]) -> None:
         self.name = name
         self.starting = asyncio.ensure_future(starting)
         self.taken = 0
         self.served = 0
-        self.used = 0.0  # when a place of it was given back last
+        self.used = 0.0  # when a slot of it was given back last
         self.starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # marked as seen: the callers may have gone
 
     @property
@@ -164,7 +164,7 @@ class Container:
 
     @property
     def has_room(self) -> bool:
-        return self.taken < PLACES and self.served < LIFETIME and not self.failed
+        return self.taken < SLOTS and self.served < LIFETIME and not self.failed
 
 
 Start = Callable[[], Container]
@@ -179,7 +179,7 @@ class Containers:
         self._containers: dict[Hashable, list[Container]] = {}
 
     async def take(self, key: Hashable, start: Start) -> Container:
-        """A container with a place for the caller, who gives it back with `give_back`. Raises what its start raises."""
+        """A container with a slot for the caller, who gives it back with `give_back`. Raises what its start raises."""
         container = next((container for container in self._containers.get(key, ()) if container.has_room), None)
         if container is None:
             container = start()
@@ -194,7 +194,7 @@ class Containers:
         return container
 
     def give_back(self, container: Container) -> None:
-        """Gives a place back; containers that are used up, have failed or are too many without a sandbox are stopped."""
+        """Gives a slot back; containers that are used up, have failed or are too many without a sandbox are stopped."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
         idle = sorted((other for here in self._containers.values() for other in here if not other.taken), key=lambda other: other.used)

@@ -23,17 +23,17 @@ def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path) ->
     code, output = agentrl(*arguments, *limit)
     assert code == 1, output
     assert "failed: step 1: entropy" in output and "1 rollbacks are made" in output
-    assert "alert: step 1: rolled back, and set aside groups 0, 1, 2, 3" in output
+    assert "alert: step 1: rolled back, and left out groups 0, 1, 2, 3" in output
     assert output.count("alert: halted") == 1
     assert steps_logged(run) == [1]
     found = summary(run)
-    assert (found["rollbacks"], found["updates_set_aside"], found["finished"]) == (1, 2, False)
+    assert (found["rollbacks"], found["updates_left_out"], found["finished"]) == (1, 2, False)
     assert "is below learner.limits.min_entropy.at=50" in (run / "report.html").read_text()
 
     code, output = agentrl(*arguments, "learner.limits.min_entropy.at=1e-9", "--resume")  # the others stay as they were
     assert code == 0, output
     found = summary(run)
-    assert found["finished"] and found["steps"] == 4 and (found["rollbacks"], found["updates_set_aside"]) == (1, 1)
+    assert found["finished"] and found["steps"] == 4 and (found["rollbacks"], found["updates_left_out"]) == (1, 1)
     code, output = agentrl("versions", str(run), "--json")
     versions = json.loads(output)
     assert [version["state"] for version in versions] == ["served"] * 4 + ["promoted"]

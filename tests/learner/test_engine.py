@@ -168,7 +168,7 @@ def test_a_gradient_with_a_nan_leaves_no_trace(results: dict[tuple[int, str], di
     """Weights untouched, the update counted, and the next good one is what it would have been (moments were untouched too)."""
     found = results[ranks, name]
     assert _gap(found["before"], found["after"]) == 0.0
-    assert found["metrics"]["updates_set_aside"] == 1
+    assert found["metrics"]["updates_left_out"] == 1
     assert found["metrics"]["optimizer_steps"] == 0
     assert _gap(found["then"], found["clean"]) == 0.0
     assert _gap(found["then"], found["before"]) > 0.0
@@ -233,7 +233,7 @@ def test_batches_at_the_edge_have_a_defined_end(results: dict[tuple[int, str], d
     found = results[ranks, name]
     for kind, empty in found["empty"].items():
         assert _gap(empty["before"], empty["after"]) == 0.0, kind
-        assert (empty["metrics"]["optimizer_steps"], empty["metrics"]["updates_set_aside"]) == (0, 0), kind
+        assert (empty["metrics"]["optimizer_steps"], empty["metrics"]["updates_left_out"]) == (0, 0), kind
         assert "advantage_std" not in empty["metrics"] and "value_loss" not in empty["metrics"], kind
     short = found["short"]
     assert short["samples"] == short["metrics"]["tokens_trained"] == 6, "completions of one token, two of them in groups of one"

@@ -107,7 +107,7 @@ def _check_export(folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder.parent / "000000")
     assert not torch.equal(base.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert AutoTokenizer.from_pretrained(folder).chat_template
-    assert '"updates_set_aside": 0.0' in (folder / "update.json").read_text()
+    assert '"updates_left_out": 0.0' in (folder / "update.json").read_text()
 
 
 async def test_a_divergence_in_the_reward_gives_groups_of_equal_scores_a_preference(tmp_path: Path, make_learner: MakeLearner) -> None:

@@ -80,7 +80,7 @@ def test_a_refused_update_leaves_no_trace_and_is_written_down(results: Results, 
     if kind == "halt":
         assert "learner.limits.max_kl.at=1e-06" in found["halted"]
     else:
-        assert found["metrics"]["updates_set_aside"] == 1 and found["metrics"]["optimizer_steps"] == 0
+        assert found["metrics"]["updates_left_out"] == 1 and found["metrics"]["optimizer_steps"] == 0
         assert found["counts"] == Counts(bad_in_a_row=1)
     if kind in ("norm", "half", "figure"):
         assert found["metrics"]["grad_norm"] == pytest.approx(found["reference"]["grad_norm"], rel=1e-6), "the true norm is told"

@@ -122,7 +122,7 @@ def test_a_one_token_completion_is_a_sample() -> None:
     assert [sample.loss_mask for sample in assemble(0, [group], RECIPE).batch.samples] == [(False, True)] * 2
 
 
-def test_an_episode_longer_than_the_context_sets_its_group_aside() -> None:
+def test_an_episode_longer_than_the_context_leaves_its_group_out() -> None:
     longest = RECIPE.policy.max_model_len
     fits = _scored("a", 1.0, [_turn([1] * (longest - 1), [2])])
     over = _scored("b", 0.0, [_turn([1], [2])], [_turn([1] * (longest - 1), [2]), _turn([], [3])])
@@ -198,7 +198,7 @@ def test_an_empty_step_is_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"])
 @pytest.mark.parametrize("scores", [(1e300, -1e300), (1.7e308, 1.6e308), (1e39, 0.0)])
-def test_scores_whose_advantages_leave_the_range_of_a_float_are_set_aside(advantage: str, scores: tuple[float, float]) -> None:
+def test_scores_whose_advantages_leave_the_range_of_a_float_are_left_out(advantage: str, scores: tuple[float, float]) -> None:
     """1e300 cannot be squared, 1.7e308 not even be added up; 1e39 is a fine score, but no float32."""
     changes = {"critic": {}} if advantage == "gae" else {}
     recipe = build({**RECIPE.model_dump(mode="json"), "objective": {"advantage": advantage, "normalize_std": False}, **changes})
@@ -208,6 +208,6 @@ def test_scores_whose_advantages_leave_the_range_of_a_float_are_set_aside(advant
     assert made.batch.group_indices == (0,)
 
 
-def test_turn_rewards_too_large_to_square_are_set_aside() -> None:
+def test_turn_rewards_too_large_to_square_are_left_out() -> None:
     huge = [_rewarded(_scored(name, 1.0, [_turn([1], [2])]), (reward,)) for name, reward in (("a", 1e300), ("b", -1e300))]
     assert assemble(0, [_group(0, *huge)], _with(turn_coef=1.0)).dropped == {0: "non_finite_advantage"}

@@ -71,7 +71,7 @@ def test_no_episode_is_lost_in_counting(several: list[dict[str, int]]) -> None:
     assert values == sorted(values, reverse=True)
 
 
-STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0, "weights_changed": 0.0, "updates_set_aside": 0.0}
+STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0, "weights_changed": 0.0, "updates_left_out": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
         ),
         ({"episodes_left_out": 5, "groups_too_few": 2.0}, {TEXT: 5}, "(2 groups: fewer than rollout.min_group_size attempts were scored)"),
         (
-            {"tokens_trained": 90.0, "updates_set_aside": 1.0},
+            {"tokens_trained": 90.0, "updates_left_out": 1.0},
             {},
-            "all 1 updates of 1 step were set aside, and failures/updates.jsonl says why",
+            "all 1 updates of 1 step were left out, and failures/updates.jsonl says why",
         ),
         ({"tokens_trained": 90.0}, {}, "no update of the policy was made in 1 step"),
         ({"tokens_trained": 90.0, "weights_changed": 1.0}, {}, ""),

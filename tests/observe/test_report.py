@@ -148,7 +148,7 @@ def test_a_damaged_summary_is_said_not_hidden(run_dir: Path) -> None:
     assert "summary.json does not validate" in shown and "recipe.json cannot be read" in shown and "Learning" in shown
 
 
-def test_tasks_that_were_set_aside_are_counted(run_dir: Path) -> None:
+def test_tasks_that_were_left_out_are_counted(run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     (run_dir / "summary.json").write_text(json.dumps(summary | {"tasks_quarantined": 417}))
     assert re.search(r"417\s*tasks in quarantine", Page(write_report(run_dir)).shown)

@@ -144,7 +144,7 @@ def broken(index: int) -> Task | None:
     return replace(make_task(1), tools=("pyhton",)) if index in (1, 3) else None
 
 
-async def test_broken_tasks_are_set_aside_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
     recipe, policy = make_recipe(groups_per_step=5, group_size=2), Journaled(tmp_path / "journal.jsonl")
     async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)

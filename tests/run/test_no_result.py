@@ -55,7 +55,7 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
         made = assemble(0, groups, recipe)
         dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in made.dropped.values())
         changed = float(bool(made.batch.samples))
-        update = {"tokens_trained": made.batch.denominator, "weights_changed": changed, "updates_set_aside": 0.0, **dropped}
+        update = {"tokens_trained": made.batch.denominator, "weights_changed": changed, "updates_left_out": 0.0, **dropped}
         (folder / "update.json").write_text(json.dumps(update))
         metrics = measure.step_metrics(groups, folder, None, step=0, wall_s=1.0)
         measure.keep_left_out(folder, 1, groups)

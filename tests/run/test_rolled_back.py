@@ -115,14 +115,14 @@ async def test_a_version_that_was_rolled_back_is_passed_over_and_its_step_is_tol
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
     assert run.registry.get(2).state is VersionState.ROLLED_BACK
-    assert run.tracker.said == [f"step 3: rolled back, and set aside groups 2 (1 episodes): {limit}"]
+    assert run.tracker.said == [f"step 3: rolled back, and left out groups 2 (1 episodes): {limit}"]
     await close(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "its update and its groups still count"
     assert "swap_stall_ms" not in lines[1] and "swap_stall_ms" in lines[2]
     (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
     summary = measure.summarize(tmp_path, RECIPE, {}, backend="docker", interrupted=False)
-    assert (summary.updates_set_aside, summary.rollbacks, summary.groups_set_aside, summary.weight_swaps) == (1, 1, 0, 3)
+    assert (summary.updates_left_out, summary.rollbacks, summary.groups_left_out, summary.weight_swaps) == (1, 1, 0, 3)
     summary.write(tmp_path)
     assert limit in write_report(tmp_path).read_text()
 
@@ -216,7 +216,7 @@ def test_every_kind_of_setback_has_its_line(tmp_path: Path) -> None:
     one = Setback(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
     FailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
     assert measure.alerts(tmp_path, 0) == [
-        "step 1: set aside groups 3 (2 episodes): non_finite_score",
+        "step 1: left out groups 3 (2 episodes): non_finite_score",
         "step 1: halted at groups 1, 2 (2 episodes): x; y",
     ]
     assert measure.alerts(tmp_path, 1) == []

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import arguments, frames
 from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside import requests, wire
 from agentrl.sandbox.inside.wire import Refused
-from agentrl.sandbox.place import ChannelSandbox
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=12) | st.sampled_from(
     ["", ".", "..", "/", "a/b", "\ud800", "\udcff", "\0", "A=B", "=", "x" * 256, "é" * 128, "/".join("d" * 64), "/".join("d" * 65), "a//b"]

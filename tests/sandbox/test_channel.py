@@ -10,8 +10,8 @@ from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import frames
 from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.frames import FrameError
-from agentrl.sandbox.place import ChannelSandbox
 
 
 class Peer:

@@ -138,7 +138,7 @@ async def test_an_image_that_is_not_of_packages_alone_is_not_shared(backend):
 
 
 async def test_a_container_that_is_full_or_used_up_is_followed_by_another(backend, monkeypatch):
-    monkeypatch.setattr(shared, "PLACES", 2)
+    monkeypatch.setattr(shared, "SLOTS", 2)
     monkeypatch.setattr(shared, "LIFETIME", 3)
     one, other, third = [await backend.open(SPEC) for _ in range(3)]
     first, *_ = sorted(containers(), key=lambda name: int(name.rpartition("-")[2]))
@@ -168,7 +168,7 @@ async def test_few_containers_wait_without_a_sandbox(backend, monkeypatch):
 
 
 async def test_a_container_that_dies_takes_its_own_sandboxes_and_no_others(backend, monkeypatch):
-    monkeypatch.setattr(shared, "PLACES", 2)
+    monkeypatch.setattr(shared, "SLOTS", 2)
     sandboxes = [await backend.open(SPEC) for _ in range(2)]
     (first,) = containers()
     sandboxes += [await backend.open(SPEC) for _ in range(2)]
@@ -231,6 +231,7 @@ async def test_conformance_of_a_container_for_each(backend, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("mounts_stay")
 async def test_every_attack_on_a_container_for_each_is_contained(root):
     async with opened(root) as backend:
         spec = SandboxSpec(image="image", memory_mb=192, processes=48, disk_mb=16, open_files=128, runtime="crun")

@@ -397,11 +397,12 @@ async def test_a_dead_engine_is_noticed_and_nothing_is_left_after_stop(served: S
     assert pid is not None
     members, shared = group_members(pid), shared_memory(pid)
     engine = max(set(members) - {pid}, key=lambda member: int(Path(f"/proc/{member}/statm").read_text().split()[1]))
-    request = asyncio.create_task(served.generate(PROMPT, max_tokens=900))
+    requests = [asyncio.create_task(served.generate(PROMPT, max_tokens=900)) for _ in range(32)]
     await asyncio.sleep(0.3)
     os.kill(engine, signal.SIGKILL)
-    with pytest.raises(ServingError):
-        await request
+    ended = await asyncio.gather(*requests, return_exceptions=True)
+    cut_short = [one for one in ended if not isinstance(one, Completion)]  # others may have come to their end in time
+    assert cut_short and all(isinstance(one, ServingError) for one in cut_short), cut_short
     async with asyncio.timeout(120):
         while await server.alive():
             await asyncio.sleep(0.05)

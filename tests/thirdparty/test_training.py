@@ -27,8 +27,9 @@ SMALL = [
 @pytest.mark.bubblewrap
 @pytest.mark.e2e
 def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
-    run, account = tmp_path / "run", tmp_path / "sandboxes.json"
+    run, account, journal = tmp_path / "run", tmp_path / "sandboxes.json", tmp_path / "ended"
     parts = [
+        *("rollout.agent=fieldkit.agent:JournalAgent", f"rollout.agent_options={json.dumps({'journal': str(journal)})}"),
         *("sandbox.backend=fieldkit-sandboxes", f"sandbox.options={json.dumps({'account': str(account)})}"),
         *("serving.weight_transfer=fieldkit.channel:JournalChannel", 'serving.weight_transfer_options={"journal": "went.jsonl"}'),
         *("store=fieldkit-store", 'store_options={"folder": "kept"}'),
@@ -48,6 +49,7 @@ def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
 
     counts = json.loads(account.read_text())
     assert counts["opened"] >= 8 and counts["programs"] >= 8
+    assert len(journal.read_text().splitlines()) >= 2 * 4 * 12 + 8, "every episode of both steps and of an evaluation"
     assert not (run / "experience.sqlite").exists() and not (run / "logs" / "tensorboard").exists()
     groups = [codec.from_json(Group, file.read_bytes()) for file in sorted((run / "kept").glob("[0-9]*.json"))]
     assert [group.index for group in groups] == list(range(8))

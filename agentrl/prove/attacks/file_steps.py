@@ -10,7 +10,7 @@ from agentrl.contract.outputs import Collected, collect
 from agentrl.errors import SandboxError
 from agentrl.prove.attacks.arena import Escaped
 from agentrl.prove.attacks.host_steps import MEBIBYTE, STEPS, Scene
-from agentrl.sandbox.place import ChannelSandbox
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
 __all__ = ["STEPS"]
 

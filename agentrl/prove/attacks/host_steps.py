@@ -16,7 +16,7 @@ from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.prove.attacks.arena import Arena, Broken, Escaped
 from agentrl.records import ExecResult
 from agentrl.sandbox.backend import ChannelBackend
-from agentrl.sandbox.place import ChannelSandbox
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
 MEBIBYTE = 1 << 20
 RACE_S = 1.5

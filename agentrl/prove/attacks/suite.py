@@ -24,7 +24,7 @@ from agentrl.prove.attacks.host_steps import SESSION, Scene
 from agentrl.prove.attacks.hostile_server import PATIENT
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.backend import ChannelBackend
-from agentrl.sandbox.place import ChannelSandbox
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 
 ATTACK_SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=192, processes=48, disk_mb=24, open_files=128)
 """Small, so that an uncontained bomb hits these limits first."""

@@ -26,7 +26,7 @@ def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     refused: int | None = errno.ENOENT
-    for path in places(argv[0], environment):
+    for path in candidates(argv[0], environment):
         try:
             os.execve(path, argv, environment)
         except OSError as error:
@@ -36,7 +36,7 @@ def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
     return 126 if refused == errno.EACCES else 127
 
 
-def places(name: str, environment: dict[str, str]) -> list[str]:
+def candidates(name: str, environment: dict[str, str]) -> list[str]:
     """Where a program of that name may be. `os.execvpe` looks there too, and takes a millisecond to import what it warns with."""
     if "/" in name:
         return [name]

@@ -23,8 +23,8 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def send_file(link: Link, request: Request, body: Body) -> Answer:
-    with FolderPath() as places:
-        folder, name = places.parent(request["path"])
+    with FolderPath() as folders:
+        folder, name = folders.parent(request["path"])
         fd = open_regular(name, folder)
     sink = Sink(link, request["id"], request["max_bytes"], f"{request['path']} is larger than {request['max_bytes']} bytes")
     with open(fd, "rb", buffering=0) as file:
@@ -36,9 +36,9 @@ def send_file(link: Link, request: Request, body: Body) -> Answer:
 
 
 def take_files(link: Link, request: Request, body: Body) -> Answer:
-    with FolderPath() as places:
+    with FolderPath() as folders:
         for path, size in request["files"]:
-            write_file(*places.parent(path, create=True), body, size)
+            write_file(*folders.parent(path, create=True), body, size)
     return {}, b""
 
 

@@ -158,11 +158,11 @@ class Keeper:
         """Closes everything but what this sandbox was handed; gives its connection to the host."""
         os.setsid()
         nothing = os.open("/dev/null", os.O_RDWR)
-        places = {place: handed[name] for name, place in (("link", HOST_FD), ("egress", EGRESS_FD)) if name in handed}
-        moved = {place: fcntl.fcntl(fd, fcntl.F_DUPFD, OUT_OF_THE_WAY) for place, fd in places.items()}
-        for place, fd in {0: nothing, 1: nothing, 2: nothing, **moved}.items():
-            os.dup2(fd, place, inheritable=place <= 2)
-        os.closerange(max(places) + 1, SERVER_FILES)
+        kept = {number: handed[name] for name, number in (("link", HOST_FD), ("egress", EGRESS_FD)) if name in handed}
+        moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, OUT_OF_THE_WAY) for number, fd in kept.items()}
+        for number, fd in {0: nothing, 1: nothing, 2: nothing, **moved}.items():
+            os.dup2(fd, number, inheritable=number <= 2)
+        os.closerange(max(kept) + 1, SERVER_FILES)
         self.host.detach()
         return socket.socket(fileno=HOST_FD)
 

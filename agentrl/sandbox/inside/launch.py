@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 
-from agentrl.sandbox.inside.child import places
+from agentrl.sandbox.inside.child import candidates
 from agentrl.sandbox.inside.users import ENVIRONMENT, LIBC, VICTIM
 
 TYPE_CHECKING = False
@@ -108,8 +108,8 @@ class Launcher:
 
     def see_out(self, pid: int) -> None:
         """Waits for the end of the program. The thread stays as long: to the kernel it is the parent, whose end a program may mind."""
-        for place in range(3):  # a pipe is at its end when the program, and what it leaves, have closed it
-            os.dup2(self.nowhere, place)
+        for number in range(3):  # a pipe is at its end when the program, and what it leaves, have closed it
+            os.dup2(self.nowhere, number)
         _, status = os.waitpid(pid, 0)
         self.say(status)
 
@@ -125,8 +125,8 @@ class Launcher:
         packet, pipes, _, _ = socket.recv_fds(self.control, 1, 3, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             os._exit(0)
-        for place, fd in enumerate(pipes):
-            os.dup2(fd, place)
+        for number, fd in enumerate(pipes):
+            os.dup2(fd, number)
             os.close(fd)
 
     def close(self) -> None:
@@ -146,6 +146,6 @@ def spawned(argument: Argument, has_stdin: bool) -> int:
     """Process id of a program that this thread starts; by becoming the program, its process gives up the third id and all rights."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
-    path = next(place for place in places(argv[0], environment) if os.access(place, os.X_OK))
+    path = next(place for place in candidates(argv[0], environment) if os.access(place, os.X_OK))
     actions = [] if has_stdin else [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
     return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True)

@@ -154,8 +154,8 @@ def move_in(room: Request, groups: Groups, program: bytes) -> None:
     put_up_files(room, groups, program)
     put_up_devices(room)
     put_up_processes(room)
-    for place, settings in room["tmpfs"].items():
-        mount("tmpfs", TREE + place, "tmpfs", PLAIN, settings)
+    for path, settings in room["tmpfs"].items():
+        mount("tmpfs", TREE + path, "tmpfs", PLAIN, settings)
     mount(None, f"{TREE}/dev", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC)
     if "uts" in room["namespaces"]:
         socket.sethostname("sandbox")
@@ -165,18 +165,18 @@ def move_in(room: Request, groups: Groups, program: bytes) -> None:
 
 
 def put_up_files(room: Request, groups: Groups, program: bytes) -> None:
-    """/agentrl with what is this sandbox's alone, some of it shown in the image's places, and the cores in /sys. All read-only."""
+    """/agentrl with what is this sandbox's alone, some of it shown over the image's files, and the cores in /sys. All read-only."""
     own = f"{TREE}/agentrl"
     mount(room["name"], own, "tmpfs", PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
-    for number, (place, text) in enumerate(room["files"].items()):
+    for number, (path, text) in enumerate(room["files"].items()):
         put(f"{own}/{number}", text)
-        if place.startswith("/sys/"):
+        if path.startswith("/sys/"):
             mount("tmpfs", f"{TREE}/sys", "tmpfs", PLAIN | MS_NOEXEC, "size=65536,mode=0755")
-            os.makedirs(os.path.dirname(TREE + place))
-            put(TREE + place, "")
-        mount(f"{own}/{number}", TREE + place, None, MS_BIND)
-        mount(None, TREE + place, None, MS_REMOUNT | MS_BIND | MS_RDONLY | PLAIN | MS_NOEXEC)
-        if place.startswith("/sys/"):
+            os.makedirs(os.path.dirname(TREE + path))
+            put(TREE + path, "")
+        mount(f"{own}/{number}", TREE + path, None, MS_BIND)
+        mount(None, TREE + path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | PLAIN | MS_NOEXEC)
+        if path.startswith("/sys/"):
             mount(None, f"{TREE}/sys", None, MS_REMOUNT | MS_BIND | MS_RDONLY | PLAIN | MS_NOEXEC)
     put(f"{own}/memory", "")
     mount(groups.memory_events(room["name"]), f"{own}/memory", None, MS_BIND)
@@ -227,9 +227,9 @@ def raise_loopback() -> None:
 
 def hide_the_container() -> None:
     """Puts the new tree over the old one, of which nothing but the image is left under it."""
-    for place in ("/agentrl", "/sys", "/proc", HOME):
-        if LIBC.umount2(place.encode(), MNT_DETACH) != 0:
-            raise last_error(f"unmounting {place}")
+    for path in ("/agentrl", "/sys", "/proc", HOME):
+        if LIBC.umount2(path.encode(), MNT_DETACH) != 0:
+            raise last_error(f"unmounting {path}")
     os.chdir(TREE)
     mount(".", "/", None, MS_MOVE)
     os.chroot(".")

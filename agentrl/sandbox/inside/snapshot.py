@@ -168,12 +168,12 @@ def open_closed(folder: int, name: str, flags: int, needed: int) -> tuple[int, o
         info = os.fstat(handle)
         if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
-        mode, place = stat.S_IMODE(info.st_mode), f"/proc/self/fd/{handle}"
-        os.chmod(place, mode | needed)
+        mode, path = stat.S_IMODE(info.st_mode), f"/proc/self/fd/{handle}"
+        os.chmod(path, mode | needed)
         try:
-            return os.open(place, flags & ~os.O_NOFOLLOW), info
+            return os.open(path, flags & ~os.O_NOFOLLOW), info
         except BaseException:
-            os.chmod(place, mode)
+            os.chmod(path, mode)
             raise
     finally:
         os.close(handle)
@@ -190,7 +190,7 @@ def unpack(archive: ArchiveIn, top: str) -> None:
     """Makes what `archive` holds in the folder `top`. Raises `Refused` for what is no archive, has no room, or leads out of it."""
     made: list[tuple[str, Entry]] = []  # folders
     count = 0
-    with FolderPath(top) as places, FolderPath(top) as sources:
+    with FolderPath(top) as folders, FolderPath(top) as sources:
         while (entry := archive.next()) is not None:
             count += 1
             if count > MAX_ENTRIES:
@@ -199,9 +199,9 @@ def unpack(archive: ArchiveIn, top: str) -> None:
             if entry.kind == FOLDER_ENTRY:
                 path = path[:-1] if path.endswith("/") else path
                 made.append((path, entry))
-            make(entry, archive, *places.parent(path, create=True), sources)
+            make(entry, archive, *folders.parent(path, create=True), sources)
         for path, entry in reversed(made):  # whatever lies in one is there before it is closed
-            finish_folder(entry, *places.parent(path))
+            finish_folder(entry, *folders.parent(path))
 
 
 def make(entry: Entry, archive: ArchiveIn, folder: int, name: str, sources: FolderPath) -> None:

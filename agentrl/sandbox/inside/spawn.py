@@ -105,8 +105,8 @@ def wait_and_work(users: Users, likely: str, pipes: Pipes, control: int) -> NoRe
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        for place, fd in enumerate(pipes.theirs):
-            os.dup2(fd, place)
+        for standard, fd in enumerate(pipes.theirs):
+            os.dup2(fd, standard)
         os.dup2(control, CONTROL, inheritable=False)
         os.closerange(CONTROL + 1, SERVER_FILES)
         os.chdir(HOME)

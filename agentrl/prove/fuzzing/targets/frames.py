@@ -15,8 +15,8 @@ from agentrl.prove.fuzzing import mutators
 from agentrl.prove.fuzzing.target import Check, Target, must
 from agentrl.records import SandboxSpec
 from agentrl.sandbox.channel import Channel
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.frames import CUT_MARK_BYTES
-from agentrl.sandbox.place import ChannelSandbox
 
 OUTPUT_BYTES = 1000
 READ_BYTES = 500

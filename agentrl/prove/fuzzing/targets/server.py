@@ -35,7 +35,7 @@ def prepare(scratch: Path) -> Check:
 
 
 def _call(desk: Desk, kind: str, said: Sequence[Any]) -> None:
-    """One call as `agentrl.sandbox.place` makes it; what that refuses is a `ValueError` or a `TypeError`."""
+    """One call as `agentrl.sandbox.channel_sandbox` makes it; what that refuses is a `ValueError` or a `TypeError`."""
     one, two, three, four = (*said, None, None, None, None)[:4]
     try:
         if kind == "read":
