@@ -25,6 +25,7 @@ from agentrl.records import Split  # noqa: E402
 from agentrl.run.evaluate import evaluate  # noqa: E402
 from agentrl.run.opening import Run, opened  # noqa: E402
 from agentrl.run.transcript import append  # noqa: E402
+from agentrl.sampling import Sampling  # noqa: E402
 from agentrl.task import open_family, sandbox_specs  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 
@@ -39,7 +40,7 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
         for spec in sandbox_specs(run.family):
             starting.create_task(run.sandboxes.prepare(spec))
         starting.create_task(run.served.start(base))
-    runner = replace(run.groups, runner=replace(run.groups.runner, temperature=arguments.temperature))
+    runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
     found: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:
         options = run.recipe.tasks.options | {"datasets": ",".join(arguments.kinds), "heldout_kinds": "", "tool": tool}
