@@ -19,7 +19,7 @@ from agentrl.records import Message, Split, Task
 from sandboxes.reasoning import Reasoning, catalogue, problems
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.problems import digest, is_heldout
-from sandboxes.reasoning.worked import PROGRAMS
+from sandboxes.reasoning.worked import PROGRAMS, program
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVERAL = {"datasets": "chain_sum, gcd:2, spell_backward@0, tower_of_hanoi(max_disks=4)", "heldout_kinds": "lcm, simple_geometry"}
@@ -105,6 +105,14 @@ def test_a_prompt_begins_with_solved_problems() -> None:
     kinds = [family(datasets="chain_sum, maze").task(Split.TRAIN, index).prompt[1].content for index in (0, 1)]
     assert "arithmetic problem" in kinds[0] and "multiplication" in kinds[1], "a maze has no program, so others are shown"
     assert len(Reasoning(examples=0).task(Split.TRAIN, 0).prompt) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.models
+def test_a_question_that_is_put_otherwise_has_the_examples_of_others() -> None:
+    """`letter_counting` asks in one way; a sum that a key puts otherwise is one that no program here reads."""
+    assert program("lcm", "Which is the smallest number that 4 and 6 divide?") is None and program("maze", "?") is None
+    task = family(datasets="basic_arithmetic(format_style=natural)").task(Split.TRAIN, 1)
+    assert len(task.prompt) == 10 and Reasoning().gold(task)
 
 
 @pytest.mark.models
