@@ -1,13 +1,15 @@
 """One learner update on this machine: ours (forests of shared prefixes), TRL's GRPOTrainer and a padded plain loop, side by side.
 
     python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--out docs/learner-results.md]
-    python benchmarks/learner.py --only shared --clock cpu      # one case; processor time, on a machine that others use too
+    python benchmarks/learner.py --only tree --clock cpu        # one case; processor time, on a machine that others use too
+    python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
-The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is
-not. Contenders take turns within each repetition. TRL runs with what is fastest here: no reference model, one batch when it fits,
-its fused output head. Every contender gets its samples sorted and batched the way that pads least. Gradients are compared before
-anything is timed: the figures mean nothing unless all three compute the same update. Last comes the memory of the output head
-at a vocabulary of 151,936, each way in a process of its own.
+The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not.
+With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is left out. Contenders take turns
+within each repetition. TRL runs with what is fastest here: no reference model, one batch when it fits, its fused output head. Every
+contender gets its samples sorted and batched the way that pads least. Gradients are compared before anything is timed: the figures
+mean nothing unless all compute the same update. Last comes the memory of the output head at a vocabulary of 151,936, each way in a
+process of its own (not with --model or --only).
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +78,16 @@ def sample(name: str, prompt: Sequence[int], rest: Sequence[tuple[bool, Sequence
     )
 
 
-def words(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(10, VOCABULARY) for _ in range(count)]
+def words(rng: random.Random, count: int, vocabulary: int = VOCABULARY) -> list[int]:
+    return [rng.randrange(10, vocabulary) for _ in range(count)]
+
+
+def group(prompt: int, answers: int, vocabulary: int, *, size: int = 8) -> Case:
+    """Attempts at one task: a prompt of so many tokens that all share, and answers that share nothing."""
+    rng = random.Random(f"{prompt}/{answers}")
+    shared = words(rng, prompt, vocabulary)
+    made = (sample(f"g{n}", shared, [(True, words(rng, answers, vocabulary))], rng) for n in range(size))
+    return Case(name=f"group of {size}, prompt {prompt}, answers {answers}", samples=tuple(made))
 
 
 def cases(seed: int) -> list[Case]:
@@ -102,9 +113,53 @@ def cases(seed: int) -> list[Case]:
     ]
 
 
-def make_model(size: str, attention: str) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the number of operations depends on."""
 
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    width: int  # of a head
+    vocabulary: int
+
+
+def shape_of(model: str) -> Shape:
+    """Of one of `SIZES`, or of the model in a folder."""
+    if model in SIZES:
+        hidden, layers, heads, kv_heads, mlp = SIZES[model]
+        width = hidden // heads
+        return Shape(hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, mlp=mlp, width=width, vocabulary=VOCABULARY)
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    return Shape(
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        mlp=config.intermediate_size,
+        width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+    )
+
+
+def make_tokenizer_of(model: str) -> Any:
+    if model in SIZES:
+        return make_tokenizer()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def make_model(size: str, attention: str) -> Any:
+    """A random model of one of `SIZES`, or the one in a folder, in float32."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    if size not in SIZES:
+        return AutoModelForCausalLM.from_pretrained(size, dtype=torch.float32, attn_implementation=attention).train()
     hidden, layers, heads, kv_heads, mlp = SIZES[size]
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -207,7 +262,7 @@ class Trl:
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=arguments,
             train_dataset=Dataset.from_list([{"prompt": "a"}] * 8),
-            processing_class=make_tokenizer(),
+            processing_class=make_tokenizer_of(size),
         )
         self.trainer.current_gradient_accumulation_steps = 1
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
@@ -267,25 +322,33 @@ def surrogate(logprobs: Tensor, batch: tuple[Tensor, Tensor, Tensor], trained: i
     return policy_loss(tokens, OBJECTIVE, denominator=trained).loss
 
 
-def bound(case: Case, size: str) -> float:
+def bound(case: Case, shape: Shape) -> float:
     """How many times fewer floating-point operations our update needs than the padded loop's, from the shapes alone."""
-    hidden, layers, heads, kv_heads, mlp = SIZES[size]
-    width = hidden // heads
-    per_token = layers * (hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * mlp)
-    per_pair = layers * 2 * heads * width
+    per_token = shape.layers * (shape.hidden * shape.width * (2 * shape.heads + 2 * shape.kv_heads) + 3 * shape.hidden * shape.mlp)
+    per_pair = shape.layers * 2 * shape.heads * shape.width
+    head = shape.hidden * shape.vocabulary
     rows = plan(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
     batches = [micro_batch(some, CPU) for some in rows]
     pairs = sum(int((batch.layout.positions + 1).sum()) for batch in batches)
-    ours = (
-        sum(b.input_ids.numel() for b in batches) * per_token
-        + pairs * per_pair
-        + sum(b.targets.numel() for b in batches) * hidden * VOCABULARY
-    )
+    ours = sum(b.input_ids.numel() * per_token + b.targets.numel() * head for b in batches) + pairs * per_pair
     theirs = 0
     for batch in by_length(case.samples):
         b, t = len(batch), len(batch[0].token_ids)
-        theirs += b * t * (per_token + hidden * VOCABULARY) + b * t * (t + 1) // 2 * per_pair
+        theirs += b * t * (per_token + head) + b * t * (t + 1) // 2 * per_pair
     return theirs / ours
+
+
+def on_policy(case: Case, scorer: TokenScorer) -> Case:
+    """The same with the model's own logprobs as those of sampling: a real model finds random tokens so unlikely that ratios to a guess
+    would all be clipped, and their gradients nothing."""
+    made: dict[str, Sample] = {}
+    with torch.no_grad():
+        for one in case.samples:
+            batch = micro_batch(plan([one], rank=0, ranks=1, max_tokens=BUDGET)[0], CPU)
+            found, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+            values = iter(found[batch.expand].tolist())
+            made[one.episode_id] = replace(one, logprobs=tuple(next(values) if on else 0.0 for on in one.loss_mask))
+    return replace(case, samples=tuple(made[one.episode_id] for one in case.samples))
 
 
 def once(contender: Any, case: Case, clock: Callable[[], float]) -> float:
@@ -305,8 +368,13 @@ def gradient(contender: Any, case: Case) -> Tensor:
     return flat
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
     for case in made:
+        say(f"{case.name}: comparing gradients")
         found = [gradient(contender, case) for contender in contenders]
         for contender, other in zip(contenders[1:], found[1:], strict=True):
             gap = ((other - found[0]).norm() / found[0].norm()).item()
@@ -314,9 +382,15 @@ def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
                 raise SystemExit(f"{case.name}: the gradient of {contender.name} differs from ours by {gap:.2g}")
 
 
-def table(size: str, repeat: int, *, only: str, clock: Callable[[], float]) -> str:
-    contenders: list[Any] = [Ours(size), Trl(size), Padded(size)]
-    made = [case for case in cases(0) if only in case.name]
+def table(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float]) -> str:
+    shape = shape_of(size)
+    ours = Ours(size)
+    contenders: list[Any] = [ours, Trl(size)]
+    if size in SIZES:
+        contenders.append(Padded(size))
+    else:
+        say(f"{size}: logprobs of sampling")
+        made = [on_policy(case, ours.scorer) for case in made]
     check_same_update(contenders, made)
     lines = [
         "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours | FLOP bound | reached |",
@@ -326,14 +400,15 @@ def table(size: str, repeat: int, *, only: str, clock: Callable[[], float]) -> s
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for contender in contenders:
             once(contender, case, clock)
-        for _ in range(repeat):
+        for turn in range(repeat):
+            say(f"{case.name}: turn {turn + 1} of {repeat}")
             for contender in contenders:
                 times[contender.name].append(once(contender, case, clock))
         for contender in contenders:
             values = times[contender.name]
             median = statistics.median(values)
             ratio = statistics.median(theirs / mine for theirs, mine in zip(values, times[contenders[0].name], strict=True))
-            limit = bound(case, size) if contender.name == "padded loop" else None
+            limit = bound(case, shape) if contender.name == "padded loop" else None
             shown = (f"{limit:.2f}", f"{ratio / limit:.0%}") if limit else ("", "")
             spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
             first = case.name if contender is contenders[0] else ""
@@ -377,10 +452,28 @@ def head_table() -> str:
     )
 
 
+def folder_cases(folder: str, prompt: int, answers: Sequence[int]) -> list[Case]:
+    """The groups for a model folder. Exits where there is none, or where they do not fit the model."""
+    if not (Path(folder) / "config.json").is_file():
+        sys.exit(f"error: no model in {folder}\nfix: give a folder with config.json and safetensors weights")
+    from transformers import AutoConfig
+
+    longest = AutoConfig.from_pretrained(folder).max_position_embeddings
+    if prompt < 1 or min(answers) < 1 or prompt + max(answers) > longest:
+        sys.exit(f"error: a prompt of {prompt} and answers of {max(answers)} tokens\nfix: at least 1 each, and at most {longest} together")
+    vocabulary = shape_of(folder).vocabulary
+    return [group(prompt, length, vocabulary) for length in answers]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--size", choices=list(SIZES), nargs="+", default=["small"])
+    parser.add_argument("--model", help="a model folder in place of a size: one group on its weights")
+    parser.add_argument("--prompt", type=int, default=300, help="with --model: tokens of the group's shared prompt (default 300)")
+    parser.add_argument(
+        "--answers", type=int, nargs="+", default=[64], help="with --model: tokens of an answer; several make several cases"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
@@ -392,10 +485,15 @@ def main() -> None:
         head_peak(options.head)
         return
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
-    tables = {size: table(size, options.repeat, only=options.only, clock=clock) for size in options.size}
-    parts = [f"## Model `{size}`\n\nHidden, layers, heads, key heads, MLP: {SIZES[size]}.\n\n{made}" for size, made in tables.items()]
-    text = "\n\n".join(parts if options.only else [*parts, f"## Memory\n\n{head_table()}"])
-    command = f"python benchmarks/learner.py --repeat {options.repeat} --size {' '.join(options.size)} --threads {options.threads}"
+    if options.model:
+        made = folder_cases(options.model, options.prompt, options.answers)
+        subjects = {options.model: made}
+    else:
+        subjects = {size: [case for case in cases(0) if options.only in case.name] for size in options.size}
+    tables = {subject: table(subject, options.repeat, made=made, clock=clock) for subject, made in subjects.items()}
+    parts = [f"## Model `{Path(subject).name}`\n\n{shape_of(subject)}\n\n{made}" for subject, made in tables.items()]
+    text = "\n\n".join(parts if options.only or options.model else [*parts, f"## Memory\n\n{head_table()}"])
+    command = shlex.join(["python", "benchmarks/learner.py", *sys.argv[1:]])
     page = f"# One learner update, side by side\n\nCommand: `{command}`. Float32; {os.cpu_count()} cores.\n\n{text}\n"
     print(page)
     if options.out:

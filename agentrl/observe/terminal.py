@@ -116,6 +116,8 @@ class Terminal:
         parts += [f"{label} {metrics[key]:.3f}" for key, label in _SPLITS.items() if key in metrics]
         if metrics.get("episodes_left_out"):
             parts.append(f"left out {metrics['episodes_left_out']:.0f}")
+        if self._live is None and progress.left_s is not None:  # the panel shows it
+            parts.append(f"about {_clock(progress.left_s)} left")
         self._say(Text("  ".join(parts)))
 
     def evaluation_line(self, phase: str, rates: Mapping[str, Interval]) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -129,6 +130,7 @@ def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path,
     assert lines[4].endswith("alert: episodes are left out: infrastructure: died:"), "a reason is told once, at the first episode"
     assert len(lines) == 8
     assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[6]
+    assert [bool(re.search(r"  about \d+:\d\d left$", line)) for line in lines[5:]] == [True, True, False]
 
 
 def test_without_a_terminal_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

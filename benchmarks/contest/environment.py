@@ -1,0 +1,248 @@
+"""Our tasks, tools, sandboxes and verifiers as GRPOTrainer wants them: an environment class, and rewards.
+
+TRL calls an environment's methods as tools, from one thread. What they call is ours, on an event loop of its own: the same tool
+objects, the same warm pool of sandboxes, the same verifiers with the same retries as in our runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agentrl import usercode
+from agentrl.agent import ChatFormat, Tool, Toolbox, TurnLoop, call_tool, load_tools
+from agentrl.errors import InfrastructureError, UserError
+from agentrl.protocols import Sandbox, SandboxBackend, TaskFamily
+from agentrl.recipe import Recipe
+from agentrl.records import Completion, Episode, SamplingParams, Task, Trajectory, VersionSpan
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sandbox.select import open_sandboxes
+from agentrl.task import GroupSchedule, sandbox_specs
+
+T = TypeVar("T")
+
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}
+
+
+class Host:
+    """The parts of a run that both sides have, on an event loop in a thread of its own. Close it, or its sandboxes stay open."""
+
+    def __init__(self, recipe: Recipe, family: TaskFamily, chat: ChatFormat, sandboxes: SandboxBackend | None = None) -> None:
+        self.recipe, self.family, self.chat = recipe, family, chat
+        self.tool_s = 0.0  # in calls of tools, which TRL makes one after the other
+        self.faults = 0  # of the machinery, not the policy's
+        self._schedule = GroupSchedule(family, recipe.seed)
+        self._tasks: dict[int, Task] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True)
+        self._thread.start()
+        self.sandboxes: SandboxBackend | None = sandboxes
+        self.scorer = TaskScorer(sandboxes=sandboxes)
+
+    def open(self, root: Path, run_label: str) -> None:
+        """Opens the recipe's sandboxes and makes their image, so that no step waits for it."""
+
+        async def made() -> SandboxBackend:
+            sandboxes = await open_sandboxes(self.recipe.sandbox, run_label=run_label, root=root)
+            for spec in sandbox_specs(self.family):
+                await sandboxes.prepare(spec)
+            return sandboxes
+
+        self.sandboxes = self.run(made())
+        self.scorer = TaskScorer(sandboxes=self.sandboxes)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Does it on the loop, and waits for it."""
+        return self.submit(work).result()
+
+    def gather(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Does all of it, as many at a time as our runs have episodes."""
+
+        async def one(slots: asyncio.Semaphore, some: Coroutine[Any, Any, T]) -> T:
+            async with slots:
+                return await some
+
+        async def every() -> list[T]:
+            slots = asyncio.Semaphore(self.recipe.rollout.concurrency)
+            return await asyncio.gather(*(one(slots, some) for some in work))
+
+        return self.run(every())
+
+    def task(self, group: int) -> Task:
+        """The task of a group: the same as in our run of this seed."""
+        if group not in self._tasks:
+            self._tasks[group] = self._schedule.task(group)
+        return self._tasks[group]
+
+    async def score(self, task: Task, episode: Episode) -> float | None:
+        """None for what no verifier could judge; TRL leaves such a reward out of its group's mean."""
+        value = (await self.scorer(task, episode)).value
+        self.faults += value is None
+        return value
+
+    def score_completion(self, group: int, token_ids: Sequence[int]) -> Coroutine[Any, Any, float | None]:
+        """The score of an episode of one turn in which the policy has said this: it is played and judged as in our run."""
+        runner = EpisodeRunner(
+            agent=TurnLoop(chat=self.chat),
+            policy=_Said(tuple(token_ids), self.chat.stop_token_ids),
+            sandboxes=self.opened,
+            temperature=self.recipe.rollout.temperature,
+            max_model_len=self.recipe.policy.max_model_len,
+            request_timeout_s=60.0,
+            open_timeout_s=self.recipe.sandbox.open_timeout_s,
+        )
+        groups = GroupRunner(
+            runner=runner, score=self.scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=self.recipe.rollout.max_retries
+        )
+        return self._scored(groups, group)
+
+    async def _scored(self, groups: GroupRunner, group: int) -> float | None:
+        value = (await groups.episode(self.task(group), name=f"g{group:06d}")).score.value
+        self.faults += value is None
+        return value
+
+    def close(self) -> None:
+        if self.sandboxes is not None:
+            self.run(self.sandboxes.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+
+    @property
+    def opened(self) -> SandboxBackend:
+        assert self.sandboxes is not None, "opened before the first episode"
+        return self.sandboxes
+
+
+class _Said:
+    """A policy that has said one thing."""
+
+    def __init__(self, token_ids: tuple[int, ...], stop: tuple[int, ...]) -> None:
+        self._ids = token_ids
+        self._ended = bool(token_ids) and token_ids[-1] in stop
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        spans = (VersionSpan(version=0, start=0, end=len(self._ids)),) if self._ids else ()
+        reason = "stop" if self._ended else "length"
+        return Completion(token_ids=self._ids, logprobs=(0.0,) * len(self._ids), versions=spans, finish_reason=reason)
+
+
+class _Environment:
+    """One rollout of TRL's. `reset` begins an episode at the task of a dataset row's group; the tools' methods are added by `environment`.
+
+    TRL has no way to end an episode but the model's own silence, or a tool's answer that does not fit: then the answer is taken back
+    and nothing is sampled any more. `submit`, and the last turn that the task allows, answer with `ending`, which never fits.
+    """
+
+    host: Host
+    ending: str
+
+    def __init__(self) -> None:
+        self._task: Task | None = None
+        self._tools = Toolbox({}, {})
+        self._sandbox: Sandbox | None = None
+        self._answer: str | None = None
+        self._calls = 0
+        self._over = False
+        self._fault: BaseException | None = None
+
+    def reset(self, group: int, **_: Any) -> None:
+        self.host.run(self._closed())
+        self._task = self.host.task(group)
+        self._tools = load_tools(self._task.tools)
+        self._answer, self._calls, self._over, self._fault = None, 0, False, None
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What the model is told."""
+        assert self._task is not None, "reset comes first"
+        if self._over or self._fault is not None:
+            return self.ending
+        started = time.monotonic()
+        try:
+            shown = self.host.run(self._called(self._task, self._tools[name], arguments))
+        except InfrastructureError as error:  # TRL would tell the model, and score the episode
+            usercode.report(f"tool {name}", error)
+            self._fault = error
+            return self.ending
+        finally:
+            self.host.tool_s += time.monotonic() - started
+        self._over = self._over or self._answer is not None or self._calls >= self._task.limits.turns
+        return self.ending if self._over else shown
+
+    async def _called(self, task: Task, tool: Tool, arguments: dict[str, Any]) -> str:
+        self._calls += 1
+        if tool.needs_sandbox and self._sandbox is None:
+            files, limit_s = task.contents(), self.host.recipe.sandbox.open_timeout_s
+            self._sandbox = await self.host.opened.open(task.sandbox, files=files, timeout_s=limit_s)
+        sandbox = self._sandbox if tool.needs_sandbox else None
+        called = await call_tool(tool, arguments, sandbox, task.limits, turn=self._calls)
+        self._answer = called.outcome.answer
+        self._over = self._over or called.sandbox_lost
+        if self._answer is not None or self._over:
+            await self._closed()
+        return self.host.chat.defang(called.outcome.output)
+
+    async def _score(self, said: str | None) -> float | None:
+        """Of the episode that has ended. `said`: the text of its last turn, which is the answer where there is no `submit`."""
+        task = self._task
+        assert task is not None, "reset comes first"
+        await self._closed()
+        if self._fault is not None:
+            self.host.faults += 1
+            return None
+        answer = self._answer if "submit" in self._tools or self._over else said
+        reason = "submitted" if self._answer is not None else "answered"
+        line = Trajectory(agent="main", turns=(), stop_reason=reason)
+        return await self.host.score(task, Episode(id="trl", task_id=task.id, task_key=task.key, trajectories=(line,), answer=answer))
+
+    async def _closed(self) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await sandbox.close()
+
+
+def environment(host: Host, tools: Sequence[Tool], ending: str) -> type[_Environment]:
+    """The environment class of a family: a method for each tool, from which TRL renders the very schema that we render.
+
+    Raises `UserError` for a tool whose schema no method has, so that the two would not be told the same.
+    """
+    return type("SandboxEnvironment", (_Environment,), {"host": host, "ending": ending, **{one.name: _method(one) for one in tools}})
+
+
+def last_words(messages: list[dict[str, Any]]) -> str | None:
+    """The answer of an episode that submits nothing: what was said last, if that called no tool."""
+    last = messages[-1] if messages else {}
+    return str(last.get("content") or "").strip() if last.get("role") == "assistant" and not last.get("tool_calls") else None
+
+
+def _method(tool: Tool) -> Any:
+    function = tool.schema["function"]
+    properties: dict[str, Any] = function["parameters"].get("properties", {})
+    if set(function["parameters"].get("required", [])) != set(properties) or any(
+        set(one) != {"type", "description"} or one["type"] not in _TYPES for one in properties.values()
+    ):
+        raise UserError(
+            f"the tool {tool.name!r} has a schema that no Python method of TRL's gives", fix="use tools with plain required arguments"
+        )
+
+    def method(self: _Environment, **arguments: Any) -> str:
+        return self._call(tool.name, arguments)
+
+    kinds = {name: _TYPES[one["type"]] for name, one in properties.items()}
+    keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind) for name, kind in kinds.items()]
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__name__ = method.__qualname__ = tool.name
+    told = [f"    {name}: {one['description']}" for name, one in properties.items()]
+    method.__doc__ = "\n".join([function["description"], "", "Args:", *told])
+    method.__annotations__ = kinds  # and none of what it returns, which would be told, too
+    method.__signature__ = inspect.Signature([me, *keyword])  # type: ignore[attr-defined]
+    return method

@@ -1,0 +1,147 @@
+"""Our run: `agentrl train`, watched from outside through its run folder, and asked to end once it has arrived."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import InfrastructureError
+from agentrl.files import read_json_lines
+from agentrl.run.measure import package_versions
+from benchmarks.contest.evaluation import evaluated, read, tail
+from benchmarks.contest.outcome import Outcome, Point, machine
+from benchmarks.contest.setting import ROOT, Setting
+from benchmarks.contest.watch import Progress, Watched, poll, running
+
+_POLL_S = 0.5
+_LEARNER_LINE = re.compile(r"step (\d+): .*checkpoint ([\d.]+) s, publish ([\d.]+) s")
+
+
+class Follower:
+    """What a run folder says while the run goes on: when each version was published, and what the evaluations gave."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        self._folder, self._setting = folder, setting
+        self.published: dict[int, float] = {0: 0.0}  # version -> seconds after the command when it was there
+        self.curve: list[Point] = []
+        self.before_s = 0.0  # the evaluation before training, which is not training
+        self._began_before: float | None = None
+
+    def look(self, elapsed_s: float) -> bool:
+        """Takes in what is new; True when there is nothing more to wait for."""
+        for path in sorted(self._folder.glob("versions/[0-9]*/version.json")):
+            number = int(path.parent.name)
+            if number == 0 and self._serving() and self._began_before is None:
+                self._began_before = elapsed_s
+            self.published.setdefault(number, elapsed_s)
+        for phase, found in self._phases().items():
+            step = 0 if phase == "before" else self._last() if phase == "after" else int(phase.removeprefix("step"))
+            if any(point.step == step for point in self.curve) or "value" not in found.get("heldout", {}):
+                continue
+            if phase == "before" and self._began_before is not None:
+                self.before_s = elapsed_s - self._began_before
+            self.curve.append(read(found, step=step, clock_s=self.clock(self.published.get(step, elapsed_s))))
+        return self.arrived() is not None or self.clock(elapsed_s) > self._setting.minutes * 60
+
+    def clock(self, elapsed_s: float) -> float:
+        """Seconds of training: from the command on, without the evaluation before the first step."""
+        return max(0.0, elapsed_s - self.before_s)
+
+    def arrived(self) -> Point | None:
+        return next(
+            (point for point in self.curve if point.value >= self._setting.target and point.clock_s <= self._setting.minutes * 60), None
+        )
+
+    def _last(self) -> int:
+        return max(self.published)
+
+    def _serving(self) -> bool:
+        """Whether version 0 answers, so that its evaluation has begun."""
+        path = self._folder / "versions" / "000000" / "version.json"
+        return path.exists() and '"serving"' in path.read_text()
+
+    def _phases(self) -> dict[str, Any]:
+        path = self._folder / "evaluations.json"
+        try:
+            phases: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+        return phases
+
+
+def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
+    """One run of ours, from the command to the evaluation of the model it leaves. Raises `InfrastructureError` when it fails."""
+    setting.made(seed)
+    shutil.rmtree(work, ignore_errors=True)
+    folder, log = work / "run", work / "train.log"
+    command = [sys.executable, "-m", "agentrl", "train", setting.recipe, *setting.arguments(seed), "--run-dir", str(folder)]
+    follower = Follower(folder, setting)
+    with running(command, log=log, root=ROOT) as watched:
+        poll(watched, _POLL_S, lambda: _looked(follower, watched, progress))
+        ended_s, alone = watched.elapsed_s, watched.ended()
+    lines = _steps(folder)
+    if not lines or (alone and watched.process.returncode != 0):
+        raise InfrastructureError(f"our run of seed {seed} ended with {watched.process.returncode}: {tail(log)}")
+    arrived = follower.arrived()
+    outcome = Outcome(
+        side="ours",
+        seed=seed,
+        setting=setting.record(),
+        command=setting.command("--sides", "ours", "--seeds", str(seed)),
+        ended="arrived" if arrived else "steps" if alone else "time",
+        arrived_s=arrived.clock_s if arrived else None,
+        clock_s=follower.clock(ended_s),
+        steps=len(lines),
+        curve=tuple(follower.curve),
+        after=None,
+        tokens_sampled=_total(lines, "tokens_sampled"),
+        tokens_trained=_total(lines, "tokens_trained"),
+        episodes=_total(lines, "episodes"),
+        faults=_total(lines, "episodes_left_out"),
+        peak_gib=watched.peak_bytes / 2**30,
+        parts=parts(folder, lines),
+        machine=machine(),
+        versions=package_versions(),
+    )
+    progress.say(f"{outcome.ended} after {outcome.steps} steps and {outcome.clock_s / 60:.1f} min; evaluating what it left")
+    if (folder / "model").is_dir():
+        outcome = replace(outcome, after=evaluated(setting, seed, folder / "model", work, step=len(lines), clock_s=follower.clock(ended_s)))
+    return outcome
+
+
+def parts(folder: Path, lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by part, from the run's own figures. What goes on while the learner works is in the learner's time; `rollout` is the rest."""
+    stages: dict[str, float] = json.loads((folder / "summary.json").read_text())["wall_s"]
+    learner = (folder / "logs" / "learner.log").read_text(errors="replace")
+    saved = {int(step): float(kept) + float(given) for step, kept, given in _LEARNER_LINE.findall(learner)}
+    steps_s = sum(float(line["step_s"]) for line in lines)
+    made = {
+        "start": sum(stages.get(name, 0.0) for name in ("prepare", "start")),
+        "update": sum(float(line.get("update_s", 0.0)) for line in lines),
+        "sync": sum(saved.get(int(line["step"]) - 1, 0.0) + float(line.get("swap_total_ms", 0.0)) / 1000 for line in lines),
+        "evaluation": sum(seconds for name, seconds in stages.items() if name.startswith("evaluate step")),
+    }
+    made["rollout"] = max(0.0, steps_s - made["update"] - made["sync"])
+    return made
+
+
+def _looked(follower: Follower, watched: Watched, progress: Progress) -> bool:
+    over = follower.look(watched.elapsed_s)
+    newest = max(follower.published)
+    success = f"success {follower.curve[-1].value:.2f} at step {follower.curve[-1].step}" if follower.curve else "not yet evaluated"
+    progress.show(follower.clock(watched.elapsed_s), f"step {newest}, {success}")
+    return over
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    """The last line of every step."""
+    return list({line["step"]: line for line in read_json_lines(folder / "metrics.jsonl") if "episodes" in line}.values())
+
+
+def _total(lines: list[dict[str, Any]], name: str) -> int:
+    return int(sum(line.get(name) or 0 for line in lines))

@@ -1,0 +1,126 @@
+"""What both sides share: the recipe with all overrides, from which our run and the peer's are made alike."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.cli.recipes import load_recipe
+from agentrl.errors import UserError
+from agentrl.recipe import Recipe
+from agentrl.records import Split
+from agentrl.task import open_family
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("single", "multi")
+PROGRAMS = "python"  # the tool that a single turn hands a program in by
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One line of the comparison, without its seeds. `wait`: seconds (from, to) that every program in a sandbox sleeps; (0, 0): none."""
+
+    recipe: str
+    mode: str
+    model: str = ""  # folder; empty: the recipe's
+    wait: tuple[float, float] = (0.0, 0.0)
+    target: float = 0.9  # held-out success at which a side has arrived
+    every: int = 4  # steps between evaluations
+    heldout: int = 160  # tasks in each
+    minutes: float = 40.0  # of training, from the command on; evaluations are another matter (docs/peers.md)
+    backend: str = "auto"
+    overrides: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UserError(f"no mode {self.mode!r}", fix=f"use {' or '.join(MODES)}")
+        if not 0.0 < self.target <= 1.0:
+            raise UserError(f"target {self.target:g} is no success rate", fix="give a number above 0, at most 1")
+        if self.minutes <= 0 or self.every < 1 or self.heldout < 1:
+            raise UserError("minutes, every and heldout must be above 0", fix="see --help")
+        if self.mode == "single" and self.wait[1]:
+            raise UserError("a single turn calls nothing that could be waited for", fix="leave --wait out, or choose --mode multi")
+
+    @property
+    def name(self) -> str:
+        """Of its results: what of it a reader tells lines apart by."""
+        model = Path(self.model).name if self.model else Path(self.recipe).stem
+        low, high = self.wait
+        return f"{model}-{self.mode}" + (f"-wait-{low:g}-{high:g}" if high else "")
+
+    def record(self) -> dict[str, Any]:
+        """As JSON reads it back."""
+        made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return made
+
+    def arguments(self, seed: int) -> list[str]:
+        """Overrides of the recipe that this line needs, as on the command line of `agentrl train`."""
+        _, written = load_recipe(ROOT / self.recipe, list(self.overrides))
+        made = [
+            f"seed={seed}",
+            *self.overrides,
+            f"evaluation.every={self.every}",
+            f"evaluation.heldout={self.heldout}",
+            "evaluation.heldout_real=0",
+            "evaluation.temperature=0.0",
+        ]
+        if self.model:
+            made.append(f"policy.model={json.dumps(self.model)}")
+        if self.mode == "single" and self._hands_programs_in(written):
+            options = {"of": written.tasks.family, **written.tasks.options}
+            made += ["tasks.family=benchmarks.contest.single:SingleTurn", f"tasks.options={json.dumps(options)}"]
+        if self.wait[1]:
+            options = {"low": self.wait[0], "high": self.wait[1], "backend": self.backend}
+            made += ["sandbox.backend=benchmarks.contest.slow:SlowBackend", f"sandbox.options={json.dumps(options)}"]
+        else:
+            made.append(f"sandbox.backend={self.backend}")
+        return made
+
+    def made(self, seed: int) -> Recipe:
+        """The recipe of one run. Raises `UserError` where it asks for what the peer does not have."""
+        recipe = load_recipe(ROOT / self.recipe, self.arguments(seed))[1]
+        check_shared(recipe)
+        return recipe
+
+    def command(self, *more: str) -> str:
+        """The command that makes this line, as a person types it."""
+        words = ["python", "benchmarks/peers.py", "--recipe", self.recipe, "--mode", self.mode]
+        words += ["--model", self.model] if self.model else []
+        words += ["--wait", f"{self.wait[0]:g}..{self.wait[1]:g}"] if self.wait[1] else []
+        words += ["--target", f"{self.target:g}", "--every", str(self.every), "--heldout", str(self.heldout)]
+        words += ["--minutes", f"{self.minutes:g}"]
+        words += ["--backend", self.backend] if self.backend != "auto" else []
+        words += [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join([*words, *more])
+
+    def _hands_programs_in(self, recipe: Recipe) -> bool:
+        """Whether its tasks have the tool; those without any are of one turn as they are."""
+        task = open_family(recipe.tasks, seed=0, root=ROOT).task(Split.TRAIN, 0)
+        if PROGRAMS in task.tools or not task.tools:
+            return bool(task.tools)
+        raise UserError(
+            f"the tasks of {recipe.tasks.family} have tools ({', '.join(task.tools)}) and no {PROGRAMS!r}, which a single turn needs",
+            fix="choose --mode multi, or a family whose tasks have python or no tools",
+        )
+
+
+def check_shared(recipe: Recipe) -> None:
+    """Raises `UserError` for settings of ours that GRPOTrainer has no equal of, so that the two would not train alike."""
+    objective, learner = recipe.objective, recipe.learner
+    wrong = {
+        f"objective.advantage={objective.advantage}": objective.advantage != "grpo",
+        f"objective.loss={objective.loss}": objective.loss != "clip",
+        f"objective.aggregation={objective.aggregation}": objective.aggregation != "token_mean",
+        f"objective.kl={objective.kl}": objective.kl != "none",
+        f"learner.minibatches={learner.minibatches}": learner.minibatches != 1,
+        "learner.lora": learner.lora is not None,
+        "rollout.branching": recipe.rollout.branching is not None,
+        "critic": recipe.critic is not None,
+        f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent != "turns",
+        "policy.chat_template": getattr(recipe.policy, "chat_template", None) is not None,
+    }
+    if found := [name for name, is_wrong in wrong.items() if is_wrong]:
+        raise UserError(f"the peer is not compared with {', '.join(found)}", fix="leave it out of the recipe that both sides run")

@@ -1,0 +1,86 @@
+"""Any family with the tool `python`, in one turn: the policy hands a program in, and what the program prints is judged.
+
+No tool answers, so there is one completion an episode: what most trainers are built for. The program runs after the episode, in
+a sandbox of the verifier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.agent import ToolOutcome, load_tools
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.recipe import TasksConfig
+from agentrl.records import Episode, Limits, Score, Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.task import open_family
+
+ROOT = Path(__file__).resolve().parents[2]
+HAND_IN = "benchmarks.contest.single:hand_in"
+PRINTED = "benchmarks.contest.single:printed"
+_JUDGES = "judges of what is printed"  # where a task keeps the verifiers of the family
+
+
+class HandIn:
+    """Looks like the tool `python` to the policy, and ends the episode: the program is the answer."""
+
+    name = "python"
+    needs_sandbox = False
+    schema: Mapping[str, Any] = load_tools(("python",))["python"].schema
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            return ToolOutcome(output='error: python needs {"code": "..."}', ok=False)
+        return ToolOutcome(output="handed in", ok=True, answer=code)
+
+
+class Printed:
+    """A `SandboxVerifier`: runs the program that was handed in beside the task's files, and has the family judge what it prints."""
+
+    needs_sandboxes = True
+
+    async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
+        if episode.answer is None:
+            return Score(value=0.0, evidence="no program was handed in")
+        sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+        try:
+            ran = await sandbox.python(episode.answer, timeout_s=task.limits.tool_timeout_s)
+        except (ValueError, TypeError) as error:  # text that is no program for anybody
+            return Score(value=0.0, evidence=f"the program cannot be run: {error}")
+        finally:
+            await sandbox.close()
+        answer = ran.stdout.strip() if ran.ok else None
+        judged = replace(task, verifiers=tuple(task.data[_JUDGES]))
+        return await TaskScorer(sandboxes=sandboxes)(judged, replace(episode, answer=answer))
+
+
+hand_in = HandIn()
+printed = Printed()
+
+
+class SingleTurn:
+    """A family of another one's tasks: `of` is its `tasks.family`, the other options are its own."""
+
+    def __init__(self, seed: int = 0, *, of: str, **options: Any) -> None:
+        self._family = open_family(TasksConfig(family=of, options=options), seed=seed, root=ROOT)
+        self.name = f"{self._family.name}, single turn"
+
+    def size(self, split: Split) -> int | None:
+        return self._family.size(split)
+
+    def task(self, split: Split, index: int) -> Task:
+        task = self._family.task(split, index)
+        return replace(
+            task,
+            tools=tuple(HAND_IN if name == "python" else name for name in task.tools),
+            verifiers=(PRINTED,),
+            data={**task.data, _JUDGES: list(task.verifiers)},
+            limits=replace(task.limits, turns=1),
+        )
+
+    def gold(self, task: Task) -> str:
+        return self._family.gold(task)

@@ -1,0 +1,132 @@
+"""A rollout function for GRPOTrainer that makes the calls of all episodes at once, which its own tool loop does not.
+
+What TRL ships makes one episode's calls after another's. A user can hand it a function that rolls out instead (`rollout_func`,
+experimental in 1.16); this is one, with our episodes around TRL's generation: a turn of all episodes is one padded batch, then their
+calls run side by side, then the next turn. It is here so that nobody can say we compared with a loop that nobody needs to use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.agent import TurnLoop
+from agentrl.records import Completion, SamplingParams, ScoredEpisode, VersionSpan
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from benchmarks.contest.environment import Host
+
+_NEVER_S = 3600.0  # a generation of a large batch takes as long as it takes
+
+
+@dataclass(slots=True)
+class Request:
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    answer: asyncio.Future[Completion]
+
+
+class Waiting:
+    """A policy that answers when every episode still playing has asked: `batches` then gets all their requests."""
+
+    def __init__(self, playing: int) -> None:
+        self.batches: queue.SimpleQueue[list[Request]] = queue.SimpleQueue()  # an empty batch: the last episode is over
+        self._playing = playing
+        self._asked: list[Request] = []
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        request = Request(tuple(prompt_ids), params, asyncio.get_running_loop().create_future())
+        self._asked.append(request)
+        self._hand_over()
+        return await request.answer
+
+    def over(self) -> None:
+        """One episode will ask no more."""
+        self._playing -= 1
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if len(self._asked) == self._playing:
+            asked, self._asked = self._asked, []
+            self.batches.put(asked)
+
+
+class Together:
+    """The rollout function. A prompt's first message names its group."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    def __call__(self, prompts: list[list[dict[str, Any]]], trainer: Any) -> dict[str, Any]:
+        policy = Waiting(len(prompts))
+        playing = self._host.submit(self._play([int(prompt[0]["group"]) for prompt in prompts], policy))
+        began, generating_s = time.monotonic(), 0.0
+        while batch := policy.batches.get():
+            started = time.monotonic()
+            said, _ = trainer._generate_single_turn([list(request.prompt_ids) for request in batch], None, {}, 1)
+            generating_s += time.monotonic() - started
+            self._host.run(_answered(batch, said, self._host.chat.stop_token_ids))
+        scored = playing.result()
+        self._host.tool_s += time.monotonic() - began - generating_s
+        return rows(scored, end=self._host.chat.stop_token_ids[0])
+
+    async def _play(self, groups: Sequence[int], policy: Waiting) -> list[ScoredEpisode]:
+        recipe = self._host.recipe
+        runner = EpisodeRunner(
+            agent=TurnLoop(chat=self._host.chat),
+            policy=policy,
+            sandboxes=self._host.opened,
+            temperature=recipe.rollout.temperature,
+            max_model_len=recipe.policy.max_model_len,
+            request_timeout_s=_NEVER_S,
+            open_timeout_s=recipe.sandbox.open_timeout_s,
+        )
+        slots = asyncio.Semaphore(len(groups))
+        games = GroupRunner(runner=runner, score=self._host.scorer, slots=slots, group_size=1, max_retries=recipe.rollout.max_retries)
+
+        async def one(number: int, group: int) -> ScoredEpisode:
+            task = self._host.task(group)
+            patient = replace(task, limits=replace(task.limits, wall_s=_NEVER_S))  # a lock-step turn waits for the slowest
+            try:
+                return await games.episode(patient, name=f"g{group:06d}-{number}")
+            finally:
+                policy.over()
+
+        scored = await asyncio.gather(*(one(number, group) for number, group in enumerate(groups)))
+        self._host.faults += sum(one.score.value is None for one in scored)
+        return scored
+
+
+def rows(scored: Sequence[ScoredEpisode], *, end: int) -> dict[str, Any]:
+    """What TRL takes of a batch of episodes: ids of prompts and completions, which of the latter were sampled, and the scores.
+
+    An episode that came to no turn is one masked token `end`.
+    """
+    made: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "score": []}
+    for one in scored:
+        turns = one.episode.trajectories[0].turns
+        ids, mask = [end], [0]
+        if turns:
+            ids, mask = list(turns[0].completion_ids), [1] * len(turns[0].completion_ids)
+        for turn in turns[1:]:
+            ids += (*turn.prompt_ids, *turn.completion_ids)
+            mask += [0] * len(turn.prompt_ids) + [1] * len(turn.completion_ids)
+        made["prompt_ids"].append(list(turns[0].prompt_ids) if turns else [end])
+        made["completion_ids"].append(ids)
+        made["env_mask"].append(mask)
+        made["score"].append(one.score.value)
+    return {**made, "logprobs": None}
+
+
+async def _answered(batch: Sequence[Request], said: Sequence[Sequence[int]], stop: tuple[int, ...]) -> None:
+    """Hands every episode what was sampled for it, up to what it may have."""
+    for request, ids in zip(batch, said, strict=True):
+        kept = tuple(ids[: request.params.max_tokens])
+        ended = bool(kept) and kept[-1] in stop
+        spans = (VersionSpan(version=0, start=0, end=len(kept)),)
+        completion = Completion(token_ids=kept, logprobs=(0.0,) * len(kept), versions=spans, finish_reason="stop" if ended else "length")
+        if not request.answer.done():
+            request.answer.set_result(completion)

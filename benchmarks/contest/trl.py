@@ -1,0 +1,212 @@
+"""The peer's run, from outside: a worker with TRL's GRPOTrainer, whose weights are evaluated by the command that evaluates ours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import InfrastructureError, UserError
+from agentrl.files import read_json_lines
+from agentrl.run.measure import package_versions
+from benchmarks.contest.evaluation import evaluated, tail
+from benchmarks.contest.outcome import Outcome, Point, machine
+from benchmarks.contest.setting import ROOT, Setting
+from benchmarks.contest.watch import Progress, Watched, poll, running
+
+_POLL_S = 0.5
+
+OPTIONS: dict[str, Any] = {
+    "threads": 2,
+    "micro_batch": 32,
+    "gradient_checkpointing": False,
+    "cache": "",
+    "continuous_batching": False,
+    "vllm": False,
+    "rollouts": "environment",
+}
+"""What of TRL's settings is ours to choose on this machine, and what `--tune` begins with. `micro_batch` 0: a whole step at once."""
+
+ROLLOUTS = ("environment", "together")
+"""How several turns are played: as TRL does, or by a function of ours that makes the calls of all episodes at once."""
+
+CANDIDATES: tuple[dict[str, Any], ...] = (
+    {},
+    {"threads": 1},
+    {"micro_batch": 4},
+    {"micro_batch": 8},
+    {"micro_batch": 0},
+    {"gradient_checkpointing": True},
+    {"cache": "static"},
+    {"continuous_batching": True},
+    {"vllm": True},
+    {"rollouts": "together"},
+)
+
+
+def options_of(given: list[str]) -> dict[str, Any]:
+    """`OPTIONS` with `KEY=VALUE` laid over them. Raises `UserError`."""
+    made = dict(OPTIONS)
+    for item in given:
+        key, sep, value = item.partition("=")
+        if not sep or key not in OPTIONS:
+            raise UserError(f"--peer {item}: no such setting", fix=f"give one of {', '.join(OPTIONS)} as KEY=VALUE")
+        try:
+            found = json.loads(value) if not isinstance(OPTIONS[key], str) else value
+        except ValueError:
+            found = None
+        if type(found) is not type(OPTIONS[key]):
+            raise UserError(
+                f"--peer {item}: {value!r} is no {type(OPTIONS[key]).__name__}", fix=f"such as {key}={json.dumps(OPTIONS[key])}"
+            )
+        made[key] = found
+    if made["rollouts"] not in ROLLOUTS:
+        raise UserError(f"--peer rollouts={made['rollouts']}: no such rollouts", fix=f"use {' or '.join(ROLLOUTS)}")
+    return made
+
+
+def words_of(options: dict[str, Any]) -> list[str]:
+    """The command-line words for what differs from `OPTIONS`; how turns are played is said by the side."""
+    changed = {key: value for key, value in options.items() if value != OPTIONS[key] and key != "rollouts"}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
+    return [word for key, value in shown.items() for word in ("--peer", f"{key}={value}")]
+
+
+@dataclass
+class Followed:
+    """What the worker has told so far, and what was answered."""
+
+    work: Path
+    setting: Setting
+    curve: list[Point] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    paused_s: float = 0.0
+    _read: int = 0
+
+    def clock(self, watched: Watched) -> float:
+        """Seconds of training. Between two steps the worker's own clock is a little behind, by what it takes to keep the weights."""
+        return watched.elapsed_s - self.paused_s
+
+    def arrived(self) -> Point | None:
+        return next(
+            (point for point in self.curve if point.value >= self.setting.target and point.clock_s <= self.setting.minutes * 60), None
+        )
+
+    def news(self) -> list[dict[str, Any]]:
+        path = self.work / "events.jsonl"
+        events: list[dict[str, Any]] = read_json_lines(path) if path.exists() else []
+        fresh, self._read = events[self._read :], len(events)
+        return [event for event in fresh if event["event"] == "step"]
+
+
+def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, options: dict[str, Any]) -> Outcome:
+    """One run of the peer's. Raises `InfrastructureError` when it fails before its first step is done."""
+    setting.made(seed)
+    followed = Followed(work, setting)
+    with started(setting, seed, work, options, every=setting.every) as watched:
+
+        def step() -> bool:
+            for event in followed.news():
+                followed.last = event
+                if event["asks"]:
+                    _evaluate(followed, watched, seed, event, progress)
+            at = followed.last.get("step", 0)
+            success = f"success {followed.curve[-1].value:.2f} at step {followed.curve[-1].step}" if followed.curve else "not yet evaluated"
+            progress.show(followed.clock(watched), f"step {at}, {success}")
+            return followed.arrived() is not None or followed.clock(watched) > setting.minutes * 60
+
+        poll(watched, _POLL_S, step)
+        clock_s, alone = followed.clock(watched), watched.ended()
+        watched.finish(grace_s=5.0)
+    if not followed.last or (alone and watched.process.returncode != 0):
+        raise InfrastructureError(f"the peer's run of seed {seed} ended with {watched.process.returncode}: {tail(work / 'worker.log', 20)}")
+    return _outcome(side, followed, seed, options, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
+
+
+def started(setting: Setting, seed: int, work: Path, options: dict[str, Any], *, every: int, more: tuple[str, ...] = ()) -> Any:
+    """The worker, as a context (see `watch.running`)."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    job = {"recipe": setting.recipe, "arguments": [*setting.arguments(seed), *more], "every": every, "options": options}
+    (work / "job.json").write_text(json.dumps(job, indent=1))
+    command = [sys.executable, "-m", "benchmarks.contest.trl_worker", str(work)]
+    return running(command, log=work / "worker.log", root=ROOT, stdin=subprocess.PIPE)
+
+
+def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, Any], progress: Progress) -> None:
+    """Evaluates the weights that the worker waits with, and lets it go on or not."""
+    began = watched.elapsed_s
+    step, clock_s = int(event["step"]), float(event["clock_s"])
+    progress.say(f"evaluating step {step}, {clock_s / 60:.1f} min of training")
+    point = evaluated(followed.setting, seed, followed.work / "weights", followed.work, step=step, clock_s=clock_s)
+    followed.curve.append(point)
+    followed.paused_s += watched.elapsed_s - began
+    progress.say(f"success {point.value:.2f} [{point.ci_low:.2f}, {point.ci_high:.2f}] at step {step}")
+    stdin = watched.process.stdin
+    assert stdin is not None, "the worker was started with a pipe"
+    try:
+        stdin.write(b"stop\n" if followed.arrived() else b"go\n")
+        stdin.flush()
+    except BrokenPipeError:
+        return  # it has ended, as its exit status will say
+
+
+def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
+    setting, last, arrived = followed.setting, followed.last, followed.arrived()
+    step = int(last["step"])
+    after = followed.curve[-1] if followed.curve and followed.curve[-1].step == step else None
+    if after is None:
+        after = evaluated(setting, seed, followed.work / "weights", followed.work, step=step, clock_s=float(last["clock_s"]))
+        followed.curve.append(after)
+    return Outcome(
+        side=side,
+        seed=seed,
+        setting=setting.record(),
+        command=setting.command("--sides", side, "--peer-seeds", str(seed), *words_of(options)),
+        ended="arrived" if arrived else "steps" if alone else "time",
+        arrived_s=arrived.clock_s if arrived else None,
+        clock_s=arrived.clock_s if arrived else float(last["clock_s"]) if alone else clock_s,
+        steps=step,
+        curve=tuple(followed.curve),
+        after=after,
+        tokens_sampled=last["sampled"],
+        tokens_trained=last["trained"],
+        episodes=last["episodes"],
+        faults=last["faults"],
+        peak_gib=peak_gib,
+        parts=last["parts"],
+        settings=options,
+        machine=machine(),
+        versions=package_versions(),
+    )
+
+
+def tune(setting: Setting, seed: int, work: Path, out: Path, *, steps: int = 2) -> list[dict[str, Any]]:
+    """Seconds of a step under every candidate, kept in `out` beside the results; a candidate that fails is kept with its reason."""
+    tried: list[dict[str, Any]] = []
+    for number, change in enumerate(CANDIDATES):
+        options, folder = {**OPTIONS, **change}, work / f"try-{number}"
+        late = False
+        with started(setting, seed, folder, options, every=0, more=(f"steps={steps}",)) as watched:
+            try:
+                watched.process.wait(setting.minutes * 60)
+            except subprocess.TimeoutExpired:
+                late = True
+                watched.finish(grace_s=5.0)
+        events = read_json_lines(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+        made = [event for event in events if event["event"] == "step"]
+        parts = made[-1]["parts"] if made else {}
+        seconds = (sum(parts.values()) - parts["start"]) / len(made) if made else None
+        peak = watched.peak_bytes / 2**30
+        tried.append({"change": change, "steps": len(made), "seconds_a_step": seconds, "parts": parts, "peak_gib": peak})
+        if late or not made:
+            why = f"no {steps} steps in {setting.minutes:g} min" if late else tail(folder / "worker.log").strip().rpartition("\n")[2]
+            tried[-1]["failed"] = why
+        print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"setting": setting.record(), "base": OPTIONS, "machine": machine(), "tried": tried}, indent=1) + "\n")
+    return tried

@@ -1,0 +1,308 @@
+"""The peer's process: TRL's GRPOTrainer on a setting's recipe. Started by `benchmarks.contest.trl`, never by hand.
+
+    python -m benchmarks.contest.trl_worker WORK
+
+`WORK/job.json` says what to do. The worker adds lines to `WORK/events.jsonl`, keeps the newest weights in `WORK/weights`, and after
+every evaluation step waits for a line on its standard input: `go` or `stop`. Its clock stands still meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_template
+
+from agentrl.agent import load_tools
+from agentrl.cli.recipes import load_recipe
+from agentrl.errors import UserError
+from agentrl.files import append_lines, json_line
+from agentrl.processes import age_s
+from agentrl.recipe import Recipe
+from agentrl.records import Task
+from agentrl.run.preflight import find_model, open_chat
+from agentrl.task import open_family
+from benchmarks.contest.environment import Host, environment, last_words
+from benchmarks.contest.setting import ROOT
+from benchmarks.contest.together import Together
+
+_SEEN = {"reward": "reward", "logprob_gap": "sampling/sampling_logp_difference/mean"}  # the second of vLLM against the trainer
+_NOTHING = 1e-3  # an advantage that is rounding
+_KV_CACHE_GIB = 1  # of vLLM in the trainer's process
+
+
+@dataclass
+class Clock:
+    """Seconds of this process without those it was told to leave out, and what they went to."""
+
+    left_out_s: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+
+    def now(self) -> float:
+        return age_s() - self.left_out_s
+
+    @contextmanager
+    def into(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.monotonic() - started
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left_out_s += time.monotonic() - started
+
+
+class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # of a package without types
+    """GRPOTrainer, and where its seconds and tokens go. Nothing that it computes is changed."""
+
+    clock: Clock
+    sampled = trained = episodes = 0
+
+    def _generate_single_turn(self, *arguments: Any, **named: Any) -> Any:
+        with self.clock.into("rollout"):
+            return super()._generate_single_turn(*arguments, **named)
+
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> Any:
+        with self.clock.into("score"):
+            return super()._calculate_rewards(*arguments, **named)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self.clock.into("made"):
+            made = super()._generate_and_score_completions(inputs)
+        mask = made["completion_mask"] * made.get("tool_mask", 1)
+        per_row = mask.sum(-1)
+        self.episodes += len(per_row)
+        self.sampled += int(per_row.sum())
+        self.trained += int(per_row[made["advantages"].abs() > _NOTHING].sum())
+        return made
+
+
+class Reporter(TrainerCallback):  # type: ignore[misc]
+    """After every step: the figures so far, the weights, and at an evaluation the question whether to go on."""
+
+    def __init__(self, work: Path, base: Path, every: int, clock: Clock, host: Host) -> None:
+        self.trainer: Any = None
+        self._work, self._base, self._every, self._clock, self._host = work, base, every, clock, host
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._clock.spent["start"] = self._clock.now()
+        self._tell("begun")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        clock_s, step, asks = self._clock.now(), int(state.global_step), False
+        with self._clock.stopped():
+            if self._every:
+                save(self.trainer.model, self._base, self._work / "weights")
+                asks = step % self._every == 0 or step == state.max_steps
+            seen = {name: _latest(self.trainer, key) for name, key in _SEEN.items()}
+            self._tell("step", step=step, clock_s=clock_s, asks=asks, **seen, **self._figures(clock_s))
+            if asks and sys.stdin.readline().strip() != "go":
+                control.should_training_stop = True
+
+    def _figures(self, clock_s: float) -> dict[str, Any]:
+        spent = dict(self._clock.spent)
+        made, tools = spent.pop("made", 0.0), self._host.tool_s
+        parts = {**spent, "wait": tools}
+        parts["other"] = max(0.0, made - spent.get("rollout", 0.0) - spent.get("score", 0.0) - tools)
+        parts["update"] = max(0.0, clock_s - sum(parts.values()))
+        names = ("sampled", "trained", "episodes")
+        return {"parts": parts, "faults": self._host.faults, **{name: getattr(self.trainer, name) for name in names}}
+
+    def _tell(self, what: str, **more: Any) -> None:
+        append_lines(self._work / "events.jsonl", [json_line({"event": what, **more})])
+
+
+def save(model: Any, base: Path, folder: Path) -> None:
+    """The base model's folder with these weights. A reader finds the old folder or the new one, whole."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part / "weights")
+    for file in base.iterdir():
+        if file.is_file() and ".safetensors" not in file.name and file.name != "SHA256SUMS":
+            shutil.copy2(file, part)
+    os.replace(part / "weights" / "model.safetensors", part / "model.safetensors")
+    shutil.rmtree(part / "weights")
+    old = folder.with_name(folder.name + ".old")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(part, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, completion: int, turn: int, turns: int, seed: int) -> GRPOConfig:
+    """Our recipe in TRL's words. `completion`: tokens of an episode after its prompt; `turn`: of one turn."""
+    batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
+    micro = int(options["micro_batch"]) or batch
+    if batch % micro:
+        raise UserError(f"micro_batch={micro} does not divide the {batch} episodes of a step", fix="choose a divisor")
+    learner, objective = recipe.learner, recipe.objective
+    return GRPOConfig(
+        output_dir=str(work / "trainer"),
+        seed=seed,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=batch // micro,
+        num_generations=recipe.rollout.group_size,
+        max_completion_length=completion,
+        generation_kwargs={"max_new_tokens": turn},
+        max_tool_calling_iterations=turns,
+        temperature=recipe.rollout.temperature,
+        learning_rate=learner.lr,
+        lr_scheduler_type="constant_with_warmup" if learner.lr_schedule == "constant" else learner.lr_schedule,
+        warmup_steps=learner.warmup_steps,
+        weight_decay=learner.weight_decay,
+        max_grad_norm=learner.max_grad_norm,
+        beta=0.0,
+        epsilon=objective.clip_low,
+        epsilon_high=objective.clip_high,
+        loss_type="dapo",  # the mean over the tokens of the whole step, as ours
+        scale_rewards="group" if objective.divides_by_std else "none",
+        shuffle_dataset=False,
+        remove_unused_columns=False,
+        gradient_checkpointing=bool(options["gradient_checkpointing"]),
+        cache_implementation=options["cache"] or None,
+        use_transformers_continuous_batching=bool(options["continuous_batching"]),
+        use_vllm=bool(options["vllm"]),
+        vllm_mode="colocate",  # the other way, a server, takes new weights over NCCL alone
+        vllm_max_model_length=recipe.policy.max_model_len,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def main(work: Path) -> None:
+    job = json.loads((work / "job.json").read_text())
+    options: dict[str, Any] = job["options"]
+    torch.set_num_threads(int(options["threads"]))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_CACHE_GIB)
+    _, recipe = load_recipe(ROOT / job["recipe"], job["arguments"])
+    batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
+    recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # its whole batch is in flight, or it could not go on
+    base = find_model(recipe.policy.model, ROOT)
+    host = Host(recipe, open_family(recipe.tasks, seed=recipe.seed, root=ROOT), open_chat(base))
+    try:
+        host.open(ROOT, f"peers-{work.name}")
+        train(host, recipe, options, base, work, every=int(job["every"]))
+    finally:
+        host.close()
+
+
+def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work: Path, *, every: int) -> None:
+    """Builds the trainer and runs it to its end. Raises `UserError` when it would not see the very prompts that we see."""
+    clock = Clock()
+    TimedTrainer.clock = clock
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+    tokenizer.response_template = qwen3_template  # TRL's own, for the Hermes form of tool calls
+    groups = range(recipe.steps * recipe.rollout.groups_per_step)
+    tasks = [host.task(group) for group in groups]
+    single = tasks[0].limits.turns == 1
+    prompts = [_opening(host, task) for task in tasks]
+    room = min(tasks[0].limits.episode_tokens, recipe.policy.max_model_len) - max(map(len, prompts))
+    turn = min(tasks[0].limits.turn_tokens, room)
+    arguments = configuration(
+        recipe, options, work, completion=turn if single else room, turn=turn, turns=tasks[0].limits.turns, seed=recipe.seed
+    )
+    reporter = Reporter(work, base, every, clock, host)
+    together = not single and options["rollouts"] == "together"
+    rows = [{"prompt": _prompt(tokenizer, task, single, group), "group": group} for group, task in zip(groups, tasks, strict=True)]
+    trainer = TimedTrainer(
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, recipe.policy.dtype)),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        callbacks=[reporter],
+        **(_one_turn(host) if single else _together(host) if together else _turns(host, tokenizer, tasks[0], room)),
+    )
+    reporter.trainer = trainer
+    if not together:  # whose prompts are ours
+        check_prompts(trainer, [row["prompt"] for row in rows[:8]], prompts[:8])
+    trainer.train()
+
+
+def check_prompts(trainer: Any, given: list[Any], ours: list[tuple[int, ...]]) -> None:
+    """Raises `UserError` unless the trainer makes the same tokens of a prompt as we do."""
+    trainer._batch_environments = [None] * len(given)
+    theirs, _, _ = trainer._tokenize_prompts(given)
+    for their, our in zip(theirs, ours, strict=True):
+        if tuple(their) != our:
+            raise UserError(
+                f"TRL makes other tokens of a prompt: {len(their)} of them begin with {list(their)[:8]}, ours with {list(our)[:8]}",
+                fix="use a chat template that renders tools from their schema, and a tokenizer that adds no tokens of its own",
+            )
+
+
+def _one_turn(host: Host) -> dict[str, Any]:
+    """A reward function that judges what was said."""
+
+    def reward(completion_ids: list[list[int]], group: list[int], **_: Any) -> list[float | None]:
+        return host.gather([host.score_completion(number, ids) for number, ids in zip(group, completion_ids, strict=True)])
+
+    return {"reward_funcs": reward}
+
+
+def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
+    """Our tools as an environment, and a reward function that judges how it was left."""
+    ending = "end " * (2 * room)
+    if len(tokenizer.encode(ending)) <= room:
+        raise UserError("the tokenizer makes too few tokens of what ends an episode", fix="choose other words in benchmarks/contest")
+    kind = environment(host, list(load_tools(task.tools).values()), ending)
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], environments: list[Any], **_: Any) -> list[float | None]:
+        ended = [bool(ids) and ids[-1] in host.chat.stop_token_ids for ids in completion_ids]
+        told = zip(environments, map(last_words, completions), ended, strict=True)
+        return host.gather([one._score(words if over else None) for one, words, over in told])
+
+    return {"reward_funcs": reward, "environment_factory": kind}
+
+
+def _together(host: Host) -> dict[str, Any]:
+    """A rollout function of our own, whose episodes are judged already."""
+
+    def reward(score: list[float | None], **_: Any) -> list[float | None]:
+        return score
+
+    return {"reward_funcs": reward, "rollout_func": Together(host)}
+
+
+def _opening(host: Host, task: Task) -> tuple[int, ...]:
+    return host.chat.opening(task.prompt, [tool.schema for tool in load_tools(task.tools).values()])
+
+
+def _prompt(tokenizer: Any, task: Task, single: bool, group: int) -> Any:
+    """Messages, or for one turn the text that the template makes of them, tools included. `group` is for a rollout function alone."""
+    messages = [{"role": message.role, "content": message.content, "group": group} for message in task.prompt]
+    if not single:
+        return messages
+    schemas = [dict(tool.schema) for tool in load_tools(task.tools).values()] or None
+    return tokenizer.apply_chat_template(messages, tools=schemas, add_generation_prompt=True, tokenize=False)
+
+
+def _latest(trainer: Any, name: str) -> float | None:
+    values = trainer._metrics["train"].get(name) or []
+    return float(values[-1]) if values else None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

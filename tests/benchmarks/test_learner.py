@@ -1,0 +1,54 @@
+"""What the learner's benchmark makes of a model folder: a group whose tokens the model itself is said to have sampled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import learner
+
+MODEL = "recipes/models/tables-base"
+
+
+@pytest.fixture(scope="module")
+def ours() -> learner.Ours:
+    return learner.Ours(MODEL)
+
+
+def test_a_group_shares_its_prompt_and_nothing_else() -> None:
+    case = learner.group(300, 64, vocabulary=640)
+    assert len(case.samples) == 8 and case.trained == 8 * 64
+    prompts = {one.token_ids[:300] for one in case.samples}
+    assert len(prompts) == 1 and len({one.token_ids[300:] for one in case.samples}) == 8
+    assert max(max(one.token_ids) for one in case.samples) < 640
+
+
+def test_the_shape_is_the_folders() -> None:
+    expected = learner.Shape(hidden=128, layers=4, heads=4, kv_heads=2, mlp=384, width=32, vocabulary=640)
+    assert learner.shape_of(MODEL) == expected == learner.shape_of("small")
+
+
+def test_tokens_were_sampled_by_the_model_itself_and_both_loops_update_it_alike(ours: learner.Ours) -> None:
+    guessed = learner.group(30, 8, vocabulary=640)
+    case, plain = learner.on_policy(guessed, ours.scorer), learner.Padded(MODEL)
+    for one in case.samples:
+        ids = torch.tensor([one.token_ids])
+        with torch.no_grad():
+            expected = plain.model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        torch.testing.assert_close(torch.tensor(one.logprobs[30:]), expected[29:], atol=1e-4, rtol=1e-4)
+        assert set(one.logprobs[:30]) == {0.0}
+
+    def strength(some: learner.Case) -> Tensor:
+        return learner.gradient(ours, some).norm()
+
+    learner.check_same_update([ours, plain], [case])
+    assert strength(case) > 2 * strength(guessed), "ratios to a guess are clipped, and their gradients nothing"
+
+
+@pytest.mark.parametrize(
+    ("folder", "prompt", "told"), [("no/model", 300, "no model in"), (MODEL, 1000, "at most 1024 together"), (MODEL, 0, "at least 1")]
+)
+def test_what_does_not_fit_is_told(folder: str, prompt: int, told: str) -> None:
+    with pytest.raises(SystemExit, match=told):
+        learner.folder_cases(folder, prompt, [64])
