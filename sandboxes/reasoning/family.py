@@ -70,7 +70,7 @@ class Reasoning:
         if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
             raise UserError(f"tasks.options.heldout_kinds and datasets both name {both[0]}", fix="kinds held out are never trained")
         for source in (*trained, *unseen):
-            catalogue.known(source.name)
+            catalogue.admit(source)
             problems.check(source)
         self._rounds = {Split.TRAIN: Rounds(trained), Split.HELDOUT: Rounds(trained)}
         if unseen:

@@ -82,9 +82,10 @@ def test_kinds_that_are_held_out_have_a_split_of_their_own() -> None:
 
 @pytest.mark.models
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_program_prints_exactly_the_answer(kind: str) -> None:
-    for index in range(150):
-        made = problems.entry(Source(name=kind), 64 * (index // 64), index % 64)
+@pytest.mark.parametrize("level", [None, 0, 3])
+def test_a_program_prints_exactly_the_answer(kind: str, level: int | None) -> None:
+    for index in range(60):
+        made = problems.entry(Source(name=kind, level=level), 0, index)
         assert printed(PROGRAMS[kind](made["question"])) == made["answer"], made["question"]
 
 
@@ -108,11 +109,14 @@ def test_a_prompt_begins_with_solved_problems() -> None:
 
 
 @pytest.mark.models
-def test_a_question_that_is_put_otherwise_has_the_examples_of_others() -> None:
-    """`letter_counting` asks in one way; a sum that a key puts otherwise is one that no program here reads."""
+def test_a_question_that_no_program_reads_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a version of the package that puts its questions otherwise."""
     assert program("lcm", "Which is the smallest number that 4 and 6 divide?") is None and program("maze", "?") is None
-    task = family(datasets="basic_arithmetic(format_style=natural)").task(Split.TRAIN, 1)
-    assert len(task.prompt) == 10 and Reasoning().gold(task)
+    pattern = PROGRAMS["lcm"]
+    monkeypatch.setitem(PROGRAMS, "lcm", lambda question: pattern(question.replace("numbers", "these")))  # type: ignore[index]
+    others = Reasoning(datasets="lcm")
+    task = others.task(Split.TRAIN, 0)
+    assert "multiplication" in task.prompt[1].content and others.gold(task) == f"print({task.data['answer']!r})"
 
 
 @pytest.mark.models
@@ -129,6 +133,7 @@ def test_the_truth_stays_on_the_host() -> None:
         ({"datasets": "chain_sums"}, "no dataset 'chain_sums'", "chain_sum"),
         ({"datasets": ""}, "names none", "chain_sum"),
         ({"datasets": "polynomial_multiplication"}, "evaluates the answer", "choose another"),
+        ({"datasets": "basic_arithmetic(allow_parentheses=false)"}, "from left to right", "leave allow_parentheses out"),
         ({"datasets": "chain_sum(max_term=3)"}, "no key 'max_term'", "max_terms"),
         ({"datasets": "chain_sum(min_terms=9 max_terms=3)"}, "refuses", "max_terms"),
         ({"datasets": "chain_sum(seed=3)"}, "no key 'seed'", "max_terms"),
