@@ -9,8 +9,8 @@ No supervised step: the model starts as it was published. Two solved problems of
 greedy, on held-out problems of the trained kinds, and (split `heldout_real`) of kinds that are never trained. What it does without
 the tool, before and after:
 
-    agentrl eval recipes/smollm2.py tasks.options.tool=none
-    agentrl eval recipes/smollm2.py tasks.options.tool=none --model runs/smollm2/model
+    agentrl eval evals/smollm2_no_tool.py
+    agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model
 """
 
 from agentrl.recipe import (

@@ -104,7 +104,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         episodes=_total(lines, "episodes"),
         faults=_total(lines, "episodes_left_out"),
         peak_gib=watched.peak_bytes / 2**30,
-        parts=parts(folder, lines),
+        parts=parts(folder, lines, arrived.step if arrived else None),
         machine=machine(),
         versions=package_versions(),
     )
@@ -114,17 +114,22 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
     return outcome
 
 
-def parts(folder: Path, lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds by part, from the run's own figures. What goes on while the learner works is in the learner's time; `rollout` is the rest."""
+def parts(folder: Path, lines: list[dict[str, Any]], arrived: int | None) -> dict[str, float]:
+    """Seconds by part, from the run's own figures. What goes on while the learner works is in the learner's time; `rollout` is the rest.
+
+    The evaluation of the step at which it `arrived` is in no part, as it is not in the time to the target.
+    """
     stages: dict[str, float] = json.loads((folder / "summary.json").read_text())["wall_s"]
     learner = (folder / "logs" / "learner.log").read_text(errors="replace")
     saved = {int(step): float(kept) + float(given) for step, kept, given in _LEARNER_LINE.findall(learner)}
+    if silent := [line["step"] for line in lines if int(line["step"]) - 1 not in saved]:
+        raise InfrastructureError(f"{folder / 'logs' / 'learner.log'} does not say what publishing took in steps {silent}")
     steps_s = sum(float(line["step_s"]) for line in lines)
     made = {
         "start": sum(stages.get(name, 0.0) for name in ("prepare", "start")),
         "update": sum(float(line.get("update_s", 0.0)) for line in lines),
-        "sync": sum(saved.get(int(line["step"]) - 1, 0.0) + float(line.get("swap_total_ms", 0.0)) / 1000 for line in lines),
-        "evaluation": sum(seconds for name, seconds in stages.items() if name.startswith("evaluate step")),
+        "sync": sum(saved[int(line["step"]) - 1] + float(line.get("swap_total_ms", 0.0)) / 1000 for line in lines),
+        "evaluation": sum(stages[name] for name in stages if name.startswith("evaluate step") and name != f"evaluate step{arrived}"),
     }
     made["rollout"] = max(0.0, steps_s - made["update"] - made["sync"])
     return made

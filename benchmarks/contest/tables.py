@@ -54,11 +54,12 @@ def verdict(outcomes: Sequence[Outcome], peer: str) -> str:
     ]
     (mine, other), (mine_begun, other_begun) = ([statistics.median(times) for times in both] for both in (whole, begun))
     censored = sum(one.arrived_s is None for one in theirs)
+    beside = statistics.median(one.parts.get("evaluation", 0.0) for one in ours)
     least = f"at least (of {len(theirs)} runs {censored} did not arrive) " if censored else ""
     return (
         f"Median time to the target: agentrl {mine / 60:.1f} min, {NAMES[peer]} {other / 60:.1f} min, {least}"
         f"**{other / mine:.1f} times** ours; without the start {mine_begun / 60:.1f} and {other_begun / 60:.1f} min, "
-        f"{least}{other_begun / mine_begun:.1f} times."
+        f"{least}{other_begun / mine_begun:.1f} times. Of ours {beside / 60:.1f} min were evaluations, which count."
     )
 
 

@@ -154,7 +154,9 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
     if batch % micro:
         raise UserError(f"micro_batch={micro} does not divide the {batch} episodes of a step", fix="choose a divisor")
     learner, objective = recipe.learner, recipe.objective
+    cut = {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(recipe.rollout, name, None))}
     return GRPOConfig(
+        **cut,
         output_dir=str(work / "trainer"),
         seed=seed,
         max_steps=recipe.steps,

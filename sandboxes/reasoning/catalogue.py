@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from agentrl.errors import UserError
+from sandboxes.reasoning.mixture import Source
 
 EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), and no bound on its letters makes that safe and quick"
 OTHERWISE = "another process makes other problems of the same seed: their order is that of a set"
@@ -54,10 +55,20 @@ LANGUAGES: Mapping[str, re.Pattern[str]] = {
 what is left names nothing, calls nothing and raises to no power. The others fail at what is no number or no list, or take nan for right."""
 
 
-def known(name: str) -> None:
-    """Raises `UserError` for a dataset that is left out."""
-    if reason := LEFT_OUT.get(name):
-        raise UserError(f"reasoning-gym's {name} is left out: {reason}", fix="choose another; docs/reasoning.md has the list")
+WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
+    ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then worked out from left to right: 10 - 7 * 0 is 0"),
+}
+"""Values of keys with which a dataset's answers are wrong, and how."""
+
+
+def admit(source: Source) -> None:
+    """Raises `UserError` for a dataset that is left out, or one that a key makes wrong."""
+    if reason := LEFT_OUT.get(source.name):
+        raise UserError(f"reasoning-gym's {source.name} is left out: {reason}", fix="choose another; agentrl check proves what is chosen")
+    for key, value in source.keys.items():
+        wrong, how = WRONG_KEYS.get((source.name, key), (None, ""))
+        if how and value == wrong:
+            raise UserError(f"reasoning-gym's {source.name}({key}={value}) is left out: {how}", fix=f"leave {key} out")
 
 
 def speaks(name: str, answer: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.errors import UserError
@@ -9,7 +10,7 @@ from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
 from sandboxes.reasoning import catalogue, problems
 from sandboxes.reasoning.mixture import Rounds, Source, parse
 from sandboxes.reasoning.problems import Problem, digest
-from sandboxes.reasoning.worked import GENERAL, PROGRAMS
+from sandboxes.reasoning.worked import GENERAL, program
 
 MOST_EXAMPLES = 8
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
@@ -69,7 +70,7 @@ class Reasoning:
         if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
             raise UserError(f"tasks.options.heldout_kinds and datasets both name {both[0]}", fix="kinds held out are never trained")
         for source in (*trained, *unseen):
-            catalogue.known(source.name)
+            catalogue.admit(source)
             problems.check(source)
         self._rounds = {Split.TRAIN: Rounds(trained), Split.HELDOUT: Rounds(trained)}
         if unseen:
@@ -107,30 +108,32 @@ class Reasoning:
 
     def gold(self, task: Task) -> str:
         """A program that works the answer out where a short one does; else one that prints the answer."""
-        kind = task.data["kind"]
-        if kind in PROGRAMS:
-            return PROGRAMS[kind](task.prompt[-1].content)
-        return f"print({task.data['answer']!r})"
+        known = program(str(task.data["kind"]), task.prompt[-1].content)
+        return f"print({task.data['answer']!r})" if known is None else known
 
     def _examples(self, source: Source) -> tuple[Problem, ...]:
         """The solved problems of a dataset's prompts, the same for every task and seed; no task has a question of theirs."""
         if source.name not in self._worked:
-            kinds = [source] if source.name in PROGRAMS else [Source(name=name) for name in GENERAL]
-            drawn = ((kinds[place % len(kinds)], place // len(kinds)) for place in range(self.examples))
-            self._worked[source.name] = tuple(
-                problems.problem(kind, seed=_OF_EXAMPLES, heldout=False, number=number) for kind, number in drawn
-            )
+            own = self._drawn([source])
+            solved = all(program(source.name, one.question) is not None for one in own)
+            self._worked[source.name] = own if solved else self._drawn([Source(name=name) for name in GENERAL])
         return self._worked[source.name]
+
+    def _drawn(self, kinds: Sequence[Source]) -> tuple[Problem, ...]:
+        """As many problems as a prompt has examples; the kinds take turns."""
+        places = [divmod(place, len(kinds)) for place in range(self.examples)]
+        return tuple(problems.problem(kinds[turn], seed=_OF_EXAMPLES, heldout=False, number=number) for number, turn in places)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
         """An example as a conversation: the question, the program, what it prints, and the answer; without a tool the answer alone."""
         question = Message(role="user", content=example.question)
         if self.tool == "none":
             return question, Message(role="assistant", content=example.answer)
-        program = PROGRAMS[example.source.name](example.question)
+        code = program(example.source.name, example.question)
+        assert code is not None, "only such problems are examples"
         return (
             question,
-            _calls(self.tool, code=program),
+            _calls(self.tool, code=code),
             Message(role="tool", content=example.answer),
             _calls("submit", answer=example.answer),
         )

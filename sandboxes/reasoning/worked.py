@@ -11,10 +11,22 @@ GENERAL = ("products", "spell_backward")
 """Kinds whose examples stand in the prompts of kinds without a program."""
 
 
+class _Unlike(ValueError):
+    """A question that is not put as the package puts it by default, as some keys of a configuration have it."""
+
+
+def program(kind: str, question: str) -> str | None:
+    """Python source that prints the answer to a question of this kind, or None where no short program is known here."""
+    try:
+        return PROGRAMS[kind](question) if kind in PROGRAMS else None
+    except _Unlike:
+        return None
+
+
 def _found(pattern: str, question: str) -> tuple[str, ...]:
     match = re.search(pattern, question, re.DOTALL)
     if match is None:
-        raise ValueError(f"no {pattern!r} in the question {question[:200]!r}")
+        raise _Unlike(f"no {pattern!r} in the question {question[:200]!r}")
     return match.groups()
 
 

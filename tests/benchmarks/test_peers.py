@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.errors import UserError
+from agentrl.errors import InfrastructureError, UserError
 from benchmarks import peers
-from benchmarks.contest import outcome, tables, trl
+from benchmarks.contest import ours, outcome, tables, trl
 from benchmarks.contest.ours import Follower
 from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import Setting
@@ -44,7 +44,7 @@ def made(side: str, seed: int, arrived_s: float | None, *, start: float = 30.0, 
         episodes=1024,
         faults=1,
         peak_gib=3.25,
-        parts={"start": start, "rollout": 80.0, "update": 16.0},
+        parts={"start": start, "rollout": 80.0, "update": 16.0, "evaluation": 60.0 if side == "ours" else 0.0},
         settings={} if side == "ours" else dict(trl.OPTIONS),
     )
 
@@ -128,7 +128,7 @@ def test_the_page_gets_its_tables_and_keeps_its_words(tmp_path: Path) -> None:
     tables.page(page, results)
     text = page.read_text()
     assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
-    assert "agentrl 5.5 min, TRL 30.2 min, **5.5 times** ours; without the start 5.0 and 29.8 min, 6.0 times" in text
+    assert "agentrl 5.5 min, TRL 30.2 min, **5.5 times** ours; without the start 5.0 and 29.8 min, 6.0 times. Of ours 1.0 min were" in text
     assert "| TRL | 1 | 33.0 | arrived | 8 | 0.40 [0.30, 0.50] at step 4 | 0.95 [0.50, 0.99] |" in text
     assert "| TRL | 30 | 10.0 | 0.0 | 0.0 | 2.0 |" in text, "seconds of a step"
     tables.page(page, results)
@@ -144,10 +144,10 @@ def test_a_page_without_the_marks_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_who_did_not_arrive_is_said() -> None:
-    ours, late = [made("ours", 0, 300.0)], [made("trl", 0, None), made("trl", 1, 1500.0)]
-    assert "TRL 32.5 min, at least (of 2 runs 1 did not arrive) **6.5 times** ours" in tables.verdict([*ours, *late], "trl")
+    mine, late = [made("ours", 0, 300.0)], [made("trl", 0, None), made("trl", 1, 1500.0)]
+    assert "TRL 32.5 min, at least (of 2 runs 1 did not arrive) **6.5 times** ours" in tables.verdict([*mine, *late], "trl")
     assert "1 of 1 runs of ours did not arrive" in tables.verdict([made("ours", 0, None), *late], "trl")
-    assert tables.verdict(ours, "trl") == "TRL: still to be made."
+    assert tables.verdict(mine, "trl") == "TRL: still to be made."
 
 
 @pytest.mark.parametrize(
@@ -244,3 +244,19 @@ with running(["sh", "-c", "echo $$; exec sleep 600"], log=Path({str(log)!r}), ro
         side = psutil.Process(told_pid(log))
         benchmark.kill()
     side.wait(timeout=10)
+
+
+def test_where_our_seconds_go_is_read_from_the_run(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    told = "agentrl.learner: step {}: 32 samples, 2330 tokens trained; update 0.18 s, checkpoint {} s, publish 0.25 s, all 1.00 s\n"
+    log = tmp_path / "logs" / "learner.log"
+    log.write_text(told.format(0, "0.25") + told.format(1, "0.00") + "agentrl.learner: stopped before step 2\n")
+    stages = {"prepare": 4.0, "start": 16.0, "evaluate before": 9.0, "evaluate step4": 8.0, "evaluate step8": 7.0, "close": 1.0}
+    (tmp_path / "summary.json").write_text(json.dumps({"wall_s": stages}))
+    lines = [{"step": 1, "step_s": 10.0, "update_s": 2.0, "swap_total_ms": 250.0}, {"step": 2, "step_s": 6.0, "update_s": 1.0}]
+    spent = {"start": 20.0, "rollout": 12.0, "update": 3.0, "sync": 1.0, "evaluation": 15.0}
+    assert ours.parts(tmp_path, lines, None) == spent
+    assert ours.parts(tmp_path, lines, 8) == {**spent, "evaluation": 8.0}, "the one that saw it arrive is not in the time it took"
+    log.write_text("")
+    with pytest.raises(InfrastructureError, match=r"does not say what publishing took in steps \[1, 2\]"):
+        ours.parts(tmp_path, lines, None)

@@ -19,7 +19,7 @@ from agentrl.records import Message, Split, Task
 from sandboxes.reasoning import Reasoning, catalogue, problems
 from sandboxes.reasoning.mixture import Source
 from sandboxes.reasoning.problems import digest, is_heldout
-from sandboxes.reasoning.worked import PROGRAMS
+from sandboxes.reasoning.worked import PROGRAMS, program
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVERAL = {"datasets": "chain_sum, gcd:2, spell_backward@0, tower_of_hanoi(max_disks=4)", "heldout_kinds": "lcm, simple_geometry"}
@@ -82,9 +82,10 @@ def test_kinds_that_are_held_out_have_a_split_of_their_own() -> None:
 
 @pytest.mark.models
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_program_prints_exactly_the_answer(kind: str) -> None:
-    for index in range(150):
-        made = problems.entry(Source(name=kind), 64 * (index // 64), index % 64)
+@pytest.mark.parametrize("level", [None, 0, 3])
+def test_a_program_prints_exactly_the_answer(kind: str, level: int | None) -> None:
+    for index in range(60):
+        made = problems.entry(Source(name=kind, level=level), 0, index)
         assert printed(PROGRAMS[kind](made["question"])) == made["answer"], made["question"]
 
 
@@ -108,6 +109,17 @@ def test_a_prompt_begins_with_solved_problems() -> None:
 
 
 @pytest.mark.models
+def test_a_question_that_no_program_reads_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a version of the package that puts its questions otherwise."""
+    assert program("lcm", "Which is the smallest number that 4 and 6 divide?") is None and program("maze", "?") is None
+    pattern = PROGRAMS["lcm"]
+    monkeypatch.setitem(PROGRAMS, "lcm", lambda question: pattern(question.replace("numbers", "these")))  # type: ignore[index]
+    others = Reasoning(datasets="lcm")
+    task = others.task(Split.TRAIN, 0)
+    assert "multiplication" in task.prompt[1].content and others.gold(task) == f"print({task.data['answer']!r})"
+
+
+@pytest.mark.models
 def test_the_truth_stays_on_the_host() -> None:
     for task in tasks(Split.HELDOUT, 8):
         assert not task.files and set(task.data) == {"kind", "answer", "origin"}
@@ -121,6 +133,7 @@ def test_the_truth_stays_on_the_host() -> None:
         ({"datasets": "chain_sums"}, "no dataset 'chain_sums'", "chain_sum"),
         ({"datasets": ""}, "names none", "chain_sum"),
         ({"datasets": "polynomial_multiplication"}, "evaluates the answer", "choose another"),
+        ({"datasets": "basic_arithmetic(allow_parentheses=false)"}, "from left to right", "leave allow_parentheses out"),
         ({"datasets": "chain_sum(max_term=3)"}, "no key 'max_term'", "max_terms"),
         ({"datasets": "chain_sum(min_terms=9 max_terms=3)"}, "refuses", "max_terms"),
         ({"datasets": "chain_sum(seed=3)"}, "no key 'seed'", "max_terms"),

@@ -64,8 +64,10 @@ def test_every_round_has_each_dataset_as_often_as_its_weight_says(weights: list[
 
 def test_a_dataset_that_is_left_out_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match="full marks for any answer"):
-        catalogue.known("game_of_life_halting")
-    catalogue.known("chain_sum")
+        catalogue.admit(Source(name="game_of_life_halting"))
+    with pytest.raises(UserError, match="from left to right"):
+        catalogue.admit(Source(name="basic_arithmetic", keys={"allow_parentheses": False}))
+    catalogue.admit(Source(name="basic_arithmetic", keys={"allow_parentheses": True}))
 
 
 @pytest.mark.parametrize(
