@@ -155,7 +155,11 @@ class Policy(Protocol):
     """Samples completions from token ids: an inference server, or a scripted policy in tests."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Raises `ServingError` when the server fails; never gives an empty completion without a finish reason."""
+        """Raises `ServingError` when the server fails; never gives an empty completion without a finish reason.
+
+        The tokens are drawn from the distribution that `params` describe, and their logprobs are of it; with `params.supports` the
+        completion has the support of every token, or its episode fails.
+        """
         ...
 
 
@@ -508,7 +512,7 @@ class LossTokens(Protocol):
 
     @property
     def logprobs(self) -> Tensor:
-        """log pi(token) at the sampling temperature, nats; carries the gradient."""
+        """log pi(token), nats, of the distribution that was sampled from: its temperature, its support; carries the gradient."""
         ...
 
     @property

@@ -12,15 +12,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl import parts, section
+from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
+
+_COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
+
+
+def _off_by_none(value: Any, field: ValidationInfo) -> Any:
+    """None switches a way of truncating off."""
+    return {"top_k": 0, "top_p": 1.0, "min_p": 0.0}[str(field.field_name)] if value is None else value
 
 
 class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
+    chat_template: str | None = Field(None, min_length=1)
+    """A chat template in place of the model's own: `hermes`, `chatml` or `llama3`, or a file (relative to the project root)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
@@ -46,8 +56,28 @@ class EvalConfig(Section):
     """Held-out tasks on real data in each evaluation."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
+    top_k: int = Field(0, ge=0)
+    """Only the so many likeliest tokens are sampled; 0 (or None): off."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Only the fewest likeliest tokens that together have this probability; 1: off."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Only tokens with at least this share of the likeliest one's probability; 0: off."""
     every: int = Field(0, ge=0)
     """Also evaluate after every so many steps; 0: only before and after."""
+
+    _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> EvalConfig:
+        if 0 < self.temperature < _COLDEST:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM samples colder ones at {_COLDEST:g}")
+        if self.temperature == 0 and self.sampling.truncated:
+            raise ValueError("top_k, top_p and min_p do nothing at temperature=0, where the likeliest token is taken: leave them off")
+        return self
 
 
 class BranchingConfig(Section):
@@ -70,8 +100,16 @@ class RolloutConfig(Section):
     """Tasks in one learner step."""
     concurrency: int = Field(64, ge=1)
     """Episodes in flight at once."""
-    temperature: float = Field(1.0, gt=0, le=2)
+    temperature: float = Field(1.0, ge=_COLDEST, le=2)
     """Sampling temperature of training episodes; logprobs and losses are taken at it."""
+    top_k: int = Field(0, ge=0, le=MAX_TOP_K)
+    """Only the so many likeliest tokens are sampled; 0 (or None): off. What each token could have been is kept with it, and the learner
+    scores it over the same tokens: docs/objectives.md says what that means."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Of these, only the fewest likeliest that together have this share of their probability; 1: off. Needs top_k, which bounds what is
+    kept."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Only tokens with at least this share of the likeliest one's probability; 0: off. Needs top_k, which bounds what is kept."""
     max_retries: int = Field(2, ge=0)
     """Fresh attempts after an infrastructure failure, before the episode is left out."""
     min_group_size: int = Field(2, ge=1)
@@ -90,6 +128,23 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _options_act(self) -> RolloutConfig:
         parts.check_options(parts.AGENT, self.agent, self.agent_options)
+        return self
+
+    _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, supports=self.top_k > 0)
+
+    @model_validator(mode="after")
+    def _supports_are_bounded(self) -> RolloutConfig:
+        if self.top_k == 1:
+            raise ValueError("top_k=1 leaves every token without an alternative, so that nothing can be learned; take at least 2")
+        if self.top_k == 0 and (self.top_p < 1 or self.min_p > 0):
+            raise ValueError(
+                "top_p and min_p need top_k: the learner scores a token over the very tokens that it was drawn from, and without top_k"
+                f" there may be as many of them as the vocabulary has; set top_k as well, for instance to 64 (at most {MAX_TOP_K})"
+            )
         return self
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
+from agentrl.sampling import Sampling, Supports
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
@@ -217,16 +218,19 @@ class Turn(Record):
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]  # [T]
-    logprobs: tuple[float, ...]  # [T] of the behaviour policy, natural log, at the sampling temperature
+    logprobs: tuple[float, ...]  # [T] of the behaviour policy, natural log: of the distribution that was sampled from
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gap or overlap
     message: Message  # parsed form of the completion
     finish_reason: str  # "stop" or "length"
     tool_results: tuple[ToolResult, ...] = ()
     generate_s: float = 0.0
     tool_s: float = 0.0
+    supports: Supports | None = None  # [T] of the completion's tokens; None: all were drawn from the whole vocabulary
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        if self.supports is not None:
+            self.supports.check("Turn", self.completion_ids)
         n = len(self.completion_ids)
         if len(self.logprobs) != n:
             raise ValueError(f"Turn: {n} completion ids but {len(self.logprobs)} logprobs")
@@ -456,10 +460,13 @@ class Sample(Record):
     versions: tuple[int, ...]  # [T] policy version that sampled the token, -1 where masked
     advantages: tuple[float, ...] = ()  # [T] 0.0 where masked
     rewards: tuple[float, ...] = ()  # [T] what the episode earned at that token, 0.0 where masked
+    supports: Supports | None = None  # [T] those of masked tokens are the whole vocabulary; None: all are
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         n = len(self.token_ids)
+        if self.supports is not None:
+            self.supports.check("Sample", self.token_ids)
         if self.advantages and self.rewards:
             raise ValueError("Sample: advantages are given, or rewards for a critic, never both")
         for name in ("loss_mask", "logprobs", "versions", "rewards" if self.rewards else "advantages"):
@@ -520,11 +527,10 @@ class ExecResult(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(Record):
-    """How to sample one completion. Logprobs are always returned, at this temperature."""
+class SamplingParams(Sampling):
+    """How to sample one completion. Logprobs are always returned, of the distribution that was sampled from."""
 
     max_tokens: int
-    temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -536,6 +542,12 @@ class Completion(Record):
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     finish_reason: str  # "stop" or "length"
+    supports: Supports | None = None  # one a token, where they were asked for
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if self.supports is not None:
+            self.supports.check("Completion", self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -544,6 +556,8 @@ class Probe(Record):
 
     token_ids: tuple[tuple[int, ...], ...]  # [P][T]
     logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
+    next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the likeliest tokens after each row; empty: they are not compared
+    next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] of these, at the rollouts' temperature, before any truncation
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -552,6 +566,10 @@ class Probe(Record):
         for ids, logprobs in zip(self.token_ids, self.logprobs, strict=True):
             if len(logprobs) != len(ids) - 1:
                 raise ValueError(f"Probe: {len(ids)} tokens need {len(ids) - 1} logprobs, got {len(logprobs)}")
+        if self.next_ids and len(self.next_ids) != len(self.token_ids):
+            raise ValueError("Probe: next tokens are given after every row, or after none")
+        if [len(ids) for ids in self.next_ids] != [len(logprobs) for logprobs in self.next_logprobs]:
+            raise ValueError("Probe: every next token needs its logprob")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

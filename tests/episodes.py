@@ -9,6 +9,7 @@ import pytest
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
 from agentrl.rollout import EpisodeRunner
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 
@@ -41,7 +42,7 @@ def make_runner(tokenizer: Any) -> Any:
             policy=policy,
             sandboxes=sandboxes or ScriptedSandboxes(printing("3")),
             agent=TurnLoop(chat=ChatFormat(tokenizer)),
-            temperature=1.0,
+            sampling=Sampling(),
             max_model_len=4096,
             request_timeout_s=60.0,
         )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl import records as nouns
 from agentrl.fields import JsonObject, Text
+from agentrl.sampling import MAX_TOP_K, Supports
 
 WORST = [
     "",
@@ -112,7 +113,18 @@ paths = utf8_text.map(lambda text: "./" + text.replace("/", "|"))
 def _turn(held: Held) -> Held:
     count = len(held["completion_ids"])
     spans = (nouns.VersionSpan(version=held["versions"], start=0, end=count),) if count else ()
-    return held | {"logprobs": held["logprobs"][:count], "versions": spans}
+    return held | {"logprobs": held["logprobs"][:count], "versions": spans, "supports": _supports(held, held["completion_ids"])}
+
+
+def _supports(held: Held, token_ids: tuple[int, ...]) -> Supports | None:
+    """Each token's support, where one is wanted and can be written down: by turns itself and a neighbour, and the whole vocabulary."""
+    if held["supports"] is None or any(not 0 <= token < 1 << 31 for token in token_ids):
+        return None
+    return Supports.of([() if place % 2 else {token, token // 2} for place, token in enumerate(token_ids)])
+
+
+def _completion(held: Held) -> Held:
+    return held | {"supports": _supports(held, held["token_ids"])}
 
 
 def _scored(held: Held) -> Held:
@@ -128,7 +140,8 @@ def _score(held: Held) -> Held:
 def _sample(held: Held) -> Held:
     count = len(held["token_ids"])
     cut = {name: held[name][:count] for name in ("loss_mask", "logprobs", "advantages", "versions", "rewards")}
-    return held | cut | {"advantages" if held["group_index"] % 2 else "rewards": ()}
+    spare = "advantages" if held["group_index"] % 2 else "rewards"
+    return held | cut | {spare: (), "supports": _supports(held, held["token_ids"])}
 
 
 def _tree(held: Held) -> Held:
@@ -143,6 +156,12 @@ def _tree(held: Held) -> Held:
 
 _rows = st.lists(numbers, min_size=2, max_size=2).map(tuple)
 _positive = {"min_value": 1, "max_value": 1 << 40}
+_DRAWN = {
+    "temperature": st.floats(min_value=0.01),
+    "top_k": st.integers(1, MAX_TOP_K),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "min_p": st.floats(0, 1),
+}
 _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "SandboxSpec": {
         **{name: st.integers(**_positive) for name in ("memory_mb", "processes", "disk_mb", "open_files")},
@@ -162,6 +181,7 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
     "VersionSpan": {"start": st.just(0), "end": st.integers(1, 9)},
     "Turn": {"logprobs": _rows, "versions": wholes},
+    "Supports": {"sizes": st.just(b"\1\0\0\0\2\0"), "ids": st.just(b"\7\0\0\0\7\0\0\0\xff\xff\xff\x7f")},
     "Trajectory": {"inherited": st.just(()), "parent": st.none()},
     "EpisodeState": {
         "trajectories": st.tuples(st.deferred(lambda: records(nouns.Trajectory).filter(lambda one: one.turns))),
@@ -174,10 +194,18 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "versions": st.tuples(wholes, wholes),
     },
     "PolicyVersion": {"weights": st.sampled_from([nouns.WHOLE_MODEL, nouns.ADAPTER])},
-    "Probe": {"token_ids": st.just(((1, 2), (3, 4, 5))), "logprobs": st.tuples(numbers.map(lambda one: (one,)), _rows)},
+    "Probe": {
+        "token_ids": st.just(((1, 2), (3, 4, 5))),
+        "logprobs": st.tuples(numbers.map(lambda one: (one,)), _rows),
+        "next_ids": st.just(((7, 8), ())),
+        "next_logprobs": st.tuples(_rows, st.just(())),
+    },
+    "Sampling": _DRAWN,
+    "SamplingParams": _DRAWN,
 }
 _FITTING: dict[str, Callable[[Held], Held]] = {
     "Turn": _turn,
+    "Completion": _completion,
     "Episode": _tree,
     "ScoredEpisode": _scored,
     "Score": _score,

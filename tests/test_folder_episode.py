@@ -13,6 +13,7 @@ from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.records import Split
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
 from agentrl.sandbox import WarmPool, list_open, select_backend
 from agentrl.sandbox.lease import lease
 from agentrl.task import TaskFolders
@@ -46,7 +47,7 @@ async def test_a_group_of_good_bad_and_cheating_agents(backend: str) -> None:
         policy=policy,
         sandboxes=sandboxes,
         agent=TurnLoop(chat=ChatFormat(tokenizer)),
-        temperature=1.0,
+        sampling=Sampling(),
         max_model_len=100_000,
         request_timeout_s=60.0,
     )

@@ -32,6 +32,7 @@ from agentrl.records import (
 from agentrl.reward.rewardfile import reward
 from agentrl.rollout.life import EpisodeLife
 from agentrl.run.transcript import append, transcript
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
@@ -56,7 +57,7 @@ def life() -> EpisodeLife:
         start=None,
         policy=ScriptedPolicy.saying(TOKENIZER),
         sandboxes=ScriptedSandboxes(printing("")),
-        temperature=1.0,
+        sampling=Sampling(),
         max_model_len=4096,
         request_timeout_s=60.0,
         open_timeout_s=60.0,

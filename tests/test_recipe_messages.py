@@ -6,6 +6,7 @@ import pytest
 
 from agentrl.errors import RecipeError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.sampling import Sampling
 
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
@@ -24,3 +25,31 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
     assert str(error.value).startswith("objective: kl and kl_coef go together") and "got" not in str(error.value)
     with pytest.raises(RecipeError, match=r"learner\.lr: Input should be greater than 0 \(got -1\)"):
         apply_overrides(BASE, ["learner.lr=-1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.top_p=0.9"], "rollout: top_p and min_p need top_k: .* set top_k as well, for instance to 64"),
+        (["rollout.min_p=0.05"], "rollout: top_p and min_p need top_k"),
+        (["rollout.top_k=1"], "rollout: top_k=1 leaves every token without an alternative"),
+        (["rollout.top_k=1000"], r"rollout\.top_k: Input should be less than or equal to 128 \(got 1000\)"),
+        (["rollout.top_k=20", "rollout.top_p=0"], r"rollout\.top_p: Input should be greater than 0"),
+        (["rollout.temperature=0.001"], r"rollout\.temperature: Input should be greater than or equal to 0\.01"),
+        (["evaluation.temperature=0", "evaluation.top_k=20"], "evaluation: top_k, top_p and min_p do nothing at temperature=0"),
+        (["evaluation.temperature=0.001"], r"evaluation: temperature must be 0 \(greedy\) or at least 0\.01"),
+    ],
+)
+def test_sampling_that_cannot_be_trained_on_or_does_nothing_says_what_to_do(overrides: list[str], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        apply_overrides(BASE, overrides)
+
+
+def test_truncation_is_off_by_none_and_its_supports_are_kept_for_training_alone() -> None:
+    chosen = ["top_k=20", "top_p=0.9", "min_p=0.05", "temperature=0.7"]
+    made = apply_overrides(BASE, [f"{section}.{one}" for section in ("rollout", "evaluation") for one in chosen])
+    assert made.rollout.sampling == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, supports=True)
+    assert made.evaluation.sampling == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
+    off = apply_overrides(made, [f"rollout.{key}=None" for key in ("top_k", "top_p", "min_p")])
+    assert off.rollout.sampling == Sampling(temperature=0.7)
+    assert apply_overrides(BASE, ["evaluation.top_p=0.9"]).evaluation.sampling == Sampling(top_p=0.9), "an evaluation trains nothing"

@@ -26,6 +26,7 @@ from agentrl.records import (
     Turn,
     VersionSpan,
 )
+from agentrl.sampling import MAX_SUPPORT, MAX_TOP_K, Sampling, Supports
 from agentrl.testing.samples import sample_task
 
 TASK = sample_task(verifiers=("v:v",))
@@ -144,3 +145,66 @@ def test_what_a_sandbox_gets_is_text_and_binary_files() -> None:
     for more in ({"outputs": ("../a",)}, {"binary_files": {"/a": ""}}):
         with pytest.raises(ValueError, match="leaves the working directory"):
             replace(TASK, **more)
+
+
+def test_supports_are_read_back_as_they_were_given() -> None:
+    held = Supports.of([(7, 3), (), (5,), (2, 11, 9), (), ()])
+    assert (len(held), held.rows) == (6, ((3, 7), (), (5,), (2, 9, 11), (), ()))
+    assert list(held.token_ids) == [3, 7, 5, 2, 9, 11]
+    assert codec.from_json(Supports, codec.to_json(held)) == held
+    assert Supports.joined([2, held, 1]) == Supports.of([(), (), *held.rows, ()])
+    assert Supports.joined([2, Supports.of([(), ()]), 3]) is None
+
+
+@given(st.lists(st.sets(st.integers(0, (1 << 31) - 1), max_size=6), max_size=6))
+def test_any_supports_are_kept(rows: list[set[int]]) -> None:
+    assert Supports.of(rows).rows == tuple(tuple(sorted(row)) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ids"),
+    [
+        (b"\1\0", b""),
+        (b"\1", b"\1\0\0\0"),
+        (b"\1\0", b"\1\0\0"),
+        (b"", b"\1\0\0\0"),
+        (b"\2\0", b"\2\0\0\0\1\0\0\0"),  # falls
+        (b"\2\0", b"\1\0\0\0\1\0\0\0"),  # twice the same
+        (b"\1\0\2\0", b"\5\0\0\0\2\0\0\0\1\0\0\0"),  # falls, after a start that may
+        (b"\1\0", b"\0\0\0\x80"),
+        ((MAX_SUPPORT + 1).to_bytes(2, "little"), b"".join(n.to_bytes(4, "little") for n in range(MAX_SUPPORT + 1))),
+    ],
+)
+def test_supports_that_are_none_cannot_be_made(sizes: bytes, ids: bytes) -> None:
+    with pytest.raises(ValueError):
+        Supports(sizes=sizes, ids=ids)
+    with pytest.raises(ValueError):
+        Supports.of([(-1,)])
+
+
+def test_a_sampled_token_is_in_its_support() -> None:
+    made = replace(turn(3, (0, 0, 3)), supports=Supports.of([(0, 9), (), (2,)]))
+    assert codec.from_json(Turn, codec.to_json(made)) == made
+    for rows, said in (([(0,), (2,), ()], r"token 1 \(1\) is not in its support"), ([(0,), (1,)], "3 tokens but 2 supports")):
+        with pytest.raises(ValueError, match=said):
+            replace(made, supports=Supports.of(rows))
+
+
+def test_a_record_from_before_there_were_supports_is_read() -> None:
+    made = turn(2, (0, 0, 2))
+    held = json.loads(codec.to_json(made))
+    del held["supports"]
+    assert codec.from_json(Turn, json.dumps(held)) == made
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}),
+        *({"supports": True, "top_k": top_k} for top_k in (0, MAX_TOP_K + 1)),
+        {"supports": True, "top_k": 5, "temperature": 0.0},
+    ],
+)
+def test_a_distribution_that_cannot_be_sampled_or_recorded_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Sampling(**bad)

@@ -9,17 +9,23 @@ What the model says becomes a record in `agentrl.agent.calls`, what a program sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agentrl.agent.calls import read_calls
 from agentrl.agent.fence import Fence
+from agentrl.agent.template import SHIPPED, TOOL
+from agentrl.causes import short
 from agentrl.errors import UserError
 from agentrl.records import Message
 
 WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
 _MARK = "\ue000assistant turn\ue000"  # private-use characters: found again in a rendered template, never in real text
+_SHOWN = ("\ue000first output\ue000", "\ue000second output\ue000")
+_MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # how control tokens are spelled
 
 
 class Tokenizer(Protocol):
@@ -51,14 +57,16 @@ class ParsedCompletion:
 class ChatFormat:
     """Exact tokens for one tokenizer.
 
-    Raises `UserError` on construction when the tokenizer has no chat template or no end-of-turn token.
+    Raises `UserError` on construction when the tokenizer has no chat template or no end-of-turn token, or a template that cannot be
+    continued exactly: one that does not end a turn of the assistant with that token, that does not show what tools gave, or whose
+    control tokens the tokenizer would split.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
-                fix="use an instruction-tuned model, or add chat_template.jinja to the model folder",
+                fix=f"set policy.chat_template to one that ships ({', '.join(SHIPPED)}) or to a file, or use an instruction-tuned model",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
@@ -70,7 +78,8 @@ class ChatFormat:
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
         self._withheld: dict[int, tuple[int, ...]] = {}  # by the number of outputs
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
-        self.tool_delta([""])  # a template that cannot be continued is refused here, not in the middle of an episode
+        self._check_continued()  # a template that cannot be is refused here, not in the middle of an episode
+        self._check_control_tokens()
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of the prompt up to where the first assistant turn begins."""
@@ -100,7 +109,19 @@ class ChatFormat:
         """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
         return self._fence.break_up(text)
 
+    def shows_tools(self) -> bool:
+        """Whether the template tells the model of its tools; one may leave them out, or refuse them."""
+        try:
+            text = self._render([{"role": "user", "content": "-"}], schemas=[TOOL])
+        except UserError:
+            return False
+        return str(TOOL["function"]["name"]) in text
+
     def _delta(self, outputs: Sequence[str]) -> tuple[int, ...]:
+        return self._encode(self._between(outputs))
+
+    def _between(self, outputs: Sequence[str]) -> str:
+        """What the template puts between the end-of-turn token of one assistant turn and the start of the next."""
         tools = [{"role": "tool", "content": output} for output in outputs]
         text = self._render([{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *tools], schemas=())
         _, found, delta = text.partition(_MARK)
@@ -108,26 +129,60 @@ class ChatFormat:
         if not found or not delta.startswith(eos):
             raise UserError(
                 f"policy.model: its chat template does not end an assistant turn with {eos!r}",
-                fix="tool-using rollouts need a template that puts the eos token right after each assistant message",
+                fix="tool-using rollouts need a template that puts the eos token right after each assistant message: set"
+                f" policy.chat_template ({', '.join(SHIPPED)}, or a file), or eos_token in tokenizer_config.json",
             )
-        return self._encode(delta.removeprefix(eos))
+        return delta.removeprefix(eos)
+
+    def _check_continued(self) -> None:
+        delta = self._between(_SHOWN)
+        at = [delta.find(output) for output in _SHOWN]
+        if not 0 <= at[0] < at[1] or any(delta.count(output) > 1 for output in _SHOWN):
+            raise UserError(
+                "policy.model: its chat template does not show what tools gave, each output once and in order",
+                fix=f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)",
+            )
+
+    def _check_control_tokens(self) -> None:
+        """What is spelled like a control token must be one: in pieces it means nothing to the model, and a program could write it too."""
+        turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
+        text = self._render(turns, schemas=())
+        with suppress(UserError):  # it may take no tools, or no system message
+            text += self._render([{"role": "system", "content": "-"}, *turns], schemas=[TOOL])
+        for token in sorted({*_MARKUP.findall(text), str(self._tokenizer.eos_token)}):
+            ids = self._encode(token)
+            if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id != self._tokenizer.eos_token_id:
+                raise UserError(
+                    f"the chat template writes {token!r}, which is no token of this tokenizer: it makes {len(ids)} of it",
+                    fix="set policy.chat_template to a template that is made for the model's control tokens, or use another model",
+                )
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self._control_ids]
 
     def _render(self, messages: list[dict[str, Any]], *, schemas: Sequence[Mapping[str, Any]]) -> str:
         tools = [dict(s) for s in schemas] or None
-        return str(self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template is a program, and may raise anything
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise UserError(
+                f"the chat template cannot render messages of {roles}{' with tools' if tools else ''}: {short(error)}",
+                fix=f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)",
+            ) from error
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def load_chat(folder: str) -> ChatFormat:
-    """The chat format of a model folder or id; imports transformers."""
+def load_chat(folder: str, template: str | None = None) -> ChatFormat:
+    """The chat format of a model folder or id, with a `template` in place of its own; imports transformers."""
     from transformers import AutoTokenizer  # heavy: only where a tokenizer is really needed
 
-    return ChatFormat(AutoTokenizer.from_pretrained(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if template is not None:
+        tokenizer.chat_template = template
+    return ChatFormat(tokenizer)
 
 
 def _as_chat(message: Message) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from agentrl.experience import open_store
 from agentrl.plugins import add_project_root
 from agentrl.records import Group
 from agentrl.supervised.select import Preference, demonstrations, preferences
+from agentrl.weights.model_folder import put_chat_template
 
 tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
 
@@ -48,7 +49,7 @@ def sft(
     print(f"{len(rows)} demonstrations")
     from agentrl.supervised import tune
 
-    _done(out, tune.sft(rows, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+    _done(run, out, tune.sft(rows, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
 
 
 @tune_app.command("dpo", epilog="Example: agentrl tune dpo runs/quickstart --out models/preferred --beta 0.1")
@@ -69,7 +70,7 @@ def dpo(
     pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune
 
-    _done(out, tune.dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
+    _done(run, out, tune.dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
 
 
 @tune_app.command("reward", epilog="Example: agentrl tune reward runs/quickstart --out models/reward")
@@ -89,7 +90,7 @@ def reward(
     pairs = _pairs(run, margin, per_task)
     from agentrl.supervised import tune
 
-    _done(out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+    _done(run, out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
 
 
 def _start(run: Path, model: Path | None, out: Path) -> Path:
@@ -120,5 +121,8 @@ def _groups(run: Path) -> Iterator[Group]:
         store.close()
 
 
-def _done(out: Path, loss: float) -> None:
+def _done(run: Path, out: Path, loss: float) -> None:
+    used = run / "versions" / "000000" / "chat_template.jinja"
+    if recipe.load(run / "recipe.json").policy.chat_template is not None and used.is_file():
+        put_chat_template(out, used.read_text(encoding="utf-8"))  # --model may have another one than these episodes
     print(f"loss at the end {loss:.4f}\nmodel {out}")

@@ -93,7 +93,7 @@ class SharedCritic:
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs, entropies and values [N] of the batch's trained tokens, from one forward pass, with gradient."""
-        arguments = (batch.input_ids, batch.layout, batch.positions, batch.targets, self.engine.temperature)
+        arguments = (batch.input_ids, batch.layout, batch.positions, batch.targets, self.engine.temperature, batch.supports)
         logprobs, entropy, values = self.engine.deepspeed(*arguments)
         return logprobs[batch.expand], entropy[batch.expand], values[batch.expand]
 

@@ -20,6 +20,7 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import check_heads
 from agentrl.learner.value_head import ValuedScorer
 from agentrl.recipe import Recipe
+from agentrl.records import Probe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -64,12 +65,13 @@ class PolicyEngine:
         return self.scorer.lm
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] and entropies [N] at the sampling temperature, both with gradient."""
+        """Logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
         return score(self.deepspeed, batch, self.temperature)
 
-    def probe(self, rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        """Logprobs of token t+1 given tokens <= t at temperature 1 for each row, from the current weights."""
-        return tuple(self._row_logprobs(row) for row in rows)
+    def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
+        """What the current weights say of some rows: logprobs of their tokens, and of the likeliest after them."""
+        logprobs, next_logprobs, next_ids = zip(*map(self._row, rows), strict=True)
+        return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""
@@ -102,16 +104,19 @@ class PolicyEngine:
         with GatheredParameters([parameter], modifier_rank=None):
             yield parameter.detach()
 
-    def _row_logprobs(self, row: tuple[int, ...]) -> tuple[float, ...]:
+    def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
+        """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of the likeliest next tokens, at the rollouts'."""
         ids, layout = text(row, self.ranks.device)
+        targets = torch.cat((ids[0, 1:], ids[0, :1]))  # what the last position predicts is in no row
         with torch.no_grad():
-            logprobs, *_ = self.deepspeed(ids, layout, torch.arange(len(row) - 1, device=ids.device), ids[0, 1:], 1.0)
-        return tuple(logprobs.tolist())
+            found = self.deepspeed(ids, layout, torch.arange(len(row), device=ids.device), targets, 1.0, None, self.temperature)
+        logprobs, _, next_logprobs, next_ids = found
+        return tuple(logprobs[:-1].tolist()), tuple(next_logprobs[0].tolist()), tuple(next_ids[0].tolist())
 
 
 def score(module: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of the batch's trained tokens by a `TokenScorer`, bare or inside a DeepSpeed engine."""
-    logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature)
+    logprobs, entropy, *_ = module(batch.input_ids, batch.layout, batch.positions, batch.targets, temperature, batch.supports)
     if batch.layout.stretch is not None:
         logprobs, entropy = batch.layout.stretch.gather(torch.stack((logprobs, entropy)))
     return logprobs[batch.expand], entropy[batch.expand]

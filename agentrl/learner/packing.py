@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import LearnerError
-from agentrl.learner.forest import Forest, common_prefix, lay_out
+from agentrl.learner.forest import Forest, Ints, common_prefix, lay_out
 from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.ranks import Team
 from agentrl.learner.ulysses import Stretch
 from agentrl.records import Batch, Sample
+from agentrl.sampling import Supports
 
 Rows = tuple[Sample, ...]
 
@@ -81,6 +82,7 @@ class MicroBatch:
     layout: ForestLayout
     positions: Tensor  # [U] index into [T] of the token before each predicted one
     targets: Tensor  # [U] ids of the predicted tokens
+    supports: Tensor | None  # [U, K] ids that each was drawn from, -1 beyond the last; a row of -1, or None: the whole vocabulary
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32, NaN where a sample has rewards, until a critic has judged them
@@ -110,16 +112,18 @@ def micro_batch(
         rewards += (value for value, trained in zip(row.rewards or unknown, row.loss_mask, strict=True) if trained)
         versions += (value for value, trained in zip(row.versions, row.loss_mask, strict=True) if trained)
         sequence += [number if numbers is None else numbers[number]] * sum(row.loss_mask)
-    positions, targets, expand = _predictions(rows, forest)
+    positions, targets, expand, supports = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
     if team is not None:
         stretch = Stretch.of(team, len(token_ids), positions)
         token_ids, positions, targets = stretch.part(token_ids), positions[stretch.own] - stretch.start, targets[stretch.own]
+        supports = None if supports is None else supports[stretch.own]
     return MicroBatch(
         input_ids=token_ids[None].to(device),
         layout=ForestLayout(forest, device, stretch),
         positions=positions.to(device),
         targets=targets.to(device),
+        supports=None if supports is None else supports.to(device),
         expand=expand.to(device),
         behaviour=torch.tensor(behaviour, dtype=torch.float32, device=device),
         advantages=torch.tensor(advantages, dtype=torch.float32, device=device),
@@ -130,14 +134,16 @@ def micro_batch(
 
 
 def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
-    """Raises `LearnerError` for a token outside an embedding of `size` rows."""
+    """Raises `LearnerError` for a token outside an embedding of `size` rows, also for one that only might have been sampled."""
     for sample in samples:
-        if sample.token_ids and not 0 <= min(sample.token_ids) <= max(sample.token_ids) < size:
-            wrong = next(token for token in sample.token_ids if not 0 <= token < size)
-            raise LearnerError(
-                f"episode {sample.episode_id} holds token {wrong}, and the policy's vocabulary has {size}: server and learner do not run"
-                " the same model, or its tokenizer is larger than its embedding. Start the run again with one model folder for both"
-            )
+        supported = () if sample.supports is None else sample.supports.token_ids
+        for ids in (sample.token_ids, supported):
+            if len(ids) and not 0 <= min(ids) <= max(ids) < size:
+                wrong = next(token for token in ids if not 0 <= token < size)
+                raise LearnerError(
+                    f"episode {sample.episode_id} holds token {wrong}, and the policy's vocabulary has {size}: server and learner do not"
+                    " run the same model, or its tokenizer is larger than its embedding. Start the run again with one model folder for both"
+                )
 
 
 def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout]:
@@ -146,13 +152,38 @@ def text(row: Sequence[int], device: torch.device) -> tuple[Tensor, ForestLayout
     return torch.from_numpy(forest.token_ids)[None].to(device), ForestLayout(forest, device)
 
 
-def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions and targets of the distinct predictions, and the index of each trained token's prediction."""
-    pairs = [np.empty((0, 2), np.int64)]
+def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Positions, targets and supports of the distinct predictions, and the index of each trained token's prediction.
+
+    Samples that agree up to a token share its prediction only if they were drawn from the same support: two attempts may have said the
+    same by chance, from different weights.
+    """
+    known: dict[bytes, int] = {b"": 0}  # each distinct support has a number; 0 is the whole vocabulary
+    triples = [np.empty((0, 3), np.int64)]
     for row, path in zip(rows, forest.paths, strict=False):  # without rows the forest has one path of padding
         trained = np.flatnonzero(row.loss_mask)
-        pairs.append(np.stack((path[trained - 1], np.asarray(row.token_ids)[trained]), axis=1))
-    distinct, expand = np.unique(np.concatenate(pairs), axis=0, return_inverse=True)
+        numbers = _numbers(row.supports, trained, known)
+        triples.append(np.stack((path[trained - 1], np.asarray(row.token_ids)[trained], numbers), axis=1))
+    distinct, expand = np.unique(np.concatenate(triples), axis=0, return_inverse=True)
     arrays = (distinct[:, 0].copy(), distinct[:, 1].copy(), expand.reshape(-1))
     positions, targets, index = (torch.from_numpy(array) for array in arrays)
-    return positions, targets, index
+    return positions, targets, index, torch.from_numpy(_table(known)[distinct[:, 2]]) if len(known) > 1 else None
+
+
+def _numbers(supports: Supports | None, trained: Ints, known: dict[bytes, int]) -> Ints:
+    """The number of each trained token's support; supports that are new are added to the known ones."""
+    if supports is None:
+        return np.zeros(len(trained), np.int64)
+    sizes = np.frombuffer(supports.sizes, "<u2").astype(np.int64)
+    ends = 4 * np.cumsum(sizes)
+    starts = ends - 4 * sizes
+    bounds = zip(starts[trained].tolist(), ends[trained].tolist(), strict=True)
+    return np.asarray([known.setdefault(supports.ids[start:end], len(known)) for start, end in bounds], np.int64)
+
+
+def _table(known: Mapping[bytes, int]) -> Ints:
+    """[S, K] the ids of every known support, -1 beyond the last."""
+    table = np.full((len(known), max(map(len, known)) // 4), -1, np.int64)
+    for body, number in known.items():
+        table[number, : len(body) // 4] = np.frombuffer(body, "<u4")
+    return table

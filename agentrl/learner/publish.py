@@ -75,7 +75,7 @@ def publish(
     is registered with other weights.
     """
     weights = gather(engine)
-    probe = Probe(token_ids=rows, logprobs=engine.probe(rows))
+    probe = engine.probe(rows)
     if engine.ranks.first:
         with writing(f"version {number} in {run_dir}"):
             part = part_folder(version_folder(run_dir, number))

@@ -29,7 +29,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Logprobs [N] of the batch's trained tokens at the sampling temperature."""
+        """Logprobs [N] of the batch's trained tokens at the sampling temperature, over the supports that they were drawn from."""
         return score(self._scorer, batch, self._temperature)[0]
 
 
@@ -41,7 +41,7 @@ class PolicyWithoutAdapter:
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Logprobs [N] of the batch's trained tokens at the sampling temperature."""
+        """Logprobs [N] of the batch's trained tokens at the sampling temperature, over the supports that they were drawn from."""
         with lora.disabled(self._engine.lm):
             return self._engine.logprobs(batch)[0]
 

@@ -37,15 +37,24 @@ class ValuedScorer(TokenScorer):
         self.value = value_head(lm)
         self.detach = detach
 
-    def forward(  # type: ignore[override]  # returns values too
-        self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, targets: Tensor | None, temperature: float
+    def forward(
+        self,
+        input_ids: Tensor,
+        layout: ForestLayout,
+        positions: Tensor,
+        targets: Tensor | None,
+        temperature: float,
+        supports: Tensor | None = None,
+        ahead: float | None = None,
     ) -> tuple[Tensor, ...]:
         """Logprobs, entropies and values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`.
 
-        Without `targets` it returns only the values, with gradient for the head: the trunk is frozen then.
+        Without `targets` it returns only the values, with gradient for the head: the trunk is frozen then. With `ahead` no values.
         """
+        if targets is not None and ahead is not None:
+            return super().forward(input_ids, layout, positions, targets, temperature, supports, ahead)
         hidden = self.hidden(input_ids, layout, positions, frozen=targets is None)
         if targets is None:
             return (values_of(self.value, hidden),)
-        logprobs, entropy = self.head(hidden, targets, temperature)
+        logprobs, entropy = self.head(hidden, targets, temperature, supports)
         return logprobs, entropy, values_of(self.value, hidden.detach() if self.detach else hidden)

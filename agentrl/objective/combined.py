@@ -22,8 +22,8 @@ from agentrl.recipe import ObjectiveConfig
 class TrainedTokens:
     """The sampled tokens of a micro-batch, in whole sequences. All tensors are [N]."""
 
-    logprobs: Tensor  # of the policy being trained, at the sampling temperature; carries the gradient
-    behaviour: Tensor  # of the policy that sampled the token, at the same temperature
+    logprobs: Tensor  # of the policy being trained, at the sampling temperature and over the sampled support; carries the gradient
+    behaviour: Tensor  # of the policy that sampled the token, likewise
     advantages: Tensor  # constant
     sequence: Tensor  # int64; tokens with the same number are one sequence
     proximal: Tensor | None = None  # of the weights at the start of the step; None: the behaviour policy's are used

@@ -17,6 +17,7 @@ from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
+from agentrl.sampling import Supports
 
 _LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 
@@ -182,12 +183,14 @@ def _sample(
     logprobs: list[float] = []
     versions: list[int] = []
     credits: list[float] = []
+    supports: list[Supports | int] = []
     for turn, value, trained in zip(trajectory.turns, credit, trains or (True,) * len(credit), strict=True):
         given, sampled = len(turn.prompt_ids), len(turn.completion_ids)
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
         if not trained:
             given, sampled = given + sampled, 0
         mask += [False] * given + [True] * sampled
+        supports += (given, turn.supports if trained and turn.supports is not None else sampled)
         logprobs += [0.0] * given + list(turn.logprobs[:sampled])
         spread = [0.0] * (sampled - 1) + [value] * min(sampled, 1) if rewards else [value] * sampled
         credits += [0.0] * given + spread
@@ -203,6 +206,7 @@ def _sample(
         versions=tuple(versions),
         advantages=() if rewards else tuple(credits),
         rewards=tuple(credits) if rewards else (),
+        supports=Supports.joined(supports),
     )
 
 

@@ -174,10 +174,16 @@ def _learning(run: RunData) -> Learning | None:
 def _sampled(run: RunData, section: str) -> str:
     """How the episodes of a section of the recipe were sampled."""
     settings = run.recipe.get(section)
-    temperature = settings.get("temperature") if isinstance(settings, dict) else None
-    if not isinstance(temperature, int | float):
+    if not isinstance(settings, dict) or not isinstance(settings.get("temperature"), int | float):
         return "temperature unknown"
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    if settings["temperature"] == 0:
+        return "greedy"
+    said = [f"temperature {settings['temperature']:g}"]
+    for key, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+        value = settings.get(key, off)
+        if isinstance(value, int | float) and value != off:
+            said.append(f"{key.replace('_', '-')} {value:g}")
+    return ", ".join(said)
 
 
 def _evaluations(run: RunData, key: str, empty: Series) -> Series:

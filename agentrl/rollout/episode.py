@@ -12,6 +12,7 @@ from agentrl.protocols import Agent, Policy, SandboxBackend
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.rollout.faults import fault, infrastructure_fault
 from agentrl.rollout.life import EpisodeLife, OnTurn, contents
+from agentrl.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class EpisodeRunner:
     agent: Agent
     policy: Policy
     sandboxes: SandboxBackend
-    temperature: float
+    sampling: Sampling
     max_model_len: int
     request_timeout_s: float
     open_timeout_s: float = 60.0
@@ -50,7 +51,7 @@ class EpisodeRunner:
             start=start,
             policy=self.policy,
             sandboxes=self.sandboxes,
-            temperature=self.temperature,
+            sampling=self.sampling,
             max_model_len=self.max_model_len,
             request_timeout_s=self.request_timeout_s,
             open_timeout_s=self.open_timeout_s,

@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from agentrl import usercode
-from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
+from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
 from agentrl.protocols import Policy, Sandbox, SandboxBackend
 from agentrl.records import (
     Completion,
@@ -25,6 +25,7 @@ from agentrl.records import (
     Turn,
     check_tree,
 )
+from agentrl.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class TrajectoryLife:
             message=message,
             finish_reason=completion.finish_reason,
             generate_s=self._generate_s,
+            supports=completion.supports,
         )
         self.turns.append(turn)
         self._context += (*turn.prompt_ids, *turn.completion_ids)
@@ -124,7 +126,7 @@ class EpisodeLife:
         start: EpisodeState | None,
         policy: Policy,
         sandboxes: SandboxBackend,
-        temperature: float,
+        sampling: Sampling,
         max_model_len: int,
         request_timeout_s: float,
         open_timeout_s: float,
@@ -144,7 +146,7 @@ class EpisodeLife:
         self._attempt = attempt
         self._policy = policy
         self._sandboxes = sandboxes
-        self._temperature = temperature
+        self._sampling = sampling
         self._request_timeout_s = request_timeout_s
         self._open_timeout_s = open_timeout_s
         self._on_turn = on_turn
@@ -206,9 +208,14 @@ class EpisodeLife:
         return _checked(stop_reason)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], number: int) -> Completion:
-        params = SamplingParams(max_tokens=max_tokens, temperature=self._temperature, stop_token_ids=tuple(stop_token_ids))
+        params = SamplingParams(**asdict(self._sampling), max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
         self.stage = "generate"
-        return await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        if params.supports and (made.supports is None or not all(made.supports.rows)):
+            raise ServingError(
+                "the policy answered without the support of every token, and without them the learner would score them wrongly"
+            )
+        return made
 
     async def sandbox(self) -> Sandbox:
         """Many episodes of a weak policy never have one. It holds the task's files, or what the working directory held when the state

@@ -21,7 +21,7 @@ from agentrl.task import sandbox_specs
 async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
     """Evaluates the served version on both held-out splits and keeps the result in `evaluations.json` and `episodes/`."""
     run.tracker.stage(f"evaluate {phase}")
-    sampler = replace(run.groups.runner, temperature=run.recipe.evaluation.temperature)
+    sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, Evaluation] = {}
     for split, count in (

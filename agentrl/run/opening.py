@@ -22,7 +22,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
-from agentrl.run.preflight import Checked, open_chat, place_base_version
+from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule
@@ -67,9 +67,12 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
-        chat = open_chat(checked.model)
+        base = run_dir / "versions" / "000000"
+        chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
+        if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
+            check_prompt(chat, checked.family)
         write_start(run_dir, recipe, start)
-        place_base_version(checked.model, run_dir / "versions" / "000000")
+        place_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
@@ -122,7 +125,7 @@ def group_runner(
         policy=policy,
         sandboxes=sandboxes,
         agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat),
-        temperature=recipe.rollout.temperature,
+        sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from agentrl import causes, parts
 from agentrl.agent import load_tools
+from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
@@ -24,7 +25,7 @@ from agentrl.reward import TaskScorer
 from agentrl.run.folder import check_disk
 from agentrl.task import open_family
 from agentrl.weights import deltas
-from agentrl.weights.model_folder import check_model, check_model_files, read_json
+from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
 
 if TYPE_CHECKING:
     from agentrl.agent.chat import ChatFormat
@@ -37,6 +38,7 @@ class Checked:
     """What the checks before a start have found and opened; nothing in it runs."""
 
     model: Path  # folder of the policy that the run begins with
+    template: str | None  # a chat template in place of the model's own, of a run that has not begun
     family: TaskFamily
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
@@ -45,7 +47,9 @@ class Checked:
 def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first."""
     check_disk(folder)
-    model = find_model(recipe.policy.model, root)
+    named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
+    template = None if named is None or begun else read_template(named, root)
+    model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
@@ -53,7 +57,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     gpus = place(recipe)
     _check_installed(recipe)
     _try_objective(recipe)
-    return Checked(model=model, family=family, scorer=scorer, gpus=gpus)
+    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus)
 
 
 def check_parts(recipe: Recipe) -> None:
@@ -160,12 +164,15 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
             raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
 
 
-def open_chat(model: Path) -> ChatFormat:
-    """The chat format of a model's tokenizer. Imports transformers, and so comes last. Raises `UserError` for one that does not load."""
+def open_chat(model: Path, template: str | None = None) -> ChatFormat:
+    """The chat format of a model's tokenizer, with a `template` in place of its own. Imports transformers, and so comes last.
+
+    Raises `UserError` for a tokenizer that does not load, and for a template that cannot be used with it.
+    """
     from agentrl.agent.chat import load_chat
 
     try:
-        return load_chat(str(model))
+        return load_chat(str(model), template)
     except (AgentRLError, ImportError):
         raise
     except Exception as error:  # transformers and tokenizers raise whatever their parsers met
@@ -175,10 +182,16 @@ def open_chat(model: Path) -> ChatFormat:
         ) from error
 
 
-def find_model(model: str, root: Path) -> Path:
+def check_prompt(chat: ChatFormat, family: TaskFamily) -> None:
+    """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
+    first = family.task(Split.TRAIN, 0)
+    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools).values()])
+
+
+def find_model(model: str, root: Path, *, chat_template: bool = True) -> Path:
     """The folder of a model: a folder of the project, else a Hugging Face id from the local cache or the hub.
 
-    Raises `UserError` when there is none, or when a file in it is missing or cut off.
+    Raises `UserError` when there is none, or when a file in it is missing or cut off, a `chat_template` among them.
     """
     folder = (root / model).resolve()
     if (folder / deltas.RECORD).is_file():  # a version of a run
@@ -192,7 +205,7 @@ def find_model(model: str, root: Path) -> Path:
                 f"policy.model: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B"
             )
         folder = _download(model)
-    check_model_files(folder)
+    check_model_files(folder, chat_template=chat_template)
     return folder
 
 
@@ -212,8 +225,11 @@ def _download(model: str) -> Path:
         ) from error
 
 
-def place_base_version(model: Path, target: Path) -> None:
-    """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it."""
+def place_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
+    """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it.
+
+    A chat `template` of the recipe takes the place of the model's own, and goes from here into every version and into the result.
+    """
     if target.exists():
         return
     beside = part_folder(target)
@@ -223,6 +239,8 @@ def place_base_version(model: Path, target: Path) -> None:
             shutil.copy2(source.resolve(), beside / source.name)
     if not single:
         _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
+    if template is not None:
+        put_chat_template(beside, template)
     commit_folder(beside, target)
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane, UnsentError
 from agentrl.serving.server import VLLMServer
 from agentrl.serving.weights import WeightsInService
@@ -20,13 +21,14 @@ _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
 # vLLM answers -9999 for a logprob that is NaN or minus infinity, which no sampled token can have.
 _IMPOSSIBLE_LOGPROB = -9000.0
+_SUM_TOLERANCE = 1e-3  # of the probabilities of a support, which float32 adds up to 1 within 1e-6
 _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
     """A `Policy` on one vLLM server. One pooled HTTP client; any number of requests, up to `max_connections` at once on the wire.
 
-    Logprobs are those of the distribution the token was drawn from: the server applies the temperature first
+    Logprobs are those of the distribution the token was drawn from: the server applies temperature and truncation first
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
@@ -77,13 +79,17 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         raise ValueError("prompt_ids is empty: a completion needs at least one token of context")
     sampling: dict[str, Any] = {
         "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": 1.0,  # explicit: a model's generation_config must not change what the logprobs mean
+        **distribution(params),
         "stop_token_ids": list(params.stop_token_ids),
-        "logprobs": 0,  # only the sampled token's
+        "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         "detokenize": False,
     }
     return {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": cache_salt}
+
+
+def distribution(sampling: Sampling) -> dict[str, Any]:
+    """What vLLM is to sample from; explicit, since a model's generation_config must not change what the logprobs mean."""
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
 class _Answer(BaseModel):
@@ -97,6 +103,10 @@ class _TokenLogprob(_Answer):
 
 class _Logprobs(_Answer):
     content: list[_TokenLogprob]
+
+
+class _Alternatives(_Answer):
+    top_logprobs: list[_TokenLogprob] = Field(max_length=MAX_SUPPORT)
 
 
 class _Span(_Answer):
@@ -130,6 +140,7 @@ def parse_completion(answer: Any, params: SamplingParams) -> Completion:
             logprobs=_logprobs(choice),
             versions=_spans(choice),
             finish_reason=choice.finish_reason,
+            supports=_supports(answer, choice, params) if params.supports else None,
         )
     except ValueError as error:  # numbers that a record cannot hold
         raise ServingError(f"malformed answer of the inference server: {error}") from error
@@ -149,6 +160,49 @@ def _logprobs(choice: _Choice) -> tuple[float, ...]:
         if not math.isfinite(entry.logprob) or entry.logprob < _IMPOSSIBLE_LOGPROB or entry.logprob > 1e-3:
             raise ServingError(f"impossible logprob {entry.logprob} for sampled token {position}: are the weights finite?")
     return tuple(entry.logprob for entry in content)
+
+
+def alternatives(answer: Any) -> list[dict[int, float]]:
+    """Of each sampled token in an answer, the logprobs by id that were asked for beside its own. Raises `ServingError`."""
+    try:
+        content = answer["choices"][0]["logprobs"]["content"]
+        found = [_Alternatives.model_validate(entry).top_logprobs for entry in content]
+    except (ValidationError, LookupError, TypeError) as error:
+        raise ServingError(f"malformed answer of the inference server: {error}") from error
+    tables = [{entry.token_id: entry.logprob for entry in entries} for entries in found]
+    if any(len(table) != len(entries) for table, entries in zip(tables, found, strict=True)):
+        raise ServingError("the inference server answered one token twice among the logprobs of a position")
+    return tables
+
+
+def in_support(table: dict[int, float], most: int) -> dict[int, float]:
+    """The entries of a token's logprobs that it could have been, proven to be all. Raises `ServingError`.
+
+    Args:
+        table: logprob by id of the likeliest tokens; vLLM gives those outside of the support minus infinity, or -9999 on its wire.
+        most: how many were asked for.
+    """
+    support = {token: logprob for token, logprob in table.items() if logprob > _IMPOSSIBLE_LOGPROB}
+    if len(table) > most or len(support) == len(table):
+        raise ServingError(
+            f"{len(support)} of the {len(table)} likeliest tokens could have been sampled, so that there may be more: {TIES} tokens or more"
+            " tie with the last of the top_k. Lower top_k or top_p, raise min_p, or compute in float32, where logits hardly ever tie"
+        )
+    total = math.fsum(math.exp(min(logprob, 1.0)) for logprob in support.values())
+    if not abs(total - 1.0) <= _SUM_TOLERANCE:
+        raise ServingError(f"the probabilities of the {len(support)} tokens of a support add up to {total:g}, not to 1")
+    return support
+
+
+def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
+    """What each token could have been instead. Raises `ServingError`, or `ValueError` for what a record cannot hold."""
+    rows = []
+    for sampled, table in zip(choice.logprobs.content, alternatives(answer), strict=True):
+        support = in_support(table, params.top_k + TIES)
+        if support.get(sampled.token_id) != sampled.logprob:
+            raise ServingError(f"sampled token {sampled.token_id} is not in the support that it was sampled from, or with another logprob")
+        rows.append(tuple(support))
+    return Supports.of(rows)
 
 
 def _spans(choice: _Choice) -> tuple[VersionSpan, ...]:

@@ -147,12 +147,13 @@ class VLLMServer:
             "--max-num-seqs": str(serving.max_num_seqs),
             "--seed": str(self.recipe.seed),
             "--weight-transfer-config": json.dumps({"backend": backend}),
-            # Logprobs of the distribution that is sampled from, including the temperature.
+            # Logprobs of the distribution that is sampled from: after temperature and truncation.
             "--logprobs-mode": "processed_logprobs",
             # A generation_config.json beside the weights must not change how the policy is sampled.
             "--generation-config": "vllm",
         }
-        flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        # As many logprobs a token as there are tokens: the engine dies of a request for more, so that its own bound must be this one.
+        flags = ["--max-logprobs=-1", "--enable-scale-out", "--disable-uvicorn-access-log"]
         if device == "cpu":
             launch += ["--cpu-threads", str(self._threads())]
             arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))

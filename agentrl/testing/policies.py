@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.sampling import Supports
 
 _TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
@@ -35,6 +36,8 @@ def byte_tokenizer() -> Any:
 class ScriptedPolicy:
     """Answers each request with the next text of a script, tokenized, with logprob -0.5 a token.
 
+    Where supports are asked for, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
+
     `script` is called with the number of the request for this episode (0, 1, ...) and its episode id; it gives the text, or
     raises (an exception stands for a failing server).
     """
@@ -57,7 +60,11 @@ class ScriptedPolicy:
         finish = "stop" if len(ids) <= params.max_tokens else "length"
         kept = tuple(_take(iter(ids), params.max_tokens))
         spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
-        return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish)
+        supports = Supports.of(self._support(place, token, params) for place, token in enumerate(kept)) if params.supports else None
+        return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish, supports=supports)
+
+    def _support(self, place: int, token: int, params: SamplingParams) -> list[int]:
+        return [(token + after) % len(self.tokenizer) for after in range(1 + place % params.top_k)]
 
 
 def _take(ids: Iterator[int], count: int) -> Iterator[int]:

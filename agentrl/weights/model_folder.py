@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import operator
+import shutil
 import struct
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agentrl import files
 from agentrl.errors import UserError
 from agentrl.recipe import Recipe
+from agentrl.sampling import TIES
 
 T = TypeVar("T")
 
@@ -27,8 +30,12 @@ _NO_WORDS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM
 _OTHER_MODEL = "use a model without recurrent layers, logit scaling or soft-capping, such as Qwen3 or Llama"
 
 
-def check_model_files(folder: Path) -> None:
-    """Raises `UserError` unless `folder` holds a complete Hugging Face model: configuration, weights, tokenizer, chat template."""
+def check_model_files(folder: Path, *, chat_template: bool = True) -> None:
+    """Raises `UserError` unless `folder` holds a complete Hugging Face model: configuration, weights, tokenizer, chat template.
+
+    Args:
+        chat_template: whether it must have one; false where another takes its place.
+    """
     if not folder.is_dir():
         raise UserError(f"policy.model: no folder {folder}", fix="set policy.model to an existing folder or a Hugging Face model id")
     weights = sorted(folder.glob("*.safetensors"))
@@ -45,10 +52,10 @@ def check_model_files(folder: Path) -> None:
         _check_index(folder)
     for file in weights:
         check_safetensors(file)
-    if not _has_chat_template(folder):
+    if chat_template and not has_chat_template(folder):
         raise UserError(
             f"policy.model: the tokenizer in {folder} has no chat template, so conversations cannot be turned into tokens",
-            fix="use an instruction-tuned model, or add chat_template.jinja to the folder",
+            fix="set policy.chat_template to one that ships (hermes, chatml, llama3) or to a file, or use an instruction-tuned model",
         )
 
 
@@ -73,8 +80,8 @@ def check_safetensors(path: Path) -> None:
         raise UserError(f"{path} is {'cut off' if size < wanted else 'damaged'}: {size} bytes of {wanted}", fix=again)
 
 
-def check_model(folder: Path, recipe: Recipe) -> None:
-    """Raises `UserError` for a model whose kind, context, weights or vocabulary do not fit the recipe."""
+def check_model(folder: Path, recipe: Recipe | None = None) -> None:
+    """Raises `UserError` for a model that cannot be trained, or whose context does not fit the recipe."""
     try:
         _check_model(folder, recipe)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
@@ -84,12 +91,12 @@ def check_model(folder: Path, recipe: Recipe) -> None:
         ) from error
 
 
-def _check_model(folder: Path, recipe: Recipe) -> None:
+def _check_model(folder: Path, recipe: Recipe | None) -> None:
     config = read_json(folder / "config.json")
     inner = _value(config, "text_config", dict) or config
-    _check_architecture(config, inner)
+    check_architecture(config)
     longest, stretched = _value(inner, "max_position_embeddings", int), _stretched(inner)
-    if longest is not None and not stretched and recipe.policy.max_model_len > longest:
+    if recipe is not None and longest is not None and not stretched and recipe.policy.max_model_len > longest:
         raise UserError(
             f"policy.max_model_len={recipe.policy.max_model_len}, but the model in {folder} has a context of {longest} tokens",
             fix=f"set policy.max_model_len={longest} or less",
@@ -103,10 +110,15 @@ def _check_model(folder: Path, recipe: Recipe) -> None:
             f"the tokenizer in {folder} knows token {largest}, but the model's vocabulary has {vocabulary}",
             fix="model.resize_token_embeddings(len(tokenizer)), or save the tokenizer that belongs to the model",
         )
+    if recipe is not None and vocabulary is not None and recipe.rollout.top_k and recipe.rollout.top_k + TIES > vocabulary:
+        raise UserError(
+            f"rollout.top_k={recipe.rollout.top_k} is no truncation: the model in {folder} has a vocabulary of {vocabulary}",
+            fix="set rollout.top_k=0, or a much smaller one",
+        )
 
 
-def _check_architecture(config: dict[str, Any], inner: dict[str, Any]) -> None:
-    """Refuses early, by the file, what the learner would refuse after loading (`agentrl.learner.logprobs.check_scorer`)."""
+def check_architecture(config: dict[str, Any]) -> None:
+    """Refuses early, by config.json, what the learner would refuse after loading (`agentrl.learner.logprobs.check_scorer`)."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError("policy.model: config.json names no model_type", fix=_SAVE_AGAIN)
@@ -120,7 +132,7 @@ def _check_architecture(config: dict[str, Any], inner: dict[str, Any]) -> None:
     named = next(iter(_value(config, "architectures", list) or ()), "")
     if isinstance(named, str) and named.endswith(_NO_WORDS):
         raise UserError(f"policy.model: a {named} writes no text", fix="use a causal language model (...ForCausalLM)")
-    if why := _more_than_attention(inner):
+    if why := _more_than_attention(_value(config, "text_config", dict) or config):
         raise UserError(f"policy.model: model type {kind!r} does more than attention and a plain output head ({why})", fix=_OTHER_MODEL)
 
 
@@ -147,9 +159,19 @@ def _check_index(folder: Path) -> None:
         raise UserError(f"policy.model: {folder} lacks {', '.join(lacking)[:500]}", fix="download or copy the missing shards")
 
 
-def _has_chat_template(folder: Path) -> bool:
+def has_chat_template(folder: Path) -> bool:
     names = ("chat_template.jinja", "chat_template.json")
     return any((folder / name).is_file() for name in names) or bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def put_chat_template(folder: Path, text: str) -> None:
+    """Gives a model folder a chat template in place of any that it has."""
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    settings = read_json(folder / "tokenizer_config.json")
+    if settings.pop("chat_template", None) is not None:
+        files.write(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    files.write(folder / "chat_template.jinja", text)
 
 
 def _stretched(config: dict[str, Any]) -> bool:

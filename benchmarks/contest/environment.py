@@ -23,6 +23,7 @@ from agentrl.recipe import Recipe
 from agentrl.records import Completion, Episode, SamplingParams, Task, Trajectory, VersionSpan
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
 from agentrl.sandbox.select import open_sandboxes
 from agentrl.task import GroupSchedule, sandbox_specs
 
@@ -96,7 +97,7 @@ class Host:
             agent=TurnLoop(chat=self.chat),
             policy=_Said(tuple(token_ids), self.chat.stop_token_ids),
             sandboxes=self.opened,
-            temperature=self.recipe.rollout.temperature,
+            sampling=Sampling(temperature=self.recipe.rollout.temperature),
             max_model_len=self.recipe.policy.max_model_len,
             request_timeout_s=60.0,
             open_timeout_s=self.recipe.sandbox.open_timeout_s,

@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.agent import TurnLoop
 from agentrl.records import Completion, SamplingParams, ScoredEpisode, VersionSpan
 from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
 from benchmarks.contest.environment import Host
 
 _NEVER_S = 3600.0  # a generation of a large batch takes as long as it takes
@@ -79,7 +80,7 @@ class Together:
             agent=TurnLoop(chat=self._host.chat),
             policy=policy,
             sandboxes=self._host.opened,
-            temperature=recipe.rollout.temperature,
+            sampling=Sampling(temperature=recipe.rollout.temperature),
             max_model_len=recipe.policy.max_model_len,
             request_timeout_s=_NEVER_S,
             open_timeout_s=recipe.sandbox.open_timeout_s,

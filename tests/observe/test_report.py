@@ -65,6 +65,16 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
+def test_it_says_from_which_distribution_episodes_were_sampled(run_dir: Path) -> None:
+    path = run_dir / "recipe.json"
+    recipe = json.loads(path.read_text())
+    recipe["rollout"] |= {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.05}
+    recipe["evaluation"] |= {"temperature": 0.0}
+    path.write_text(json.dumps(recipe))
+    shown = Page(write_report(run_dir)).shown
+    assert "(temperature 0.7, top-k 20, min-p 0.05)" in shown and "(greedy)" in shown
+
+
 def test_the_page_asks_nothing_of_the_network_and_runs_no_script(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     names = {tag for tag, _ in page.tags}

@@ -15,6 +15,7 @@ from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.experience import SqliteStore
 from agentrl.records import Blame, Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, Split, Task, VersionSpan
 from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 
@@ -90,7 +91,7 @@ def ends_scored(path: Path, index: int, words: Sequence[tuple[str, list[int]]]) 
         policy=Babbling(words),
         sandboxes=ScriptedSandboxes(printing("3")),
         agent=TurnLoop(chat=CHAT),
-        temperature=1.0,
+        sampling=Sampling(),
         max_model_len=100_000,
         request_timeout_s=60.0,
     )

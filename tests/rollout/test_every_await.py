@@ -24,6 +24,7 @@ from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Limits, Score, ScoredEpisode, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
 
@@ -264,7 +265,7 @@ class Scene:
             policy=Waiting.saying(tokenizer, *SAID),
             sandboxes=self.sandboxes,
             agent=TurnLoop(chat=CHATS.setdefault("chat", ChatFormat(tokenizer))),
-            temperature=1.0,
+            sampling=Sampling(),
             max_model_len=4096,
             request_timeout_s=60.0,
         )

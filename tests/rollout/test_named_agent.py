@@ -15,6 +15,7 @@ from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.run.preflight import check_parts
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 
@@ -34,7 +35,7 @@ async def test_an_agent_of_somebodys_acts_in_the_episodes_of_a_run(task: Task, t
         agent=agent,
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("3")),
-        temperature=1.0,
+        sampling=Sampling(),
         max_model_len=4096,
         request_timeout_s=60.0,
     )

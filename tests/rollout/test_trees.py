@@ -21,6 +21,7 @@ from agentrl.recipe import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig,
 from agentrl.records import Episode, EpisodeState, Group, Limits, Message, Parent, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.run.transcript import append, transcript
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.rollout.delegating import Delegating
@@ -47,7 +48,7 @@ def delegating(tokenizer: Any) -> Callable[..., EpisodeRunner]:
             agent=Delegating(chat=ChatFormat(tokenizer)),
             policy=policy,
             sandboxes=ScriptedSandboxes(printing("")),
-            temperature=1.0,
+            sampling=Sampling(),
             max_model_len=4096,
             request_timeout_s=60.0,
         )

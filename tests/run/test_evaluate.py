@@ -7,6 +7,7 @@ from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.evaluate import evaluate
+from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 
@@ -48,7 +49,7 @@ def runner() -> GroupRunner:
         policy=ScriptedPolicy.saying(tokenizer, "4"),
         sandboxes=ScriptedSandboxes(printing("")),
         agent=TurnLoop(chat=ChatFormat(tokenizer)),
-        temperature=1.0,
+        sampling=Sampling(),
         max_model_len=1000,
         request_timeout_s=60.0,
     )

@@ -87,6 +87,13 @@ def test_a_model_that_does_not_fit_the_recipe_is_refused(
             check_model(folder, RECIPE)
 
 
+def test_a_truncation_to_more_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = _described(tmp_path / "m", {**FITS, "vocab_size": 40}, WORDS)
+    check_model(folder, RECIPE.but("rollout.top_k=32"))
+    with pytest.raises(UserError, match=r"top_k=33 is no truncation: .* a vocabulary of 40"):
+        check_model(folder, RECIPE.but("rollout.top_k=33"))
+
+
 def test_the_base_policy_fits() -> None:
     quickstart = RECIPE.model_copy(update={"policy": PolicyConfig(model="recipes/models/tables-base", max_model_len=512)})
     check_model(find_model("recipes/models/tables-base", ROOT), quickstart)

@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+from collections.abc import Iterable
 
 import pytest
 
 from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
 from agentrl.serving.weights import WeightsInService
 from tests.serving.scripted_server import DROP, HANG, generated, scripted_server
@@ -71,6 +73,66 @@ MALFORMED = {
 def test_malformed_answers_are_serving_errors(case: str) -> None:
     with pytest.raises(ServingError):
         parse_completion(MALFORMED[case], PARAMS)
+
+
+TRUNCATED = SamplingParams(max_tokens=8, temperature=0.7, top_k=2, top_p=0.9, min_p=0.01, supports=True)
+OUT = -9999.0  # vLLM's minus infinity
+
+
+def drawn(*tables: dict[int, float], **changes: object) -> dict[str, object]:
+    """An answer of tokens, each the first of its table of likeliest ones."""
+    content = [
+        {"token_id": next(iter(table)), "logprob": next(iter(table.values())), "top_logprobs": entries(table.items())} for table in tables
+    ]
+    return generated([next(iter(table)) for table in tables], **{"logprobs": {"content": content}, **changes})
+
+
+def entries(items: Iterable[tuple[int, float]]) -> list[dict[str, object]]:
+    return [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in items]
+
+
+def test_the_support_of_every_token_is_asked_for_with_some_to_spare_and_kept() -> None:
+    sampling = generate_body([1, 2], TRUNCATED, "r", "salt")["sampling_params"]
+    assert (sampling["top_k"], sampling["top_p"], sampling["min_p"], sampling["logprobs"]) == (2, 0.9, 0.01, 2 + TIES)
+    half, third = math.log(0.5), math.log(1 / 3)
+    answer = drawn({7: half, 4: half, 9: OUT}, {5: 0.0, 1: OUT}, {6: third, 2: third, 8: third, 0: OUT})  # the last: a tie beyond top_k
+    assert parse_completion(answer, TRUNCATED).supports == Supports.of([(4, 7), (5,), (2, 6, 8)])
+    assert parse_completion(answer, PARAMS).supports is None, "nothing is kept where nothing was asked for"
+
+
+HALF = math.log(0.5)
+UNSUPPORTED = {
+    "no alternatives": generated([4]),
+    "alternatives that are none": generated([4], logprobs={"content": [{"token_id": 4, "logprob": 0.0, "top_logprobs": None}]}),
+    "an end that is not shown": drawn({4: HALF, 5: HALF}),
+    "more than was asked for": drawn({4: 0.0, **{token: OUT for token in range(5, 6 + TIES)}, 90: OUT, 91: OUT}),
+    "far more than was asked for": drawn({4: 0.0, **{token: OUT for token in range(5, 5000)}}),
+    "probabilities of too little": drawn({4: HALF, 5: -3.0, 6: OUT}),
+    "probabilities of too much": drawn({4: HALF, 5: -0.1, 6: OUT}),
+    "a probability that overflows": drawn({4: 0.0, 5: 1e308, 6: OUT}),
+    "a probability that is none": drawn({4: 0.0, 5: math.nan, 6: math.inf, 7: OUT}),
+    "a sampled token outside": drawn({4: OUT, 5: 0.0}, logprobs=drawn({5: 0.0, 4: OUT})["choices"][0]["logprobs"]),  # type: ignore[index]
+    "another logprob than its own": generated(
+        [4], logprobs={"content": [{"token_id": 4, "logprob": -0.1, "top_logprobs": entries([(4, 0.0), (5, OUT)])}]}
+    ),
+    "a token twice": generated(
+        [4], logprobs={"content": [{"token_id": 4, "logprob": HALF, "top_logprobs": entries([(4, HALF), (4, HALF), (5, OUT)])}]}
+    ),
+    "a negative token": drawn({4: HALF, -1: HALF, 5: OUT}),
+    "a token of 33 bits": drawn({4: HALF, 1 << 33: HALF, 5: OUT}),
+    "a token of 32 bits": drawn({4: HALF, (1 << 32) - 1: HALF, 5: OUT}),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_answers_without_the_supports_that_were_asked_for_are_serving_errors(case: str) -> None:
+    with pytest.raises(ServingError):
+        parse_completion(UNSUPPORTED[case], TRUNCATED)
+
+
+def test_a_support_that_may_be_larger_than_what_is_shown_says_what_to_do() -> None:
+    with pytest.raises(ServingError, match=r"2 of the 2 likeliest tokens could have been sampled.*Lower top_k"):
+        parse_completion(drawn({4: HALF, 5: HALF}), TRUNCATED)
 
 
 @pytest.mark.parametrize("answer", [(500, {"error": "boom"}), (503, {}), (200, b"<html>"), (200, b"")])

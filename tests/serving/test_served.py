@@ -6,18 +6,21 @@ import asyncio
 import dataclasses
 import hashlib
 import ipaddress
+import math
 import os
 import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from agentrl.errors import ServingError, SwapError
 from agentrl.recipe import LoraConfig
-from agentrl.records import ADAPTER, Completion, PolicyVersion, Probe
+from agentrl.records import ADAPTER, Completion, PolicyVersion, Probe, Sample
+from agentrl.sampling import Sampling, Supports
 from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
 from agentrl.weights import deltas
 from tests.serving.conftest import Served
@@ -230,6 +233,105 @@ async def test_an_adapter_that_is_refused_leaves_the_one_before_it(served: Serve
     assert await served.channel._disagreement(22, served.probes[22]) < 1e-3
     completion = await served.generate(PROMPT, max_tokens=8)
     assert [span.version for span in completion.versions] == [22]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"top_k": 12},
+        {"top_k": 40, "top_p": 0.8, "temperature": 0.7},
+        {"top_k": 40, "min_p": 0.1, "temperature": 1.3},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.05, "temperature": 0.5},
+        {"top_k": 128, "top_p": 0.999},
+    ],
+    ids=str,
+)
+async def test_the_learner_scores_what_was_drawn_from_a_support_as_the_server_does(served: Served, setting: dict[str, Any]) -> None:
+    """Over the support that the server answered, in the learner's own code; and that support is what the setting says."""
+    await served.swap(1)
+    sampling = Sampling(**setting, supports=True)
+    prompts = [[*PROMPT, i] for i in range(8)]
+    # Requests of other settings in the same batch, as when an evaluation meets rollouts.
+    mixed = [served.generate(PROMPT, max_tokens=40, temperature=temperature) for temperature in (0.0, 1.0)]
+    wanted = [served.generate(prompt, max_tokens=40, supports=True, **setting) for prompt in prompts]
+    completions = (await asyncio.gather(*wanted, *mixed))[: len(prompts)]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logprobs, logits = learners_logprobs(served.models[1], prompt, completion, sampling.temperature)
+        assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
+        assert completion.supports is not None
+        for row, support in zip(logits, completion.supports.rows, strict=True):
+            check_support(row, support, sampling)
+    assert len({len(support) for completion in completions for support in completion.supports.rows}) > (1 if sampling.min_p else 0)
+
+
+def learners_logprobs(model: Any, prompt: list[int], completion: Completion, temperature: float) -> tuple[list[float], Any]:
+    """Logprobs of a completion's tokens by `TokenScorer`, over their supports; and all logits over the temperature, float64."""
+    import torch
+
+    from agentrl.learner.logprobs import LogprobHead
+    from agentrl.learner.packing import micro_batch
+
+    ids = (*prompt, *completion.token_ids)
+    mask = tuple(place >= len(prompt) for place in range(len(ids)))
+    sample = Sample(
+        episode_id="e",
+        group_index=0,
+        token_ids=ids,
+        loss_mask=mask,
+        logprobs=(0.0,) * len(ids),
+        versions=tuple(0 if trained else -1 for trained in mask),
+        advantages=(0.0,) * len(ids),
+        supports=Supports.joined([len(prompt), completion.supports or len(completion.token_ids)]),
+    )
+    batch = micro_batch((sample,), torch.device("cpu"))
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([ids])).last_hidden_state[0, batch.positions]
+        logprobs, _ = LogprobHead(model.lm_head, 10**6)(hidden, batch.targets, temperature, batch.supports)
+        logits = model.lm_head(hidden).double() / temperature
+    return logprobs[batch.expand].tolist(), logits[batch.expand]
+
+
+def check_support(logits: Any, support: tuple[int, ...], sampling: Sampling) -> None:
+    """A support holds what the setting's definition says, up to tokens at an edge that a rounding may put on either side."""
+    slack = 1e-3
+    order = logits.argsort(descending=True).tolist()
+    assert sorted(support, key=order.index) == order[: len(support)] or logits[list(support)].min() > logits[order[len(support)]] - slack
+    assert len(support) <= sampling.top_k
+    alive = [token for token in order if logits[token] >= logits[order[0]] + math.log(max(sampling.min_p, 1e-300)) - slack]
+    alive = alive[: sampling.top_k]
+    chances = logits[alive].softmax(-1)
+    before = chances.cumsum(-1) - chances  # a token is kept while those before it have less than top_p
+    certain, possible = int((before < sampling.top_p - slack).sum()), int((before < sampling.top_p + slack).sum())
+    edge = int((logits[alive] <= logits[order[0]] + math.log(max(sampling.min_p, 1e-300)) + slack).sum())
+    assert certain - edge <= len(support) <= possible
+
+
+async def test_a_swap_is_probed_at_the_setting_of_the_rollouts(served: Served) -> None:
+    """The learner's logprobs of what may follow each row, over the support that the server answers for its sampled token."""
+    import torch
+
+    own = served.server.recipe
+    setting = {"rollout.temperature": 0.6, "rollout.top_k": 20, "rollout.top_p": 0.9}
+    probe = served.probes[1]
+    with torch.no_grad():
+        last = torch.stack([served.models[1](torch.tensor([ids])).logits[0, -1] for ids in probe.token_ids])
+    right, wrong = (
+        dataclasses.replace(
+            probe,
+            next_ids=tuple(map(tuple, best.indices.tolist())),
+            next_logprobs=tuple(map(tuple, best.values.tolist())),
+        )
+        for best in ((last / temperature).log_softmax(-1).topk(60) for temperature in (0.6, 0.7))
+    )
+    served.server.recipe = own.but(setting)
+    try:
+        served.probes[1] = right
+        assert (await served.swap(1)).probe_max_abs_diff < 1e-3
+        served.probes[1] = wrong
+        with pytest.raises(SwapError, match="server and learner differ"):
+            await served.swap(1)
+    finally:
+        served.server.recipe, served.probes[1] = own, probe
 
 
 async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_whole(served: Served, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 from agentrl.errors import SwapError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import PolicyVersion, Probe
+from agentrl.sampling import Sampling
 from agentrl.serving import FileWeightChannel, VLLMServer
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.swap import HotSwap
+from agentrl.serving.swap import HotSwap, next_differences
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))
@@ -106,6 +108,66 @@ async def test_logprobs_that_are_not_numbers_are_disagreement(tmp_path: Path, ba
     async with channel(tmp_path, engine) as (to, _, _):
         with pytest.raises(SwapError, match="inf nats"):
             await swap(to, tmp_path, version)
+
+
+def after(*tables: dict[int, float]) -> dict[str, Any]:
+    """An answer whose one token is the first of its table of likeliest ones."""
+    content = [
+        {"token_id": next(iter(table)), "logprob": 0.0, "top_logprobs": [{"token_id": t, "logprob": v} for t, v in table.items()]}
+        for table in tables
+    ]
+    return generated([7] * len(tables), logprobs={"content": content})
+
+
+OURS = {4: math.log(0.5), 5: math.log(0.25), 6: math.log(0.15), 7: math.log(0.05)}  # half of it lies beyond top_k=2
+TOP_2 = Sampling(temperature=0.5, top_k=2, supports=True)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sampling", "worst"),
+    [
+        ({4: math.log(2 / 3), 5: math.log(1 / 3), 6: -9999.0}, TOP_2, 0.0),  # the learner's, over the support that was answered
+        ({4: math.log(0.6), 5: math.log(0.4), 6: -9999.0}, TOP_2, math.log(0.4 * 3)),
+        ({4: math.log(0.5 / 0.55), 90: math.log(0.05 / 0.55), 6: -9999.0}, TOP_2, 0.0),  # may be as likely as the last one listed
+        ({4: math.log(0.7), 90: math.log(0.3), 6: -9999.0}, TOP_2, math.log(0.3 / (0.05 / 0.55))),  # may not be that likely
+        ({4: math.log(0.5), 5: math.log(0.2), 90: math.log(0.01)}, Sampling(), math.log(0.25 / 0.2)),
+        ({4: -9999.0, 5: 0.0}, Sampling(), 9999.0 + math.log(0.5)),
+    ],
+)
+def test_what_follows_a_row_is_compared_over_the_support_that_the_server_answers(
+    theirs: dict[int, float], sampling: Sampling, worst: float
+) -> None:
+    assert max(next_differences(after(theirs), OURS, sampling, 5)) == pytest.approx(worst, abs=1e-9)
+
+
+@pytest.mark.parametrize("answer", [{}, after(), after({4: 0.0, 5: -9999.0}, {4: 0.0}), after({4: 0.0}), after({4: -1.0, 5: -9999.0})])
+def test_a_support_that_is_none_refuses_the_version(answer: Any) -> None:
+    with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
+        next_differences(answer, OURS, TOP_2, 5)
+
+
+async def test_the_probe_is_taken_at_the_setting_of_the_rollouts(tmp_path: Path) -> None:
+    """The rows agree and what follows one does not: a server that samples at another temperature, say."""
+    probe = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),), next_ids=(tuple(OURS),), next_logprobs=(tuple(OURS.values()),))
+    version, tables = publish(tmp_path, 5), [{4: math.log(2 / 3), 5: math.log(1 / 3), 6: -9999.0}]
+
+    class Sampled(Engine):
+        def __call__(self, call: Call) -> Any:
+            answer = super().__call__(call)
+            if call.path.endswith("/generate"):
+                answer["choices"][0]["logprobs"] = after(tables[-1])["choices"][0]["logprobs"]
+            return answer
+
+    engine = Sampled()
+    async with channel(tmp_path, engine) as (to, server, script):
+        server.recipe = server.recipe.but("rollout.top_k=2", "rollout.temperature=0.5")
+        report = await to.swap(version, tmp_path / version.folder, probe, max_abs_diff=1e-3, timeout_s=60)
+        assert report.probe_max_abs_diff < 1e-9
+        asked = script.calls[-1].body["sampling_params"]
+        assert (asked["temperature"], asked["top_k"], asked["max_tokens"], asked["prompt_logprobs"]) == (0.5, 2, 1, 0)
+        tables.append({4: math.log(0.8), 5: math.log(0.2), 6: -9999.0})  # at a temperature of 1/4
+        with pytest.raises(SwapError, match=r"differ by 0\.511 nats"):
+            await to.swap(version, tmp_path / version.folder, probe, max_abs_diff=1e-3, timeout_s=60)
 
 
 @pytest.mark.parametrize("step", ["start_weight_update", "update_weights", "finish_weight_update"])

@@ -18,7 +18,7 @@ NAMES: Mapping[str, str] = {
     "tasks": "a task folder: task.toml, runs.toml, image.toml, Dockerfile, tests",
     "grading": "answers, reports of tests and rewards, from judging to the score",
     "records": "records read back from JSON",
-    "weights": "deltas and safetensors files of a version; the files of a model folder",
+    "weights": "deltas and safetensors files of a version; the files of a model folder; the header of a GGUF file",
     "completions": "what the inference server answers",
 }
 """Name -> what is fed; each is `target` of the module of that name in `agentrl.prove.fuzzing.targets`."""

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -18,6 +19,7 @@ from agentrl.serving.client import parse_completion
 from agentrl.serving.control import decoded, weight_version
 
 PARAMS = SamplingParams(max_tokens=8)
+TRUNCATED = SamplingParams(max_tokens=8, top_k=3, supports=True)
 
 
 def prepare(scratch: Path) -> Check:
@@ -26,33 +28,47 @@ def prepare(scratch: Path) -> Check:
             answer = decoded(httpx.Response(200, content=data), "/generate")
             if isinstance(answer, dict) and "weight_version" in answer:
                 must(isinstance(weight_version(answer), str), "a version without a name")
-            completion = parse_completion(answer, PARAMS)
         except ServingError as error:
             must(bool(str(error)), "an error that says nothing")
             return
-        count = len(completion.token_ids)
-        must(
-            1 <= count <= PARAMS.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range"
-        )
-        must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion is read back as another one")
-        Turn(
-            prompt_ids=(1,),
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            message=Message(role="assistant", content=""),
-            finish_reason=completion.finish_reason,
-        )
+        for params in (PARAMS, TRUNCATED):
+            _check(answer, params)
 
     return check
+
+
+def _check(answer: Any, params: SamplingParams) -> None:
+    try:
+        completion = parse_completion(answer, params)
+    except ServingError as error:
+        must(bool(str(error)), "an error that says nothing")
+        return
+    count = len(completion.token_ids)
+    must(1 <= count <= params.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range")
+    must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion is read back as another one")
+    if params.supports:
+        must(completion.supports is not None and all(completion.supports.rows), "a token without the support that was asked for")
+    Turn(
+        prompt_ids=(1,),
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        message=Message(role="assistant", content=""),
+        finish_reason=completion.finish_reason,
+        supports=completion.supports,
+    )
 
 
 def seeds() -> Sequence[bytes]:
     logprobs = {"content": [{"token_id": 3, "logprob": -0.5}, {"token_id": 4, "logprob": 0.0}]}
     spans = [{"version": "0", "start": 0, "end": 1}, {"version": "12", "start": 1, "end": 2}]
     choice = {"token_ids": [3, 4], "logprobs": logprobs, "weight_versions": spans, "finish_reason": "stop"}
+    out = {"token_id": 9, "logprob": -9999.0}
+    likely = [{"token_id": 3, "logprob": -0.5, "top_logprobs": [{"token_id": 3, "logprob": -0.5}, {"token_id": 5, "logprob": -0.933}, out]}]
+    likely += [{"token_id": 4, "logprob": 0.0, "top_logprobs": [{"token_id": 4, "logprob": 0.0}, out]}]
     answers = [
         {"choices": [choice]},
+        {"choices": [{**choice, "logprobs": {"content": likely}}]},
         {"choices": [{**choice, "finish_reason": "abort"}]},
         {"choices": []},
         {"error": "no"},
@@ -67,5 +83,17 @@ target = Target(
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.json_text,
-    words=(b'"token_ids"', b'"logprob"', b'"version"', b'"start"', b'"end"', b"-9999.0", b'"length"', b'"default"', b'"\xc2\xb2"', b"NaN"),
+    words=(
+        b'"token_ids"',
+        b'"top_logprobs"',
+        b'"logprob"',
+        b'"version"',
+        b'"start"',
+        b'"end"',
+        b"-9999.0",
+        b'"length"',
+        b'"default"',
+        b'"\xc2\xb2"',
+        b"NaN",
+    ),
 )

@@ -35,6 +35,7 @@ from agentrl.records import (
     Turn,
     VersionSpan,
 )
+from agentrl.sampling import Supports
 
 _TURN = Turn(
     prompt_ids=(1, 2),
@@ -46,6 +47,7 @@ _TURN = Turn(
     ),
     finish_reason="stop",
     tool_results=(ToolResult(name="python", output="1", ok=True, wall_s=0.1),),
+    supports=Supports.of([(3, 7), ()]),
 )
 _EPISODE = Episode(
     id="e",
@@ -95,12 +97,13 @@ RECORDS: Sequence[Any] = (
                 logprobs=(0.0, -1.0),
                 advantages=(0.0, 1.0),
                 versions=(-1, 0),
+                supports=Supports.of([(), (2, 5)]),
             ),
         ),
         denominator=1,
         group_indices=(0,),
     ),
-    Probe(token_ids=((1, 2),), logprobs=((-0.5,),)),
+    Probe(token_ids=((1, 2),), logprobs=((-0.5,),), next_ids=((3, 4),), next_logprobs=((-0.5, -1.0),)),
     Completion(token_ids=(1,), logprobs=(-0.5,), versions=(VersionSpan(version=0, start=0, end=1),), finish_reason="stop"),
     ExecResult(exit_code=None, stdout="a", stderr="", wall_s=0.5, reason="timeout"),
 )
@@ -144,5 +147,6 @@ target = Target(
         b"18446744073709551616",
         b'"AAE="',
         b'"-_8="',
+        b'"AgA="',
     ),
 )

@@ -1,4 +1,4 @@
-"""Files with weights: a version's delta and its record, safetensors headers, an adapter, and the folder of a user's own model.
+"""Files with weights: a version's delta and its record, safetensors headers, an adapter, the folder of a user's own model, a GGUF file.
 
 A damaged one is a `ValueError`.
 """
@@ -16,6 +16,7 @@ import zstandard
 from agentrl import codec
 from agentrl.errors import UserError
 from agentrl.files import sha256_file
+from agentrl.model.gguf import read_header
 from agentrl.prove.fuzzing import mutators
 from agentrl.prove.fuzzing.mutators import join, split
 from agentrl.prove.fuzzing.target import Check, Target, must, one_in
@@ -26,9 +27,26 @@ from agentrl.weights.deltas import Delta
 from agentrl.weights.files import check_same_shapes, tensor_shapes, weight_paths
 from agentrl.weights.model_folder import check_model, check_model_files
 
+GGUF = "model.gguf"
 _NUMBERS = 64
 WRITTEN_EVERY = 4
 """One of this many model files is also turned into a delta."""
+
+
+def _gguf_file() -> bytes:
+    """A header with a text, a number, an array of texts and two tensors."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("<Q", len(value)) + value
+
+    values = [
+        text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama"),
+        text(b"llama.block_count") + struct.pack("<II", 4, 1),
+        text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text(b"a") + text(b"b"),
+        text(b"tokenizer.ggml.scores") + struct.pack("<IIQff", 9, 6, 2, 0.0, 1.0),
+    ]
+    tensors = [text(name) + struct.pack("<IQQIQ", 2, 32, 2, 0, at) for at, name in ((0, b"token_embd.weight"), (256, b"output.weight"))]
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(values)) + b"".join((*values, *tensors))
 
 
 def _model(numbers: bytes) -> bytes:
@@ -92,8 +110,22 @@ def prepare(scratch: Path) -> Check:
             _header(scratch / label, body)
         elif label in MODEL:
             _model_folder(model, label, body)
+        elif label == GGUF:
+            _gguf(scratch / GGUF, body)
 
     return check
+
+
+def _gguf(path: Path, data: bytes) -> None:
+    """A header that is taken holds what it says: as many tensors and values, within the file."""
+    path.write_bytes(data)
+    try:
+        header = read_header(path)
+    except UserError:
+        return
+    counts = struct.unpack("<QQ", data[8:24])
+    must((len(header.tensors), len(header.metadata)) == counts, "other counts than the file's")
+    must(len(data) >= 24 + 13 * counts[1] + 32 * counts[0], "more than the file has room for")
 
 
 def _frames(folder: Path, delta: Delta, frames: bytes) -> None:
@@ -168,6 +200,7 @@ def seeds() -> Sequence[bytes]:
         join(ADAPTER, struct.pack("<Q", len(text)) + text + bytes(4)),
         *(join(deltas.FRAMES, one) for one in (struct.pack("<I", len(packed)) + packed, struct.pack("<I", 0), b"")),
         join(deltas.RECORD, codec.to_json(record)),
+        join(GGUF, _gguf_file()),
         *(join(name, content) for name, content in MODEL.items()),
     ]
 
@@ -176,7 +209,7 @@ _MODEL_MUTATORS = {name: mutators.json_text if name.endswith(".json") else mutat
 
 target = Target(
     name="weights",
-    about="deltas and safetensors files of a version; the files of a model folder",
+    about="deltas and safetensors files of a version; the files of a model folder; the header of a GGUF file",
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.labelled(
@@ -184,6 +217,7 @@ target = Target(
             WHOLE_MODEL: mutators.safetensors,
             ADAPTER: mutators.safetensors,
             deltas.FRAMES: None,
+            GGUF: None,
             deltas.RECORD: mutators.json_text,
             **_MODEL_MUTATORS,
         }

@@ -1,0 +1,115 @@
+"""Chat templates that ship, by word, and those in files; and a stranger's template tried within bounds before anything relies on it.
+
+A template is a program in Jinja. transformers runs it in an environment that reaches nothing outside of it, but that sets no bound on its
+time or memory: `try_template` does, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+
+SHIPPED = ("hermes", "chatml", "llama3")
+"""Words for templates in `agentrl/agent/templates/`. None has a system message of its own."""
+
+MAX_BYTES = 1 << 18
+"""Bytes of a template's file; the longest of well-known models have a twentieth of it."""
+
+MAX_RENDERED = 1 << 20
+"""Characters that a template may make of three short messages."""
+
+_FOLDER = Path(__file__).parent / "templates"
+_CPU_S = 10
+_WALL_S = 120  # on a machine that is busy with something else
+_MEMORY_BYTES = 4 << 30
+_CHILD = "from agentrl.agent.template import _child; _child()"
+_TOO_MUCH = 3  # exit status
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Runs a program.",
+        "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    },
+}
+"""A schema as tools have it, for trials."""
+
+
+def read_template(name: str, root: Path) -> str:
+    """The text of a shipped template by its word, or of a file relative to `root`. Raises `UserError`."""
+    if name in SHIPPED:
+        return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    path = root / name
+    try:
+        content = path.read_bytes() if path.stat().st_size <= MAX_BYTES else None
+    except (OSError, ValueError):
+        raise UserError(
+            f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"name one of them, or make {path}"
+        ) from None
+    if content is None:
+        raise UserError(f"{path} is no chat template: it has more than {MAX_BYTES >> 10} KiB", fix="give the template alone")
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no chat template: {error}", fix="save it as UTF-8") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty", fix="write a Jinja template into it, as in tokenizer_config.json of an instruction-tuned model")
+    return text
+
+
+def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
+    """Renders three short conversations with a template in a process of its own.
+
+    Raises `UserError` for one that takes more than `cpu_s` seconds of CPU time, too much memory, or writes too much. What else may be
+    wrong with a template `agentrl.agent.ChatFormat` tells, which may be made of it after this.
+    """
+    bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters for three short messages"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(cpu_s)], input=text.encode("utf-8", "surrogatepass"), capture_output=True, timeout=_WALL_S
+        )
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is not None and done.returncode > 0 and done.returncode != _TOO_MUCH:
+        raise UserError(f"the chat template could not be tried: {done.stderr.decode(errors='replace')[-500:]}", fix="report this as a bug")
+    if done is None or done.returncode:
+        raise UserError(
+            f"the chat template does not end within bounds ({bounds})", fix="use another one, such as hermes; a template is a short program"
+        )
+
+
+def _child() -> None:
+    """The process of `try_template`: exit status 0, also for a template that raises, and `_TOO_MUCH`; or the kernel ends it."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    bound = max(1, round(used.ru_utime + used.ru_stime + float(sys.argv[1]) + 0.5))
+    resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for messages, tools in _conversations():
+        try:
+            rendered, _ = render_jinja_template([messages], tools=tools, chat_template=text, add_generation_prompt=True)
+        except (MemoryError, OverflowError):  # the second from a range that Jinja's environment bounds
+            sys.exit(_TOO_MUCH)
+        except Exception:  # told, with the tokenizer, by ChatFormat
+            continue
+        if len(rendered[0]) > MAX_RENDERED:
+            sys.exit(_TOO_MUCH)
+
+
+def _conversations() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+    call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "-"},
+        {"role": "assistant", "content": "-", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    return [(turns[:1], None), (turns, None), ([{"role": "system", "content": "-"}, *turns], [TOOL])]

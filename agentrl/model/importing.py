@@ -1,0 +1,263 @@
+"""Makes the folder: finds the source, loads and proves it, writes it beside its final place, and renames it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl import files
+from agentrl.agent.template import SHIPPED, read_template, try_template
+from agentrl.errors import UserError
+from agentrl.model.gguf import GgufHeader, check_data, read_header
+from agentrl.model.source import Source, find_source
+from agentrl.weights.model_folder import check_model, check_model_files, read_json
+
+RECORD = "agentrl_import.json"
+_FORMAT = 1
+_BYTES = {"float32": 4, "bfloat16": 2}
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys of config.json
+_SPARE_BYTES = 256 << 20  # of the disk, left free
+_SAMPLE = "A tall\n\n1. café, 17*23 =  4096;\n    1: 'π' <x> don't 𝄞"
+_TOOLS = ("agentrl", "transformers", "tokenizers", "torch", "gguf")
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What an import has made, or found there already."""
+
+    folder: Path
+    record: dict[str, Any]  # what agentrl_import.json holds
+    fresh: bool  # false: the folder held the same import before
+
+
+def import_model(
+    source: str,
+    target: Path,
+    *,
+    chat_template: str | None = None,
+    dtype: Dtype = "float32",
+    force: bool = False,
+    root: Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Imported:
+    """Makes `target` a model folder of `source`.
+
+    Args:
+        source: a Hugging Face folder, a GGUF file, or `package:NAME[/FILE]`.
+        chat_template: a shipped template's word, or a file relative to `root` (default: the current folder). None: the model's own.
+        dtype: of the weights that are written.
+        force: replace a model folder that is there already.
+        tell: called with each stage as it begins.
+
+    Raises:
+        UserError: what cannot be served or trained exactly, with the reason; a missing package; too little disk; a folder in the way.
+    """
+    found = find_source(source)
+    text = None if chat_template is None else read_template(chat_template, root or Path.cwd())
+    asked = {
+        "source": {"name": found.name, "package": found.package, "sha256": found.sha256},
+        "dtype": dtype,
+        "chat_template": None if text is None else sha256(text.encode()).hexdigest(),
+    }
+    if (kept := _same(target, asked)) is not None:
+        return Imported(folder=target, record=kept, fresh=False)
+    _check_target(target, found, force=force)
+    _check_installed(found)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = files.part_folder(target)
+    try:
+        record = _make(found, part, text, chat_template, dtype, tell) | {"asked": asked}
+        record["files"] = files.folder_manifest(part)
+        files.write(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        files.commit_folder(part, target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return Imported(folder=target, record=record, fresh=True)
+
+
+def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+    """The record of a folder that holds the import that is asked for, whole; else None."""
+    try:
+        record = json.loads((target / RECORD).read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT or record["asked"] != asked:
+            return None
+        held, _ = record["files"], record["chat_template"]["shows_tools"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    there = files.folder_manifest(target)
+    there.pop(RECORD)
+    return record if isinstance(record, dict) and there == held else None
+
+
+def _check_target(target: Path, source: Source, *, force: bool) -> None:
+    if not target.exists() and not target.is_symlink():
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise UserError(f"{target} is there already, and is no folder", fix="choose another folder")
+    if not any(target.iterdir()):
+        return
+    if source.path.resolve().is_relative_to(target.resolve()):
+        raise UserError(f"{target} holds the source itself", fix="choose another folder")
+    model = any((target / name).is_file() for name in (RECORD, "config.json"))
+    if not force or not model:
+        what = "holds another model, or one that was changed" if model else "holds other things than a model"
+        raise UserError(f"{target} is there already, and {what}", fix="choose another folder" + (", or give --force" if model else ""))
+
+
+def _check_installed(source: Source) -> None:
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
+    if source.is_gguf and find_spec("gguf") is None:
+        raise UserError("the package gguf, which reads such files, is not installed", fix="pip install 'agentrl[models]'")
+
+
+def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Fills `part`; returns the record of it."""
+    if text is not None:
+        try_template(text)
+    with tempfile.TemporaryDirectory(prefix="agentrl-import-") as work:
+        header, kinds = None, dict[str, int]()
+        folder = source.path
+        if source.is_gguf:
+            header = read_header(source.path)
+            kinds = check_data(header)
+            _check_header(header)
+            values = header.values
+            folder = Path(work)  # with that file alone: what else lies beside it is not looked at
+            (folder / source.path.name).symlink_to(source.path.resolve())
+        else:
+            check_model_files(folder, chat_template=False)
+            check_model(folder)
+            values = _check_folder(folder)
+        tell("loading the libraries")
+        from agentrl.model import loading
+
+        file = source.path.name if header is not None else None
+        _quiet()
+        tell(f"reading {source.name}")
+        config = loading.read_config(folder, file, header)
+        parameters = loading.check_size(config, values=values, exact=header is not None)
+        _check_disk(part, parameters * _BYTES[dtype])
+        template = _save_tokenizer(folder, header, part, text, config)
+        tell(f"loading {parameters:,} parameters as {dtype}")
+        prints = loading.save(loading.load(folder, config, dtype, file=file), config, part)
+    tell("checking what was written: the same bits, scored as the learner will")
+    check_model_files(part)
+    check_model(part)
+    loading.check_saved(part, dtype, prints)
+    for path in source.licences:
+        shutil.copyfile(path, part / path.name)
+    said = (header.text("general.license") if header is not None else "") or source.licence
+    return {
+        "format": _FORMAT,
+        "source": {"name": source.name, "package": source.package, "sha256": source.sha256, "stored": kinds},
+        "model": {"type": config.model_type, "parameters": parameters, "dtype": dtype},
+        "licence": {"id": said, "files": [path.name for path in source.licences]},
+        "chat_template": {"name": named or "the model's own", **template},
+        "tools": {name: found for name in _TOOLS if (found := _version(name))},
+    }
+
+
+def _check_header(header: GgufHeader) -> None:
+    kind = header.text("general.type") or "model"
+    if kind != "model":
+        raise UserError(f"{header.path} holds no model but a part of one: {kind[:80]}", fix="give the model's own GGUF file")
+    if header.metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(f"{header.path} is one of several files of a model", fix="join them with llama-gguf-split --merge")
+    _check_layers(header.metadata.get(f"{header.architecture}.block_count"), len(header.tensors))
+
+
+def _check_folder(folder: Path) -> int:
+    """Numbers that the safetensors files of a folder hold (`check_model_files` has looked at their headers)."""
+    shapes: list[list[int]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        shapes += [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config") or config
+    for key in _LAYERS:
+        _check_layers(inner.get(key), len(shapes))
+    return sum(map(prod, shapes))
+
+
+def _check_layers(layers: object, tensors: int) -> None:
+    """Before a library makes so many of them."""
+    if layers is not None and (not isinstance(layers, int) or layers > tensors):
+        raise UserError(f"the configuration names {layers!r} layers, and the files hold {tensors} tensors", fix="download or copy it again")
+
+
+def _check_disk(part: Path, weights: int) -> None:
+    free, needed = shutil.disk_usage(part).free, weights + _SPARE_BYTES
+    if free < needed:
+        raise UserError(
+            f"{part.parent}: the model needs {needed >> 20} MiB, and {free >> 20} are free", fix="free some, or choose another folder"
+        )
+
+
+def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: str | None, config: Any) -> dict[str, Any]:
+    """Writes the tokenizer with its chat template; returns what is recorded of that. Raises `UserError` where they do not go together."""
+    from transformers import AutoTokenizer
+
+    from agentrl.agent.chat import load_chat
+    from agentrl.causes import short
+    from agentrl.model.tokenizer import load_tokenizer
+
+    try:
+        if header is not None:
+            tokenizer = load_tokenizer(folder, header)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except UserError:
+        raise
+    except Exception as error:  # of its parsers' many
+        raise UserError(f"the tokenizer cannot be read: {short(error)}", fix="import the model's Hugging Face folder") from error
+    own = tokenizer.chat_template
+    if isinstance(own, dict):  # several by name; transformers takes this one where there are tools
+        own = own.get("tool_use") or own.get("default")
+    template = text or own
+    if not template:
+        raise UserError("the model has no chat template", fix=f"give one with --chat-template: {', '.join(SHIPPED)}, or a file")
+    if text is None:
+        try_template(template)
+    tokenizer.chat_template = template
+    tokenizer.model_max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
+    tokenizer.save_pretrained(part)
+    saved = AutoTokenizer.from_pretrained(part, trust_remote_code=False, local_files_only=True)
+    if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
+        raise UserError("the tokenizer makes other tokens once it is saved and read again", fix="import the model's Hugging Face folder")
+    try:
+        chat = load_chat(str(part))
+    except UserError as error:
+        said = error.message.removeprefix("policy.model: ")
+        raise UserError(said, fix=error.fix.replace("policy.chat_template", "--chat-template")) from error
+    return {"sha256": sha256(template.encode()).hexdigest(), "shows_tools": chat.shows_tools()}
+
+
+def _quiet() -> None:
+    """No progress bars of transformers among our lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,161 @@
+"""From a source to a model in memory, and from there to a folder, with proof at each step that nothing got lost.
+
+Every number in the source's files must be in the model, and every parameter of the model in the files; the learner must score tokens
+as the model itself does; and the folder, read again, must hold the same bits.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl.causes import short
+from agentrl.errors import UserError
+from agentrl.model.gguf import GgufHeader
+from agentrl.weights.model_folder import check_architecture
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # as the learner's, when it starts
+_FOLDER_INSTEAD = "import the model's Hugging Face folder"
+_POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Keys of a GGUF, without its architecture, that say again what other keys say, or nothing of how the model computes.
+_TOLD_ELSEWHERE = ("vocab_size", "tensor_data_layout", "attention.key_length", "attention.value_length", "rope.dimension_count")
+_NOTHING = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.finetuned": False, "use_parallel_residual": True}
+
+
+def read_config(folder: Path, file: str | None, header: GgufHeader | None) -> Any:
+    """The configuration of a folder, or of a GGUF file in it. Raises `UserError` for an architecture that cannot be read or trained."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, gguf_file=file, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # of its parsers' many
+        if header is not None:
+            what = f"transformers cannot read a GGUF file of architecture {header.architecture!r}: {short(error)}"
+            raise UserError(what, fix=f"{_FOLDER_INSTEAD}, or use another model, such as Qwen3 or Llama") from error
+        raise UserError(f"transformers cannot read config.json: {short(error)}", fix="save the model again with save_pretrained") from error
+    check_architecture(config.to_dict())
+    if header is not None:
+        _check_all_read(header, config)
+    return config
+
+
+def _check_all_read(header: GgufHeader, config: Any) -> None:
+    """Raises `UserError` where the file says how the model computes, and transformers would not hear it."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    names = (header.architecture, header.architecture.replace("moe", "_moe"), header.architecture.replace("-", "_"))
+    read: dict[str, str | None] = next((GGUF_CONFIG_MAPPING[name] for name in names if name in GGUF_CONFIG_MAPPING), {})
+    prefix = f"{header.architecture}."
+    inner = config.get_text_config()
+    width = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
+    for key, value in header.metadata.items():
+        name = key.removeprefix(prefix)
+        if name == key or (read.get(name) is not None and name not in _TOLD_ELSEWHERE) or (name in _NOTHING and value == _NOTHING[name]):
+            continue
+        if name not in _TOLD_ELSEWHERE or (("length" in name or "dimension" in name) and value != width):
+            raise UserError(
+                f"{header.path.name} sets {key} to {value!r}, and transformers does not read that: the model would compute something else",
+                fix=_FOLDER_INSTEAD,
+            )
+    if found := [tensor.name for tensor in header.tensors if tensor.name in _POSITIONS]:
+        raise UserError(
+            f"{header.path.name} scales its positions ({', '.join(found)}), and transformers does not read that", fix=_FOLDER_INSTEAD
+        )
+
+
+def check_size(config: Any, *, values: int, exact: bool) -> int:
+    """Parameters of the model that a configuration makes, tied ones once; no memory is taken for them.
+
+    Raises `UserError` when the files hold fewer numbers, or with `exact` more: some would be made up, or left out.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model.tie_weights()
+    except Exception as error:  # whatever a configuration makes of a model's code
+        raise UserError(f"the configuration makes no model: {short(error)}", fix="use another model, such as Qwen3 or Llama") from error
+    wanted: int = sum(parameter.numel() for parameter in model.parameters())
+    if wanted > values or (exact and wanted != values):
+        raise UserError(
+            f"the files hold {values:,} numbers, and a model of type {config.model_type!r} with this configuration has {wanted:,}:"
+            " it could not be loaded exactly",
+            fix="use another file of this model, or its Hugging Face folder",
+        )
+    return wanted
+
+
+def load(folder: Path, config: Any, dtype: str, *, file: str | None = None) -> Any:
+    """The model of a folder, or of a GGUF file in it, with the learner's attention. Raises `UserError` unless all of it is in the files."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from agentrl.learner import forest_attention
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            gguf_file=file,
+            dtype=getattr(torch, dtype),
+            attn_implementation=forest_attention.register(),
+            output_loading_info=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            **({} if file else {"use_safetensors": True}),
+        )
+    except Exception as error:  # of its parsers' many
+        raise UserError(f"transformers cannot load the weights: {short(error)}", fix="use another file of this model") from error
+    for what, kind in (("lack", "missing_keys"), ("do not fit", "mismatched_keys"), ("hold, unused,", "unexpected_keys")):
+        if keys := sorted(str(key) for key in info.get(kind, ())):
+            raise UserError(
+                f"the files {what} {', '.join(keys)[:500]}", fix="use a complete model folder of an architecture that transformers has"
+            )
+    return model.eval()
+
+
+def save(model: Any, config: Any, folder: Path) -> dict[str, str]:
+    """Writes the weights as one file, with configuration; returns the fingerprints that `check_saved` takes. `model` is used up.
+
+    A model from a GGUF file cannot be saved as it is, so its tensors go into one without the marks of where it came from.
+    """
+    import torch
+
+    prints = fingerprints(model)
+    kept = {key: value for key, value in model.config.to_dict().items() if key not in ("quantization_config", "_model_name_or_path")}
+    with torch.device("meta"):
+        fresh = type(model)(type(config).from_dict(kept))
+    fresh.load_state_dict(model.state_dict(), strict=True, assign=True)
+    fresh.tie_weights()
+    fresh.generation_config = model.generation_config
+    fresh.save_pretrained(folder, max_shard_size="1TB")
+    return prints
+
+
+def fingerprints(model: Any) -> dict[str, str]:
+    """A hash of each parameter's bits, by name."""
+    import torch
+
+    return {
+        name: hashlib.blake2b(tensor.detach().contiguous().view(torch.uint8).numpy(), digest_size=16).hexdigest()
+        for name, tensor in model.named_parameters()
+    }
+
+
+def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
+    """Reads a written folder as the learner does. Raises `UserError` unless it holds the same bits, scored as the model itself would."""
+    from transformers import AutoConfig
+
+    from agentrl.learner.logprobs import TokenScorer, check_scorer
+
+    gc.collect()  # the model that was saved
+    model = load(folder, AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
+    again = fingerprints(model)
+    if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):
+        raise UserError(f"the folder that was written does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")
+    check_scorer(TokenScorer(model), tolerance=TOLERANCE[dtype])

@@ -1,0 +1,153 @@
+"""Where a model comes from: a folder, a GGUF file, or one that an installed package carries. Nothing that it names is run or imported."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
+from pathlib import Path, PurePosixPath
+
+from agentrl.errors import UserError
+from agentrl.files import sha256_file
+from agentrl.weights.model_folder import read_json
+
+PACKAGE = "package:"
+_KINDS = "a Hugging Face folder, a GGUF file, or package:NAME"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_READ = (".safetensors", ".json", ".jinja", ".txt", ".model")
+_LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "COPYING*")
+_LISTED = 12  # files of a package that are named when none of them is a GGUF
+_LARGEST_LICENCE = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is imported: one GGUF file, or a folder."""
+
+    path: Path
+    name: str  # as it is recorded: without the folders of this machine
+    sha256: dict[str, str]  # of each file that is read: name -> hex digest
+    package: str = ""  # name and version of the distribution that carries it
+    licence: str = ""  # an id, as far as the source says
+    licences: tuple[Path, ...] = ()  # files that hold its text
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+
+def find_source(text: str) -> Source:
+    """The source that a person names. Raises `UserError` with what is there instead."""
+    if text.startswith(PACKAGE):
+        return _in_package(text.removeprefix(PACKAGE))
+    path = Path(text)
+    try:
+        there, folder = path.exists(), path.is_dir()
+    except (OSError, ValueError):
+        there = folder = False
+    if not there:
+        raise UserError(f"no {text} here", fix=f"give {_KINDS}; of a model on a hub, its folder once it is downloaded")
+    if folder:
+        return _folder(path)
+    if path.suffix in _PICKLES:
+        raise _pickled(path)
+    if path.suffix != ".gguf" or not path.is_file():
+        raise UserError(f"{path} is no GGUF file", fix=f"give {_KINDS}")
+    return Source(path=path, name=path.name, sha256={path.name: sha256_file(path)})
+
+
+def _folder(path: Path) -> Source:
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights and (others := sorted(file.name for file in path.iterdir() if file.suffix == ".gguf")):
+        raise UserError(f"{path} holds {', '.join(others)[:500]}", fix=f"give the file: {path / others[0]}")
+    if not weights and any(file.suffix in _PICKLES for file in path.iterdir()):
+        raise _pickled(path)
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} holds no model: it has no config.json", fix=f"give {_KINDS}")
+    read_json(path / "config.json")
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in _READ]
+    licences = tuple(file for pattern in _LICENCES for file in sorted(path.glob(pattern)))
+    return Source(
+        path=path,
+        name=path.resolve().name,
+        sha256={file.name: sha256_file(file) for file in files},
+        licence=_of_card(path / "README.md"),
+        licences=_texts(licences),
+    )
+
+
+def _pickled(path: Path) -> UserError:
+    fix = "use the model's safetensors, or a GGUF file"
+    return UserError(f"{path} holds pickled weights, and loading those may run anything", fix=fix)
+
+
+def _of_card(path: Path) -> str:
+    """The licence that the head of a model card names."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            head = file.read(1 << 16)
+    except OSError:
+        return ""
+    if not head.startswith("---\n"):
+        return ""
+    for line in head[4:].partition("\n---")[0].splitlines():
+        key, _, value = line.partition(":")
+        if key == "license":
+            return value.strip().strip("'\"")[:100]
+    return ""
+
+
+def _in_package(text: str) -> Source:
+    name, _, wanted = text.partition("/")
+    package = _distribution(name)
+    held = {str(file): file for file in package.files or ()}
+    there = sorted(path for path in held if path.endswith(".gguf"))
+    if not there:
+        data = [path for path in held if not path.endswith((".py", ".pyc")) and ".dist-info/" not in path]
+        holds = ", ".join([*data[:_LISTED], *(["..."] if len(data) > _LISTED else [])])
+        raise UserError(f"package {name!r} holds no GGUF file; it holds {holds or 'Python alone'}", fix="name a package that carries one")
+    found = [path for path in there if not wanted or path == wanted or path.endswith(f"/{wanted}")]
+    if len(found) != 1:
+        which = f"no file {wanted!r}" if not found else "more than one GGUF file"
+        raise UserError(f"package {name!r} holds {which}; its GGUF files are {', '.join(there)[:1000]}", fix=f"give {PACKAGE}{name}/FILE")
+    path = _inside(package, found[0])
+    digest = sha256_file(path)
+    stated = held[found[0]].hash
+    ours = base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()  # as in a wheel's RECORD
+    if stated is not None and stated.mode == "sha256" and stated.value != ours:
+        raise UserError(f"{path} is not the file that {name!r} installed", fix=f"pip install --force-reinstall --no-deps {name}")
+    licences = [_inside(package, path) for path in held if PurePosixPath(path).name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))]
+    return Source(
+        path=path,
+        name=found[0],
+        sha256={path.name: digest},
+        package=f"{package.metadata['Name']} {package.version}",
+        licence=next((said[:100] for key in ("License-Expression", "License") for said in package.metadata.get_all(key) or ()), ""),
+        licences=_texts(tuple(licences)),
+    )
+
+
+def _distribution(name: str) -> Distribution:
+    """An installed distribution by its name, or by that of a module it holds."""
+    try:
+        return distribution(name)
+    except (PackageNotFoundError, ValueError):
+        names = sorted(set(packages_distributions().get(name, ())))
+    if len(names) != 1:
+        raise UserError(f"package {name!r} is not installed", fix=f"pip install --no-deps {name}, or correct its name")
+    return distribution(names[0])
+
+
+def _inside(package: Distribution, path: str) -> Path:
+    """Where a file of a package lies. Raises `UserError` for one outside the folder that the package is installed in."""
+    root = Path(str(package.locate_file(""))).resolve()
+    file = Path(str(package.locate_file(path)))
+    if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):
+        raise UserError(f"package {package.metadata['Name']!r} names a file outside of itself: {path}", fix="use another package")
+    if not file.is_file():
+        raise UserError(f"package {package.metadata['Name']!r} lacks {path}", fix="install it again")
+    return file
+
+
+def _texts(files: tuple[Path, ...]) -> tuple[Path, ...]:
+    return tuple(file for file in files if file.is_file() and file.stat().st_size <= _LARGEST_LICENCE)

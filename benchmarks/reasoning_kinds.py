@@ -1,0 +1,95 @@
+"""What a model can do of each kind of reasoning problem, with the tool and without: which kinds a recipe should train on.
+
+    python benchmarks/reasoning_kinds.py --model recipes/models/smollm2 --problems 24
+    python benchmarks/reasoning_kinds.py --kinds chain_sum lcm --tools python --temperature 0.5
+
+One server start for all of it; held-out problems, the recipe's sandboxes and limits. Prints a Markdown table, a row a kind: success with
+its 95% interval for each tool. A kind that starts at 0 gives reinforcement learning nothing to begin with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agentrl.cli.recipes import load_recipe  # noqa: E402
+from agentrl.cli.running import run_folder  # noqa: E402
+from agentrl.observe.stats import Rate  # noqa: E402
+from agentrl.records import Split  # noqa: E402
+from agentrl.run.evaluate import evaluate  # noqa: E402
+from agentrl.run.opening import Run, opened  # noqa: E402
+from agentrl.run.transcript import append  # noqa: E402
+from agentrl.sampling import Sampling  # noqa: E402
+from agentrl.task import open_family, sandbox_specs  # noqa: E402
+from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
+
+RECIPE = ROOT / "recipes" / "smollm2.py"
+
+
+async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str, Rate]]:
+    """Success by tool and kind."""
+    base = run.registry.get(0)
+    assert base is not None, "version 0 was registered"
+    async with asyncio.TaskGroup() as starting:
+        for spec in sandbox_specs(run.family):
+            starting.create_task(run.sandboxes.prepare(spec))
+        starting.create_task(run.served.start(base))
+    runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
+    found: dict[str, dict[str, Rate]] = {}
+    for tool in arguments.tools:
+        options = run.recipe.tasks.options | {"datasets": ",".join(arguments.kinds), "heldout_kinds": "", "tool": tool}
+        options |= {"examples": arguments.examples} if arguments.examples is not None else {}
+        family = open_family(run.recipe.tasks.but(options=options), seed=run.recipe.seed, root=ROOT)
+        count = arguments.problems * len(arguments.kinds)
+        result = await evaluate(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
+        append(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
+        found[tool] = result.by_kind
+        if result.left_out:
+            print(f"{tool}: {result.left_out} episodes left out: {result.left_out_reasons}", file=sys.stderr)
+    return found
+
+
+def table(found: dict[str, dict[str, Rate]], kinds: list[str]) -> str:
+    """A Markdown table of all kinds, the best first."""
+    first = next(iter(found.values()))
+    ordered = sorted(kinds, key=lambda kind: -first[kind].value if kind in first else 1.0)
+    lines = [f"| kind | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
+    for kind in ordered:
+        cells = [_cell(rates.get(kind)) for rates in found.values()]
+        lines.append(f"| `{kind}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(rate: Rate | None) -> str:
+    return "not scored" if rate is None else f"{rate.value:.2f} [{rate.ci_low:.2f}, {rate.ci_high:.2f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="", help="model folder; default: the recipe's")
+    parser.add_argument("--kinds", nargs="+", default=sorted(PROGRAMS), help="datasets of reasoning-gym; default: those with a program")
+    parser.add_argument("--tools", nargs="+", default=["python", "none"], choices=["python", "none"])
+    parser.add_argument("--problems", type=int, default=24, help="of each kind")
+    parser.add_argument("--examples", type=int, default=None, help="solved problems in the prompt; default: the recipe's")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--run-dir", type=Path, default=None, help="where transcripts and logs go; default: the first free folder in runs/")
+    arguments = parser.parse_args()
+    root, written = load_recipe(RECIPE, [])
+    given = ("name=reasoning-kinds", *([f"policy.model={Path(arguments.model).resolve()}"] if arguments.model else []))
+    with run_folder(root, RECIPE, written, given, arguments.run_dir, evaluating=True) as (start, recipe, checked):
+
+        async def run_all() -> dict[str, dict[str, Rate]]:
+            async with opened(recipe, start, checked, root=root, console=False) as run:
+                return await measure(run, arguments)
+
+        print(table(asyncio.run(run_all()), arguments.kinds))
+
+
+if __name__ == "__main__":
+    main()

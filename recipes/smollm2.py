@@ -1,0 +1,50 @@
+"""A pretrained language model of 135M parameters learns to use its tool on two CPU cores: SmolLM2 on problems of reasoning-gym.
+
+    make smollm2                              # the packages, and the model folder recipes/models/smollm2
+    agentrl check recipes/smollm2.py          # the tasks, in real sandboxes
+    agentrl eval recipes/smollm2.py           # what the model can do before anything is spent on training
+    agentrl train recipes/smollm2.py
+
+No supervised step: the model starts as it was published. Two solved problems of the same kind stand in each prompt. Evaluations are
+greedy, on held-out problems of the trained kinds, and (split `heldout_real`) of kinds that are never trained. What it does without
+the tool, before and after:
+
+    agentrl eval evals/smollm2_no_tool.py
+    agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model
+"""
+
+from agentrl.recipe import (
+    EvalConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    ServingConfig,
+    TasksConfig,
+)
+
+recipe = Recipe(
+    name="smollm2",
+    steps=30,
+    max_staleness=0,
+    policy=PolicyConfig(model="recipes/models/smollm2", dtype="float32", max_model_len=1024),
+    tasks=TasksConfig(
+        family="sandboxes.reasoning:Reasoning",
+        options={
+            "datasets": "basic_arithmetic, chain_sum, products, lcm, spell_backward",
+            "heldout_kinds": "count_bits, gcd, bitwise_arithmetic, letter_counting",
+            "turn_tokens": 96,
+        },
+    ),
+    rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=0.5),
+    evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
+    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=2.0),
+    objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
+    learner=LearnerConfig(lr=1e-5, ranks=1, max_tokens_per_microbatch=4096),
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

@@ -1,0 +1,16 @@
+"""SmolLM2 with LoRA: the weights stay as they were published, and a version is a low-rank adapter to them.
+
+    agentrl train recipes/smollm2_lora.py
+
+Everything else but the learning rate is as in `smollm2.py`. A version of 5 MB is published each step, instead of one of 540 MB.
+"""
+
+from agentrl.recipe import LoraConfig
+from recipes.smollm2 import recipe as base
+
+recipe = base.but({"name": "smollm2-lora", "learner.lr": 2e-4, "learner.lora": LoraConfig(rank=16, alpha=32.0)})
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

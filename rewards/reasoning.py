@@ -1,0 +1,59 @@
+"""Scores an answer of the `reasoning` family with the scorer of its dataset.
+
+The scorers are reasoning-gym's, and read what a model wrote. They run in a process of their own (`rewards.reasoning_scorers`), with
+bounds on time and memory, and see no answer that is not in its dataset's language (`sandboxes.reasoning.catalogue`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from agentrl.records import Episode, Score, Task
+from rewards.reasoning_scorers import Raised, Scorers, Stopped
+from sandboxes.reasoning.catalogue import speaks
+
+LONGEST = 1000
+"""Characters of an answer that are looked at; four times the true one's where that is more."""
+SHOWN = 80  # characters of an answer quoted as evidence
+NEAR = 1e-9  # a score this close to 1 is full marks: some scorers compute it
+
+_scorers = Scorers()
+
+
+async def own_scorer(task: Task, episode: Episode) -> Score:
+    """1.0 when the dataset's own scorer gives the answer full marks, else 0.0. What it gives in between is kept as a part.
+
+    Parts: `exact`, the value again, and `partial`, the scorer's mark as it is. Many pay 0.01 or 0.05 for any answer of the right form,
+    which is why partial marks are no reward here. White space at both ends of an answer plays no part. No answer, a huge one, and one
+    that is not in its dataset's language are wrong. A scorer that raises, exceeds its bounds, or gives something else than a
+    number from 0 to 1, leaves the answer unscored.
+
+    Raises `TaskError` when the package no longer makes the task's problem.
+    """
+    truth, origin = str(task.data["answer"]), task.data["origin"]
+    name = str(origin["dataset"])
+    answer = (episode.answer or "").strip()
+    if wrong := _wrong(name, answer, truth):
+        return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
+    try:
+        mark = await asyncio.to_thread(_scorers.mark, origin, truth, answer)
+    except (Raised, Stopped) as error:
+        return Score(value=None, reason=f"reasoning-gym's scorer of {name} {error}")
+    if not -NEAR <= mark <= 1 + NEAR:  # NaN is not
+        return Score(value=None, reason=f"reasoning-gym's scorer of {name} gave {mark}, which is no mark from 0 to 1")
+    exact = float(mark >= 1 - NEAR)
+    return Score(
+        value=exact,
+        parts={"exact": exact, "partial": min(max(mark, 0.0), 1.0)},
+        evidence=f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}, mark {mark:g}",
+    )
+
+
+def _wrong(name: str, answer: str, truth: str) -> str:
+    """Why an answer is wrong without its scorer being asked; empty where it must be."""
+    longest = max(LONGEST, 4 * len(truth))
+    if not answer:
+        return "no answer was given"
+    if len(answer) > longest:
+        return f"answer of {len(answer)} characters is longer than {longest}"
+    return "" if speaks(name, answer) else f"answer {answer[:SHOWN]!r} is not in the language of {name}"

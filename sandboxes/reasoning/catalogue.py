@@ -1,0 +1,77 @@
+"""Which of the package's datasets are in, and which are left out, by name and with the reason.
+
+`docs/generate_reasoning_table.py` measures all of this again: that the gold answer scores 1, that nothing else does, that a problem is
+the same in every process, and that a scorer stands anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from agentrl.errors import UserError
+from sandboxes.reasoning.mixture import Source
+
+EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), and no bound on its letters makes that safe and quick"
+OTHERWISE = "another process makes other problems of the same seed: their order is that of a set"
+UNPROVEN = "its problems come without an answer, so that nothing proves that they can be solved"
+
+LEFT_OUT: Mapping[str, str] = {
+    "boxnet": UNPROVEN,
+    "circuit_logic": "one answer, 0 or 1, is right in more than half of its problems",
+    "codeio": OTHERWISE,
+    "coin_flip": "its scorer has a tolerance of 0.0001, and most of its probabilities are that small: 0 is right nearly always",
+    "composite": "it is a mixture of other datasets, which tasks.options.datasets is too",
+    "course_schedule": "one answer, True or False, is right in more than half of its problems",
+    "game_of_life_halting": "its scorer gives full marks for any answer, or for none but the empty one",
+    "graph_color": UNPROVEN,
+    "intermediate_integration": EVALUATES,
+    "isomorphic_strings": OTHERWISE,
+    "knight_swap": "a problem takes more than a second to make, while every episode waits",
+    "list_functions": OTHERWISE,
+    "polynomial_multiplication": EVALUATES,
+    "propositional_logic": UNPROVEN,
+    "ransom_note": OTHERWISE,
+    "rubiks_cube": UNPROVEN,
+    "rush_hour": UNPROVEN,
+    "self_reference": "one answer, 2, is right in about half of its problems",
+    "simple_integration": EVALUATES,
+    "syllogism": "one answer, Yes, is right in three quarters of its problems",
+    "word_ladder": OTHERWISE,
+}
+
+LANGUAGES: Mapping[str, re.Pattern[str]] = {
+    "binary_matrix": re.compile(r"[0-9 \n\[\],]*"),
+    "complex_arithmetic": re.compile(r"[-+0-9.ij ()]*"),
+    "countdown": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
+    "game_of_life": re.compile(r"[01 ,\n\[\]]*"),
+    "n_queens": re.compile(r"[Q_ \n]*"),
+    "prime_factorization": re.compile(r"\s*[0-9]+(?:\s*\u00d7\s*[0-9]+)*\s*"),
+    "puzzle24": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
+    "spiral_matrix": re.compile(r"[0-9 \-\n]*"),
+    "string_insertion": re.compile(r"[A-E]*"),
+}
+"""What an answer to these may be made of; anything else is wrong, and their scorers do not see it. Most of them evaluate it as Python:
+what is left names nothing, calls nothing and raises to no power. The others fail at what is no number or no list, or take nan for right."""
+
+
+WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
+    ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then worked out from left to right: 10 - 7 * 0 is 0"),
+}
+"""Values of keys with which a dataset's answers are wrong, and how."""
+
+
+def admit(source: Source) -> None:
+    """Raises `UserError` for a dataset that is left out, or one that a key makes wrong."""
+    if reason := LEFT_OUT.get(source.name):
+        raise UserError(f"reasoning-gym's {source.name} is left out: {reason}", fix="choose another; agentrl check proves what is chosen")
+    for key, value in source.keys.items():
+        wrong, how = WRONG_KEYS.get((source.name, key), (None, ""))
+        if how and value == wrong:
+            raise UserError(f"reasoning-gym's {source.name}({key}={value}) is left out: {how}", fix=f"leave {key} out")
+
+
+def speaks(name: str, answer: str) -> bool:
+    """Whether an answer is in its dataset's language; any is where none is given."""
+    language = LANGUAGES.get(name)
+    return language is None or language.fullmatch(answer) is not None

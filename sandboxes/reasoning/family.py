@@ -1,0 +1,143 @@
+"""`Reasoning`: the family's tasks by split and index, with their gold solutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agentrl.errors import UserError
+from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
+from sandboxes.reasoning import catalogue, problems
+from sandboxes.reasoning.mixture import Rounds, Source, parse
+from sandboxes.reasoning.problems import Problem, digest
+from sandboxes.reasoning.worked import GENERAL, program
+
+MOST_EXAMPLES = 8
+SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
+ASKED = {
+    "python": "Solve the problem with the tool python. Then submit the answer.",
+    "none": "Reply with the answer and nothing else.",
+}
+LEAST_OUTPUT = 400  # characters that a program may show; more where the answer is longer
+_OF_EXAMPLES = -1  # a seed that no run has
+
+
+class Reasoning:
+    """Problems of reasoning-gym. `task` is a pure function of (seed, split, index); datasets take turns by index.
+
+    Train and held-out draw from seeds of their own and share no question: a hash of its text decides where one belongs, for every
+    seed alike. The split `heldout_real` has the datasets that are never trained, `heldout_kinds`, and is empty without any. The
+    agent submits its answer; without a tool its message is the answer. In `Task.data` are the answer and where the problem comes
+    from, not what its scorer needs.
+    """
+
+    name = "reasoning"
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        datasets: str = "chain_sum, products, gcd, spell_backward",
+        heldout_kinds: str = "",
+        tool: str = "python",
+        examples: int = 2,
+        turn_tokens: int = 160,
+        episode_tokens: int = 1024,
+    ) -> None:
+        """In a recipe these are `tasks.options`.
+
+        Args:
+            datasets: what is trained and held out, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)"; see
+                `sandboxes.reasoning.mixture`.
+            heldout_kinds: datasets that are only evaluated, in the split `heldout_real`.
+            tool: python, or none.
+            examples: solved problems that the prompt begins with, of the task's own kind where a short program solves it.
+            turn_tokens: completion tokens of one turn.
+            episode_tokens: prompt and completion tokens of an episode.
+
+        Raises `UserError` for a dataset, level or key that does not exist, and for one that is left out.
+        """
+        if tool not in ASKED:
+            raise UserError(f"tasks.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
+        if not 0 <= examples <= MOST_EXAMPLES:
+            raise UserError(f"tasks.options.examples is {examples}", fix=f"use 0 to {MOST_EXAMPLES}")
+        self.seed = seed
+        self.tool = tool
+        self.examples = examples
+        trained, unseen = parse(datasets, "datasets"), parse(heldout_kinds, "heldout_kinds")
+        if not trained:
+            raise UserError("tasks.options.datasets names none", fix="name one, such as tasks.options.datasets=chain_sum")
+        if both := sorted({source.name for source in trained} & {source.name for source in unseen}):
+            raise UserError(f"tasks.options.heldout_kinds and datasets both name {both[0]}", fix="kinds held out are never trained")
+        for source in (*trained, *unseen):
+            catalogue.admit(source)
+            problems.check(source)
+        self._rounds = {Split.TRAIN: Rounds(trained), Split.HELDOUT: Rounds(trained)}
+        if unseen:
+            self._rounds[Split.HELDOUT_REAL] = Rounds(unseen)
+        self._limits = Limits(turns=4, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_timeout_s=10.0, wall_s=120.0)
+        self._worked: dict[str, tuple[Problem, ...]] = {}
+
+    def size(self, split: Split) -> int | None:
+        return None if split in self._rounds else 0
+
+    def task(self, split: Split, index: int) -> Task:
+        """Raises `UserError` for an index outside the split."""
+        if index < 0 or split not in self._rounds:
+            raise UserError(f"reasoning has no task {index} in split {split}", fix="name datasets in tasks.options.heldout_kinds")
+        source, number = self._rounds[split].at(index)
+        worked = self._examples(source)
+        one = problems.problem(
+            source, seed=self.seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
+        )
+        return Task(
+            id=f"reasoning-{self.seed}-{split}-{index}",
+            family=self.name,
+            prompt=(
+                Message(role="system", content=ASKED[self.tool]),
+                *(message for example in worked for message in self._solved(example)),
+                Message(role="user", content=one.question),
+            ),
+            tools=() if self.tool == "none" else (self.tool, "submit"),
+            sandbox=SANDBOX,
+            verifiers=("rewards.reasoning:own_scorer",),
+            data={"kind": source.name, "answer": one.answer, "origin": one.origin()},
+            split=split,
+            limits=replace(self._limits, tool_output_chars=max(LEAST_OUTPUT, 2 * len(one.answer))),
+        )
+
+    def gold(self, task: Task) -> str:
+        """A program that works the answer out where a short one does; else one that prints the answer."""
+        known = program(str(task.data["kind"]), task.prompt[-1].content)
+        return f"print({task.data['answer']!r})" if known is None else known
+
+    def _examples(self, source: Source) -> tuple[Problem, ...]:
+        """The solved problems of a dataset's prompts, the same for every task and seed; no task has a question of theirs."""
+        if source.name not in self._worked:
+            own = self._drawn([source])
+            solved = all(program(source.name, one.question) is not None for one in own)
+            self._worked[source.name] = own if solved else self._drawn([Source(name=name) for name in GENERAL])
+        return self._worked[source.name]
+
+    def _drawn(self, kinds: Sequence[Source]) -> tuple[Problem, ...]:
+        """As many problems as a prompt has examples; the kinds take turns."""
+        places = [divmod(place, len(kinds)) for place in range(self.examples)]
+        return tuple(problems.problem(kinds[turn], seed=_OF_EXAMPLES, heldout=False, number=number) for number, turn in places)
+
+    def _solved(self, example: Problem) -> tuple[Message, ...]:
+        """An example as a conversation: the question, the program, what it prints, and the answer; without a tool the answer alone."""
+        question = Message(role="user", content=example.question)
+        if self.tool == "none":
+            return question, Message(role="assistant", content=example.answer)
+        code = program(example.source.name, example.question)
+        assert code is not None, "only such problems are examples"
+        return (
+            question,
+            _calls(self.tool, code=code),
+            Message(role="tool", content=example.answer),
+            _calls("submit", answer=example.answer),
+        )
+
+
+def _calls(tool: str, **arguments: str) -> Message:
+    return Message(role="assistant", content="", tool_calls=(ToolCall(name=tool, arguments=arguments),))

@@ -1,0 +1,98 @@
+"""What a recipe's options say about datasets: names, levels, keys of their configuration, and weights, in one line of text.
+
+    "chain_sum, gcd:2, spell_backward@1, products(max_terms=2 max_digits=3):4"
+
+`@1` is a level of the dataset's curriculum, what stands in parentheses are keys of its configuration (JSON values without blanks),
+`:2` is how often it takes its turn. Reading it needs no package; whether such a dataset exists is `problems`' matter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import UserError
+
+MOST_WEIGHT = 1000
+_ENTRY = re.compile(r"\s*([A-Za-z0-9_]+)\s*(?:@(\d{1,3}))?\s*(?:\(([^()]*)\))?\s*(?::(\d{1,5}))?\s*(?:,|$)")
+_FORM = "write them as in tasks.options.datasets='chain_sum, gcd:2, products(max_terms=2 max_digits=3)@1'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One dataset of a mixture, as it was asked for."""
+
+    name: str
+    level: int | None = None
+    """Level of the dataset's curriculum for all that it varies; None: the package's own configuration."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the dataset's configuration, laid over the level's."""
+    weight: int = 1
+    """How many of a round's problems are of this dataset."""
+
+
+def parse(text: str, option: str) -> tuple[Source, ...]:
+    """The datasets that an option names, in its order. Raises `UserError` that names the option."""
+    sources: list[Source] = []
+    at = 0
+    while at < len(text):
+        found = _ENTRY.match(text, at)
+        if found is None:
+            raise UserError(f"tasks.options.{option} cannot be read from {text[at : at + 40]!r} on", fix=_FORM)
+        at = found.end()
+        name, level, keys, weight = found.groups()
+        sources.append(
+            Source(
+                name=name,
+                level=None if level is None else int(level),
+                keys=dict(_keys(keys or "", name)),
+                weight=_weight(weight, name),
+            )
+        )
+    names = [source.name for source in sources]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"tasks.options.{option} names {twice} twice", fix="name it once, with a weight such as gcd:2")
+    return tuple(sources)
+
+
+def _keys(text: str, name: str) -> Iterator[tuple[str, Any]]:
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise UserError(f"{name}({text}): {word!r} is no key=value", fix="separate keys by blanks, as in chain_sum(max_terms=3)")
+        try:
+            yield key, json.loads(value)
+        except ValueError:
+            yield key, value
+
+
+def _weight(text: str | None, name: str) -> int:
+    weight = 1 if text is None else int(text)
+    if not 1 <= weight <= MOST_WEIGHT:
+        raise UserError(f"{name} has weight {weight}", fix=f"use a whole number from 1 to {MOST_WEIGHT}")
+    return weight
+
+
+class Rounds:
+    """Which dataset the problem with an index is of: in every round of `len(self)` problems each has its weight's share, interleaved."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        shares = [((turn + 0.5) / source.weight, place, source) for place, source in enumerate(sources) for turn in range(source.weight)]
+        self._order = [source for _, _, source in sorted(shares, key=lambda share: share[:2])]
+        self._places: list[int] = []
+        seen: dict[str, int] = {}
+        for source in self._order:
+            self._places.append(seen.get(source.name, 0))
+            seen[source.name] = self._places[-1] + 1
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def at(self, index: int) -> tuple[Source, int]:
+        """The dataset of a problem, and which of that dataset's problems it is, counted from 0."""
+        round_number, place = divmod(index, len(self._order))
+        source = self._order[place]
+        return source, round_number * source.weight + self._places[place]

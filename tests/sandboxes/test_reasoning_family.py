@@ -1,0 +1,188 @@
+"""The reasoning family: pure tasks, splits that share no question, programs that answer, options that are refused with a reason."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.protocols import TaskFamily
+from agentrl.records import Message, Split, Task
+from sandboxes.reasoning import Reasoning, catalogue, problems
+from sandboxes.reasoning.mixture import Source
+from sandboxes.reasoning.problems import digest, is_heldout
+from sandboxes.reasoning.worked import PROGRAMS, program
+
+ROOT = Path(__file__).resolve().parents[2]
+SEVERAL = {"datasets": "chain_sum, gcd:2, spell_backward@0, tower_of_hanoi(max_disks=4)", "heldout_kinds": "lcm, simple_geometry"}
+EVALUATED = {"eval", "exec", "compile", "__import__", "import_module", "parse_expr", "sympify", "system", "Popen"}
+HARMLESS = {
+    "basic_arithmetic": "evaluates its own formula when it makes a problem",
+    "bf": "compiles its own program when it makes a problem",
+    "bitwise_arithmetic": "evaluates its own formula, and reads the answer as a number",
+    "number_sorting": "evaluates its own answer; the model's is read as JSON",
+}
+"""Datasets in whose module something is evaluated that no model wrote. Read again whenever the package's version changes."""
+
+
+@cache
+def family(**options: str) -> TaskFamily:
+    return Reasoning(seed=3, **options)  # type: ignore[arg-type]
+
+
+def tasks(split: Split, count: int) -> list[Task]:
+    return [family(**SEVERAL).task(split, index) for index in range(count)]
+
+
+def printed(program: str) -> str:
+    """What one of this package's own programs prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program, "<program>", "exec"), {})
+    return out.getvalue().rstrip("\n")
+
+
+@pytest.mark.models
+def test_a_task_is_a_pure_function_of_seed_split_and_index() -> None:
+    for split in Split:
+        keys = [family(**SEVERAL).task(split, index).key for index in (0, 7, 5000)]
+        assert [Reasoning(seed=3, **SEVERAL).task(split, index).key for index in (5000, 7, 0)] == keys[::-1]
+        assert Reasoning(seed=4, **SEVERAL).task(split, 7).key != keys[1]
+
+
+@pytest.mark.models
+def test_splits_share_no_question_and_no_prompt_shows_one_of_them() -> None:
+    """Tower of Hanoi has few questions: the same ones come from many seeds."""
+    train, heldout, unseen = (tasks(split, 600) for split in Split)
+    asked = [{digest(task.prompt[-1].content) for task in some} for some in (train, heldout, unseen)]
+    assert not asked[0] & asked[1] and not asked[0] & asked[2]
+    repeated = [task for task in train if task.data["kind"] == "tower_of_hanoi"]
+    assert len({task.prompt[-1].content for task in repeated}) < len(repeated), "else this proves nothing"
+    shown = {digest(message.content) for task in (*train, *heldout, *unseen) for message in task.prompt[:-1] if message.role == "user"}
+    assert shown and not shown & (asked[0] | asked[1])
+    assert not any(map(is_heldout, {message.content for task in train for message in task.prompt if message.role == "user"}))
+
+
+@pytest.mark.models
+def test_kinds_that_are_held_out_have_a_split_of_their_own() -> None:
+    assert {task.data["kind"] for task in tasks(Split.HELDOUT_REAL, 20)} == {"lcm", "simple_geometry"}
+    assert {task.data["kind"] for split in (Split.TRAIN, Split.HELDOUT) for task in tasks(split, 20)} == {
+        *("chain_sum", "gcd", "spell_backward", "tower_of_hanoi")
+    }
+    assert Reasoning().size(Split.HELDOUT_REAL) == 0 and family(**SEVERAL).size(Split.HELDOUT_REAL) is None
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("level", [None, 0, 3])
+def test_a_program_prints_exactly_the_answer(kind: str, level: int | None) -> None:
+    for index in range(60):
+        made = problems.entry(Source(name=kind, level=level), 0, index)
+        assert printed(PROGRAMS[kind](made["question"])) == made["answer"], made["question"]
+
+
+@pytest.mark.models
+def test_a_prompt_begins_with_solved_problems() -> None:
+    roles = [message.role for message in family(datasets="chain_sum").task(Split.TRAIN, 0).prompt]
+    assert roles == ["system", *("user", "assistant", "tool", "assistant") * 2, "user"]
+    with_tool, without = (family(datasets="chain_sum, maze", tool=tool) for tool in ("python", "none"))
+    for index in (0, 1):
+        solved, told = with_tool.task(Split.TRAIN, index), without.task(Split.TRAIN, index)
+        for place in (1, 5):
+            question, call, output, answer = solved.prompt[place : place + 4]
+            program = str(call.tool_calls[0].arguments["code"])
+            assert printed(program) == output.content == answer.tool_calls[0].arguments["answer"]
+            assert question in told.prompt and Message(role="assistant", content=output.content) in told.prompt
+        assert solved.tools == ("python", "submit") and told.tools == () and "tool" not in {message.role for message in told.prompt}
+        assert solved.prompt[-1] == told.prompt[-1], "the problems are the same with the tool and without"
+    kinds = [family(datasets="chain_sum, maze").task(Split.TRAIN, index).prompt[1].content for index in (0, 1)]
+    assert "arithmetic problem" in kinds[0] and "multiplication" in kinds[1], "a maze has no program, so others are shown"
+    assert len(Reasoning(examples=0).task(Split.TRAIN, 0).prompt) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.models
+def test_a_question_that_no_program_reads_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a version of the package that puts its questions otherwise."""
+    assert program("lcm", "Which is the smallest number that 4 and 6 divide?") is None and program("maze", "?") is None
+    pattern = PROGRAMS["lcm"]
+    monkeypatch.setitem(PROGRAMS, "lcm", lambda question: pattern(question.replace("numbers", "these")))  # type: ignore[index]
+    others = Reasoning(datasets="lcm")
+    task = others.task(Split.TRAIN, 0)
+    assert "multiplication" in task.prompt[1].content and others.gold(task) == f"print({task.data['answer']!r})"
+
+
+@pytest.mark.models
+def test_the_truth_stays_on_the_host() -> None:
+    for task in tasks(Split.HELDOUT, 8):
+        assert not task.files and set(task.data) == {"kind", "answer", "origin"}
+        assert task.limits.tool_output_chars >= 2 * len(task.data["answer"]), "the gold answer is shown whole"
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("options", "said", "fix"),
+    [
+        ({"datasets": "chain_sums"}, "no dataset 'chain_sums'", "chain_sum"),
+        ({"datasets": ""}, "names none", "chain_sum"),
+        ({"datasets": "polynomial_multiplication"}, "evaluates the answer", "choose another"),
+        ({"datasets": "basic_arithmetic(allow_parentheses=false)"}, "from left to right", "leave allow_parentheses out"),
+        ({"datasets": "chain_sum(max_term=3)"}, "no key 'max_term'", "max_terms"),
+        ({"datasets": "chain_sum(min_terms=9 max_terms=3)"}, "refuses", "max_terms"),
+        ({"datasets": "chain_sum(seed=3)"}, "no key 'seed'", "max_terms"),
+        ({"datasets": "chain_sum@99"}, "levels end at", "chain_sum@0"),
+        ({"datasets": "gsm_symbolic@0"}, "no levels", "key=value"),
+        ({"heldout_kinds": "gcd"}, "both name gcd", "never trained"),
+        ({"tool": "shell"}, "tool is 'shell'", "python or none"),
+        ({"examples": 9}, "examples is 9", "0 to 8"),
+    ],
+)
+def test_bad_options_are_refused_with_a_way_out(options: dict[str, object], said: str, fix: str) -> None:
+    with pytest.raises(UserError) as error:
+        Reasoning(**options)  # type: ignore[arg-type]
+    assert said in str(error.value) and fix in str(error.value.fix)
+
+
+@pytest.mark.models
+def test_no_dataset_that_is_in_evaluates_what_a_model_wrote() -> None:
+    """By its module's source: a new version of the package must not bring one in unnoticed."""
+    from sandboxes.reasoning import package
+
+    evaluating = set()
+    for name in set(package.names()) - set(catalogue.LEFT_OUT):
+        tree = ast.parse(inspect.getsource(inspect.getmodule(package.dataset_class(name))))  # type: ignore[arg-type]
+        called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        names = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in called}
+        if names & EVALUATED or "pickle" in ast.unparse(tree):
+            evaluating.add(name)
+    assert evaluating <= set(catalogue.LANGUAGES) | set(HARMLESS), evaluating - set(catalogue.LANGUAGES) - set(HARMLESS)
+    assert set(catalogue.LEFT_OUT) | set(catalogue.LANGUAGES) | set(HARMLESS) | set(PROGRAMS) <= set(package.names())
+
+
+def test_naming_the_family_imports_no_generator() -> None:
+    loaded = "import sys, recipes.smollm2, recipes.smollm2_lora, sandboxes.reasoning, rewards.reasoning"
+    code = f"{loaded}; print({{'reasoning_gym', 'sympy', 'numpy'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_without_the_package_the_family_says_how_to_get_it() -> None:
+    code = """
+import sys
+sys.modules["reasoning_gym"] = None
+from agentrl.errors import UserError
+from sandboxes.reasoning import Reasoning
+try:
+    Reasoning()
+except UserError as error:
+    print(error.fix)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "make smollm2" in done.stdout
