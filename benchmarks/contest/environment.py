@@ -225,6 +225,15 @@ def last_words(messages: list[dict[str, Any]]) -> str | None:
     return str(last.get("content") or "").strip() if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
 
+def messages_of(task: Task, group: int) -> list[dict[str, Any]]:
+    """The task's prompt as chat templates take it. `group`, which no template shows, tells a rollout function which task this is."""
+    made: list[dict[str, Any]] = []
+    for message in task.prompt:
+        calls = [{"type": "function", "function": {"name": one.name, "arguments": dict(one.arguments)}} for one in message.tool_calls]
+        made.append({"role": message.role, "content": message.content, "group": group} | ({"tool_calls": calls} if calls else {}))
+    return made
+
+
 def _method(tool: Tool) -> Any:
     function = tool.schema["function"]
     properties: dict[str, Any] = function["parameters"].get("properties", {})

@@ -34,7 +34,7 @@ from agentrl.recipe import Recipe
 from agentrl.records import Task
 from agentrl.run.preflight import find_model, open_chat
 from agentrl.task import open_family
-from benchmarks.contest.environment import Host, environment, last_words
+from benchmarks.contest.environment import Host, environment, last_words, messages_of
 from benchmarks.contest.setting import ROOT
 from benchmarks.contest.together import Together
 
@@ -228,19 +228,25 @@ def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work:
     )
     reporter = Reporter(work, base, every, clock, host)
     together = not single and options["rollouts"] == "together"
-    rows = [{"prompt": _prompt(tokenizer, task, single, group), "group": group} for group, task in zip(groups, tasks, strict=True)]
+    given = [_prompt(tokenizer, task, single, group) for group, task in zip(groups, tasks, strict=True)]
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, recipe.policy.dtype)),
         args=arguments,
-        train_dataset=Dataset.from_list(rows),
+        train_dataset=_dataset(given),
         processing_class=tokenizer,
         callbacks=[reporter],
         **(_one_turn(host) if single else _together(host) if together else _turns(host, tokenizer, tasks[0], room)),
     )
     reporter.trainer = trainer
     if not together:  # whose prompts are ours
-        check_prompts(trainer, [row["prompt"] for row in rows[:8]], prompts[:8])
+        check_prompts(trainer, given[:8], prompts[:8])
     trainer.train()
+
+
+def _dataset(prompts: list[Any]) -> Dataset:
+    """Rows of a prompt and its group. Arrow, which would give every call in a prompt the arguments of all others, holds numbers alone."""
+    numbered = Dataset.from_dict({"group": list(range(len(prompts)))})
+    return numbered.with_transform(lambda rows: {"prompt": [prompts[group] for group in rows["group"]], "group": rows["group"]})
 
 
 def check_prompts(trainer: Any, given: list[Any], ours: list[tuple[int, ...]]) -> None:
@@ -293,8 +299,8 @@ def _opening(host: Host, task: Task) -> tuple[int, ...]:
 
 
 def _prompt(tokenizer: Any, task: Task, single: bool, group: int) -> Any:
-    """Messages, or for one turn the text that the template makes of them, tools included. `group` is for a rollout function alone."""
-    messages = [{"role": message.role, "content": message.content, "group": group} for message in task.prompt]
+    """Messages, or for one turn the text that the template makes of them, tools included."""
+    messages = messages_of(task, group)
     if not single:
         return messages
     schemas = [dict(tool.schema) for tool in load_tools(task.tools).values()] or None

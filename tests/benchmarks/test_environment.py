@@ -13,10 +13,10 @@ from agentrl.agent import ChatFormat, load_tools
 from agentrl.agent.tools import SubmitTool
 from agentrl.errors import SandboxError, UserError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import ExecResult, Split, Task
+from agentrl.records import ExecResult, Message, Split, Task, ToolCall
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
-from benchmarks.contest.environment import Host, environment, last_words
+from benchmarks.contest.environment import Host, environment, last_words, messages_of
 from sandboxes.tables import Tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,3 +159,21 @@ def test_text_is_the_answer_of_a_task_without_submit() -> None:
         assert host.gather([told._score(answer_of(0)), silent._score(None), cut._score(answer_of(0))]) == [1.0, 0.0, 0.0]
     finally:
         host.close()
+
+
+def test_a_prompt_with_worked_examples_is_rendered_as_ours_is() -> None:
+    tokenizer = byte_tokenizer()
+    call = ToolCall(name="python", arguments={"code": "print(1)"})
+    hand_in = ToolCall(name="submit", arguments={"answer": "1"})
+    worked = (
+        Message(role="user", content="Say 1."),
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content="1"),
+        Message(role="assistant", content="", tool_calls=(hand_in,)),
+        Message(role="user", content="Say 2."),
+    )
+    task = replace(Tables(seed=0).task(Split.TRAIN, 0), prompt=worked)
+    ids = tokenizer.apply_chat_template(messages_of(task, 7), add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert tuple(ids) == ChatFormat(tokenizer).opening(worked, ())
+    assert tokenizer.decode(ids).count("<tool_call>") == 2
+    assert messages_of(task, 7)[0]["group"] == 7
