@@ -120,7 +120,6 @@ def check_shared(recipe: Recipe) -> None:
         "rollout.branching": recipe.rollout.branching is not None,
         "critic": recipe.critic is not None,
         f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent != "turns",
-        "policy.chat_template": getattr(recipe.policy, "chat_template", None) is not None,
     }
     if found := [name for name, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"the peer is not compared with {', '.join(found)}", fix="leave it out of the recipe that both sides run")

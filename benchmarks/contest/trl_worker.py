@@ -26,6 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
 from agentrl.agent import load_tools
+from agentrl.agent.template import read_template
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import UserError
 from agentrl.files import append_lines, json_line
@@ -154,9 +155,7 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
     if batch % micro:
         raise UserError(f"micro_batch={micro} does not divide the {batch} episodes of a step", fix="choose a divisor")
     learner, objective = recipe.learner, recipe.objective
-    cut = {name: value for name in ("top_p", "top_k", "min_p") if (value := getattr(recipe.rollout, name, None))}
     return GRPOConfig(
-        **cut,
         output_dir=str(work / "trainer"),
         seed=seed,
         max_steps=recipe.steps,
@@ -167,6 +166,9 @@ def configuration(recipe: Recipe, options: dict[str, Any], work: Path, *, comple
         generation_kwargs={"max_new_tokens": turn},
         max_tool_calling_iterations=turns,
         temperature=recipe.rollout.temperature,
+        top_p=recipe.rollout.top_p,
+        top_k=recipe.rollout.top_k,
+        min_p=recipe.rollout.min_p or None,
         learning_rate=learner.lr,
         lr_scheduler_type="constant_with_warmup" if learner.lr_schedule == "constant" else learner.lr_schedule,
         warmup_steps=learner.warmup_steps,
@@ -203,7 +205,7 @@ def main(work: Path) -> None:
     batch = recipe.rollout.group_size * recipe.rollout.groups_per_step
     recipe = recipe.but({"sandbox.max_open": max(batch, recipe.sandbox.max_open)})  # its whole batch is in flight, or it could not go on
     base = find_model(recipe.policy.model, ROOT)
-    host = Host(recipe, open_family(recipe.tasks, seed=recipe.seed, root=ROOT), open_chat(base))
+    host = Host(recipe, open_family(recipe.tasks, seed=recipe.seed, root=ROOT), open_chat(base, template_of(recipe)))
     try:
         host.open(ROOT, f"peers-{work.name}")
         train(host, recipe, options, base, work, every=int(job["every"]))
@@ -211,11 +213,18 @@ def main(work: Path) -> None:
         host.close()
 
 
+def template_of(recipe: Recipe) -> str | None:
+    """The chat template that the recipe has in place of the model's own."""
+    name = recipe.policy.chat_template
+    return None if name is None else read_template(name, ROOT)
+
+
 def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work: Path, *, every: int) -> None:
     """Builds the trainer and runs it to its end. Raises `UserError` when it would not see the very prompts that we see."""
     clock = Clock()
     TimedTrainer.clock = clock
     tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+    tokenizer.chat_template = template_of(recipe) or tokenizer.chat_template
     tokenizer.response_template = qwen3_template  # TRL's own, for the Hermes form of tool calls
     groups = range(recipe.steps * recipe.rollout.groups_per_step)
     tasks = [host.task(group) for group in groups]
