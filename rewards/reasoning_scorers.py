@@ -7,6 +7,7 @@ which closes its input.
 
 from __future__ import annotations
 
+import decimal
 import json
 import os
 import resource
@@ -114,7 +115,8 @@ def _reply(request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         _at_most(MAKING_S)
         dataset, entry = entry_of(request["origin"], request["truth"])
         _at_most(deadline_s)
-        return {"mark": float(dataset.score_answer(request["answer"], entry))}
+        with decimal.localcontext(decimal.Context()):  # one dataset changes the precision for all
+            return {"mark": float(dataset.score_answer(request["answer"], entry))}
     except TaskError as error:
         return {"gone": str(error)}
     except Exception as error:  # of a scorer

@@ -55,5 +55,8 @@ async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root:
             for spec in sandbox_specs(run.family):
                 starting.create_task(run.sandboxes.prepare(spec))
             starting.create_task(run.served.start(base))
-        await evaluate_served(run, "eval", step=0)
+        async with asyncio.TaskGroup() as parts:
+            watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
+            await evaluate_served(run, "eval", step=0)
+            watcher.cancel()
     return measure.read_evaluation(start.folder, "eval")

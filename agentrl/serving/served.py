@@ -68,15 +68,15 @@ class ServedPolicy:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         while True:
-            await self._opened_server()
+            server = await self._opened_server()
             client = self._client
             assert client is not None, "requests pass only after start()"
             try:
                 return await client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
             except UnsentError:
-                if client is self._client:
+                if client is self._client and await server.alive():
                     raise
-                # The server was stopped before it received the request: its successor gets it.
+                await self._replaced(server)  # it has received nothing, so its successor gets the request
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Swaps a published version into the running server; the old one keeps serving unless the probe agrees.
@@ -195,12 +195,13 @@ class ServedPolicy:
 
     async def _stop(self) -> None:
         withdraw(self._run_dir)
-        for part in (self._channel, self._client):
+        cut_off, self._channel, self._client = (self._channel, self._client), None, None  # so that requests see that it has gone
+        for part in cut_off:
             if part is not None:
                 await part.close()
         if self._server is not None:
             await self._server.stop()
-        self._server = self._client = self._channel = None
+        self._server = None
 
     async def _set_version(self, version: PolicyVersion) -> None:
         async with self._changed:

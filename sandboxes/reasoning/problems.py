@@ -9,6 +9,7 @@ of whatever run, by construction.
 from __future__ import annotations
 
 import copy
+import decimal
 import hashlib
 import json
 from collections.abc import Mapping
@@ -81,8 +82,10 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
 
 
 def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
-    """What the package says of one problem: question, answer, metadata."""
-    made: Mapping[str, Any] = dataset(source, seed)[index]
+    """What the package says of one problem: question, answer, metadata. Whatever was made in this process before: one of its generators
+    changes the precision of decimal numbers, for all of them."""
+    with decimal.localcontext(decimal.Context()):
+        made: Mapping[str, Any] = dataset(source, seed)[index]
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import decimal
 import inspect
 import io
 import subprocess
@@ -87,6 +88,17 @@ def test_a_program_prints_exactly_the_answer(kind: str, level: int | None) -> No
     for index in range(60):
         made = problems.entry(Source(name=kind, level=level), 0, index)
         assert printed(PROGRAMS[kind](made["question"])) == made["answer"], made["question"]
+
+
+@pytest.mark.models
+def test_a_problem_is_the_same_whatever_was_made_before_it() -> None:
+    """One generator of the package sets the precision of decimal numbers for the whole process, to 6 digits by default."""
+    long, other = Source(name="decimal_chain_sum", level=3), Source(name="decimal_arithmetic")
+    before = [problems.entry(long, 0, index)["answer"] for index in range(20)]
+    for index in range(5):
+        problems.entry(other, 0, index)
+    assert [problems.entry(long, 0, index)["answer"] for index in range(20)] == before
+    assert decimal.getcontext().prec == 28
 
 
 @pytest.mark.models

@@ -6,6 +6,7 @@ The server and its channel are scripted here, so that the death comes at the wor
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,8 +16,8 @@ from agentrl import codec
 from agentrl.errors import ServingError, SwapError
 from agentrl.files import sha256_file
 from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
-from agentrl.records import PolicyVersion, Probe, SwapReport
-from agentrl.serving import served
+from agentrl.records import PolicyVersion, Probe, SamplingParams, SwapReport
+from agentrl.serving import UnsentError, served
 from agentrl.version import FolderRegistry
 
 
@@ -63,12 +64,25 @@ class ScriptedChannel:
 
 
 class ScriptedClient:
+    """Answers while its server lives; a request that meets a dead one never reaches it, and so do those of a client that was closed."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self.server = server
+        self.closed = False
+
     @classmethod
     def for_server(cls, server: ScriptedServer) -> ScriptedClient:
-        return cls()
+        return cls(server)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> str:
+        await asyncio.sleep(0)
+        if self.server.dead or self.closed:
+            raise UnsentError("cannot reach the inference server")
+        return f"{request_id} of server {ScriptedServer.started.index(self.server)}"
 
     async def close(self) -> None:
-        pass
+        self.closed = True
+        await asyncio.sleep(0.02)  # requests go on meanwhile
 
 
 @pytest.fixture
@@ -149,3 +163,29 @@ async def test_a_dead_server_that_nobody_replaces_ends_the_wait(tmp_path: Path, 
     ScriptedChannel.deaths = 1
     with pytest.raises(ServingError, match="not replaced"):
         await swap_once(tmp_path, startup_timeout_s=0.2)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_requests_that_a_dying_server_never_received_wait_for_its_successor(tmp_path: Path) -> None:
+    """None of them is a fault, however long it takes until the death is noticed: a fault costs an attempt."""
+    registry = open_registry(tmp_path)
+    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
+    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    base = registry.get(0)
+    assert base is not None
+    await policy.start(base)
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+
+    async def ask(number: int) -> object:
+        await asyncio.sleep(number / 1000)
+        return await policy.generate((1,), SamplingParams(max_tokens=4), request_id=f"r{number}", timeout_s=5.0)
+
+    try:
+        ScriptedServer.started[0].dead = True
+        answers = await asyncio.gather(*map(ask, range(60)))
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await policy.close()
+        registry.close()
+    assert answers == [f"r{number} of server 1" for number in range(60)] and policy.restarts == 1
