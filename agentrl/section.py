@@ -133,6 +133,12 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         if field is None:
             sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
             raise RecipeError(f"{where}: {unknown(part, sections, what='section')}")
+        if inner is None and typing.get_origin(field.annotation) is dict:  # options: keys of the part that they are for
+            options = node.get(part) or {}
+            if not isinstance(options, dict):
+                raise RecipeError(f"{where}: options are wanted, as a mapping, not {_cut(options)}")
+            node[part] = {**options, ".".join([*parents[depth + 1 :], leaf]): value}
+            return
         if inner is None:
             raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"give it whole: {where}=VALUE")
         if node.get(part) is None:

@@ -34,6 +34,15 @@ def test_a_recipe_is_derived_by_overrides_by_mappings_and_by_keywords() -> None:
     assert BASE.learner.lr == 3e-4
 
 
+def test_one_option_is_changed_and_the_others_stay() -> None:
+    made = BASE.but({"tasks.options": {"lines": 60}}).but("tasks.options.tool=none", "tasks.options.lines=7")
+    assert made.tasks.options == {"lines": 7, "tool": "none"} and BASE.but("tasks.options.a.b=1").tasks.options == {"a.b": 1}
+    with pytest.raises(RecipeError, match=r"tasks\.options\.a\.str: Input should be"):
+        BASE.but("tasks.options.a=[1]")
+    with pytest.raises(RecipeError, match=r"tasks\.options: options are wanted, as a mapping, not 3"):
+        BASE.but({"tasks.options": 3, "tasks.options.a": 1})
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stesp": 3}, r"^stesp: unknown key; did you mean steps\? known here: critic, device, "),
     ({"learner.lrr": 1.0}, r"^learner\.lrr: unknown key; did you mean lr\? known here: "),
