@@ -1,7 +1,7 @@
 """Evaluation suite: the problems of `recipes/smollm2.py` without the tool, in one message. What is lost of it while the tool is learned?
 
-    agentrl eval evals/smollm2_no_tool.py
-    agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model
+agentrl eval evals/smollm2_no_tool.py
+agentrl eval evals/smollm2_no_tool.py --model runs/smollm2/model
 """
 
 from recipes.smollm2 import recipe as base
