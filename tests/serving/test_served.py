@@ -95,8 +95,9 @@ async def test_swap_under_load(served: Served) -> None:
     completions = await asyncio.gather(*requests)
     crossed = [[span.version for span in completion.versions] for completion in completions if len(completion.versions) > 1]
     assert crossed, "a swap that waited for the requests in flight would have let none of them cross it"
+    served_in_turn = [0, *order]  # a request on a busy machine may have begun after the first swap
     for versions in crossed:
-        assert versions == [0, *order][: len(versions)]
+        assert versions in [served_in_turn[start : start + len(versions)] for start in range(len(order))]
 
 
 async def test_cached_prefixes_do_not_survive_a_swap(served: Served) -> None:
