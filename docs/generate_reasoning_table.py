@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -66,7 +67,7 @@ CONSTANTS = (
     *("null", "None", "[]", "{}", "()", "''", "[[]]", "[0]", "0", "1", "-1", "2", "10", "100", "0.5", "0.0", "1e9", "1e99999999", "-inf"),
     *("a", "x", "A", "C", "True", "False", "yes", "no", "Yes", "No", "on", "off", "Monday", "0 days", "00:00", "0, 0", "1 1", "0x0", "i"),
 )
-"""Answers that are sometimes right. No scorer may fail at one, and none may be right too often."""
+"""Answers that are sometimes right, as those to other problems are. No scorer may fail at one, and none may be right too often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ async def measure(name: str, scorer: TaskScorer, differs: bool) -> Measured:
     wrong += sorted({problem async for problem in _gold(judged, scorer)})
     marks = [mark async for mark in _marks(judged, scorer)]
     wrong += _faults_of(marks)
-    paid = max((mark for mark in marks if mark.what not in CONSTANTS), key=lambda mark: mark.partial)
+    paid = max((mark for mark in marks if not mark.sometimes), key=lambda mark: mark.partial)
     return Measured(
         name=name,
         wrong=tuple(wrong),
@@ -157,16 +158,18 @@ class Mark:
     value: float | None
     partial: float
     reason: str
+    sometimes: bool
+    """Whether the answer may be right by chance."""
 
 
 def _faults_of(marks: Sequence[Mark]) -> Iterator[str]:
     failed = [mark for mark in marks if mark.value is None]
     if failed:
         yield f"its scorer fails at {_some(failed)}: {failed[0].reason.rpartition(' raised ')[2][:120]}"
-    full = [mark for mark in marks if mark.value and mark.what not in CONSTANTS]
+    full = [mark for mark in marks if mark.value and not mark.sometimes]
     if full:
         yield f"its scorer gives full marks for {_some(full)}"
-    for what, times in Counter(mark.what for mark in marks if mark.value and mark.what in CONSTANTS).items():
+    for what, times in Counter(mark.what for mark in marks if mark.value and mark.sometimes).items():
         if times > FAVOURED * 2 * PROBLEMS:
             yield f"its scorer gives full marks for {what!r} in {times} of {2 * PROBLEMS} problems"
 
@@ -188,10 +191,14 @@ async def _gold(judged: Sequence[Problem], scorer: TaskScorer) -> AsyncIterator[
 async def _marks(judged: Sequence[Problem], scorer: TaskScorer) -> AsyncIterator[Mark]:
     for one in judged:
         echoes = {"the question": one.question, "half of the question": one.question[: len(one.question) // 2]}
-        for what, answer in {**NOTHING, **echoes, **{text: text for text in CONSTANTS}}.items():
+        echoes["nan for every number"] = re.sub(r"-?\d+(?:\.\d+)?", "NaN", one.answer) if re.search(r"\d", one.answer) else "NaN"
+        if one.source.name in catalogue.NO_LONGER:
+            echoes["the answer, and more"] = f"{one.answer} {one.answer}"
+        others = {f"the answer to problem {place}": other.answer for place, other in enumerate(judged) if other is not one}
+        for what, answer in {**NOTHING, **echoes, **others, **{text: text for text in CONSTANTS}}.items():
             score = await _score(scorer, one, answer)
             partial = max((value for part, value in score.parts.items() if part.endswith("/partial")), default=0.0)
-            yield Mark(what=what, value=score.value, partial=partial, reason=score.reason)
+            yield Mark(what=what, value=score.value, partial=partial, reason=score.reason, sometimes=what in CONSTANTS or what in others)
 
 
 async def _score(scorer: TaskScorer, one: Problem, answer: str | None) -> Score:

@@ -10,7 +10,7 @@ import asyncio
 
 from agentrl.records import Episode, Score, Task
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
-from sandboxes.reasoning.catalogue import speaks
+from sandboxes.reasoning.catalogue import speaks, too_long
 
 LONGEST = 1000
 """Characters of an answer that are looked at; four times the true one's where that is more."""
@@ -56,4 +56,6 @@ def _wrong(name: str, answer: str, truth: str) -> str:
         return "no answer was given"
     if len(answer) > longest:
         return f"answer of {len(answer)} characters is longer than {longest}"
+    if too_long(name, answer, truth):
+        return f"answer {answer[:SHOWN]!r} is longer than the truth"
     return "" if speaks(name, answer) else f"answer {answer[:SHOWN]!r} is not in the language of {name}"

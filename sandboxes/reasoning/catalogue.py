@@ -31,6 +31,7 @@ LEFT_OUT: Mapping[str, str] = {
     "list_functions": OTHERWISE,
     "polynomial_multiplication": EVALUATES,
     "propositional_logic": UNPROVEN,
+    "puzzle24": "its scorer takes any four numbers that make 24: one answer is right in all of its problems",
     "ransom_note": OTHERWISE,
     "rubiks_cube": UNPROVEN,
     "rush_hour": UNPROVEN,
@@ -46,14 +47,16 @@ LANGUAGES: Mapping[str, re.Pattern[str]] = {
     "countdown": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
     "game_of_life": re.compile(r"[01 ,\n\[\]]*"),
     "n_queens": re.compile(r"[Q_ \n]*"),
+    "number_sorting": re.compile(r"[-+0-9.,'\"\[\] \n]*"),
     "prime_factorization": re.compile(r"\s*[0-9]+(?:\s*\u00d7\s*[0-9]+)*\s*"),
-    "puzzle24": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
     "spiral_matrix": re.compile(r"[0-9 \-\n]*"),
     "string_insertion": re.compile(r"[A-E]*"),
 }
 """What an answer to these may be made of; anything else is wrong, and their scorers do not see it. Most of them evaluate it as Python:
 what is left names nothing, calls nothing and raises to no power. The others fail at what is no number or no list, or take nan for right."""
 
+NO_LONGER = frozenset({"letter_jumble", "spell_backward"})
+"""Their scorers look no further than the truth's length: what follows it would not count."""
 
 WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
     ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then worked out from left to right: 10 - 7 * 0 is 0"),
@@ -69,6 +72,11 @@ def admit(source: Source) -> None:
         wrong, how = WRONG_KEYS.get((source.name, key), (None, ""))
         if how and value == wrong:
             raise UserError(f"reasoning-gym's {source.name}({key}={value}) is left out: {how}", fix=f"leave {key} out")
+
+
+def too_long(name: str, answer: str, truth: str) -> bool:
+    """Whether an answer has more than the truth, and its scorer would not see it. White space between words is one blank."""
+    return name in NO_LONGER and len(" ".join(answer.split())) > len(" ".join(truth.split()))
 
 
 def speaks(name: str, answer: str) -> bool:

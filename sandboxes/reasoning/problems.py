@@ -75,6 +75,8 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
         question, answer = made["question"], made["answer"]
         if not isinstance(answer, str):
             raise TaskError(f"reasoning-gym's {source.name} made a problem without an answer")
+        if not answer.strip():
+            continue  # as a program of `ab` that cancels out: no answer and the right one would be the same
         if is_heldout(question) == heldout and digest(question) not in but:
             return Problem(source=source, seed=seed_of_chunk, index=index, question=question, answer=answer)
     part = "held-out" if heldout else "training"

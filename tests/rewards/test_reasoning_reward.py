@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -87,7 +87,7 @@ async def test_partial_marks_are_kept_as_a_part() -> None:
         ("chain_sum", " \n", "no answer"),
         ("chain_sum", "9" * (LONGEST + 1), "longer than 1000"),
         ("countdown", "__import__('os').system('true')", "language of countdown"),
-        ("puzzle24", "9**9**9**9", "language of puzzle24"),
+        ("countdown", "9**9**9**9", "language of countdown"),
     ],
 )
 async def test_some_answers_are_wrong_without_being_asked_about(name: str, answer: str | None, said: str) -> None:
@@ -141,3 +141,20 @@ async def test_many_answers_at_once() -> None:
     ones = [made(name, number) for number in range(8) for name in ("chain_sum", "lcm", "spell_backward", "number_sorting")]
     scores = await asyncio.gather(*(score(one, one.answer if place % 2 else "7 of 9") for place, one in enumerate(ones)))
     assert [given.value for given in scores] == [float(place % 2) for place in range(len(ones))]
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("number_sorting", lambda truth: str(["NaN"] * len(truth.split(",")))),
+        ("number_sorting", lambda truth: "[" + ", ".join(["NaN"] * len(truth.split(","))) + "]"),
+        ("spell_backward", lambda truth: truth + "more"),
+        ("letter_jumble", lambda truth: f"{truth} and more"),
+    ],
+)
+async def test_what_a_scorer_lets_pass_is_wrong(name: str, answer: Callable[[str], str]) -> None:
+    for one in (made(name, number) for number in range(6)):
+        given = await score(one, answer(one.answer))
+        assert given.value == 0.0, f"{one.answer!r}: {given}"
+        assert (await score(one, one.answer)).value == 1.0

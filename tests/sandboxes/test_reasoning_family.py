@@ -198,3 +198,11 @@ except UserError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "make smollm2" in done.stdout
+
+
+@pytest.mark.models
+def test_no_problem_has_a_blank_answer() -> None:
+    """One of sixty of `ab` cancels out; nothing and the right answer would be the same."""
+    source = Source(name="ab")
+    drawn = [problems.problem(source, seed=0, heldout=False, number=number).answer for number in range(128)]
+    assert all(answer.strip() for answer in drawn)
