@@ -13,7 +13,7 @@ import typer
 
 from agentrl.agent.template import SHIPPED
 from agentrl.cli.options import JsonFlag
-from agentrl.cli.running import loading
+from agentrl.cli.running import undoing
 from agentrl.model.importing import Dtype, import_model
 
 model_app = typer.Typer(no_args_is_help=True, help="Models: import one that is served and trained exactly.")
@@ -42,11 +42,12 @@ def import_(
 ) -> None:
     """Make a model folder of what is installed or downloaded already. What cannot be served and trained exactly is refused."""
     began = time.monotonic()
+    with undoing() as step, redirect_stdout(sys.stderr):  # libraries say things on stdout, which is for the result
 
-    def tell(stage: str) -> None:
-        print(f"{time.monotonic() - began:5.1f} s  {stage}", file=sys.stderr, flush=True)
+        def tell(stage: str) -> None:
+            step()
+            print(f"{time.monotonic() - began:5.1f} s  {stage}", file=sys.stderr, flush=True)
 
-    with loading(), redirect_stdout(sys.stderr):  # libraries say things on stdout, which is for the result
         made = import_model(source, folder, chat_template=chat_template, dtype=dtype, force=force, tell=tell)
     record = made.record
     if as_json:

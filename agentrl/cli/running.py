@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -32,6 +32,34 @@ def loading() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, _leave)
     try:
         yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def undoing() -> Iterator[Callable[[], None]]:
+    """Around work that undoes itself when ctrl-C ends it. Yields what to call between its steps: an interrupt that got lost in an import
+    is raised again there. A second ctrl-C ends the process there and then.
+    """
+    asked = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(130)
+        asked = True
+        raise KeyboardInterrupt
+
+    def step() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield step
+    except KeyboardInterrupt:
+        print("stopped; nothing was made", file=sys.stderr)
+        raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,17 @@ def test_a_model_is_imported_and_told_of(source: Path, tmp_path: Path) -> None:
     forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
     told = json.loads(forced.stdout)
     assert told["fresh"] and told["folder"] == str(target) and told["chat_template"]["shows_tools"]
+
+
+def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentrl", "model", "import", str(source), str(tmp_path / "made")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "loading the libraries" in process.stderr.readline() and len(list(tmp_path.iterdir())) == 2, "a part and its lock"
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130 and said.endswith("stopped; nothing was made\n"), said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_use_is_told_with_what_to_do(tmp_path: Path) -> None:
