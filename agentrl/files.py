@@ -55,14 +55,18 @@ def part_folder(final: Path) -> Path:
 
 
 def commit_folder(part: Path, final: Path) -> None:
-    """Gives a filled `part_folder` its final name, durably. A folder of that name is replaced."""
+    """Gives a filled `part_folder` its final name, durably. A folder of that name is replaced, and removed only after that."""
     for path in sorted(part.rglob("*")):
         sync(path)
     sync(part)
+    old = final.with_name(f".{final.name}.old")
+    if old.exists():  # of an attempt that was interrupted right here
+        shutil.rmtree(old)
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(old)
     part.rename(final)
     sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

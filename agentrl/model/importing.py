@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -29,6 +33,12 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys of 
 _SPARE_BYTES = 256 << 20  # of the disk, left free
 _SAMPLE = "A tall\n\n1. café, 17*23 =  4096;\n    1: 'π' <x> don't 𝄞"
 _TOOLS = ("agentrl", "transformers", "tokenizers", "torch", "gguf")
+
+_OF_A_MODEL = (
+    *(RECORD, "*config.json", "tokenizer*.json", "*tokens*.json", "vocab.*", "merges.txt", "chat_template*", "*.safetensors", "*.model"),
+    *("*.safetensors.index.json", "*.bin", "*.bin.index.json", "LICEN[CS]E*", "NOTICE*", "COPYING*", "README*", ".gitattributes"),
+)
+"""Names of what a model folder holds; `--force` removes nothing else."""
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -62,10 +72,21 @@ def import_model(
         tell: called with each stage as it begins.
 
     Raises:
-        UserError: what cannot be served or trained exactly, with the reason; a missing package; too little disk; a folder in the way.
+        UserError: what cannot be served or trained exactly, with the reason; a missing package; too little disk; a folder in the way, or
+            one that another import is making.
     """
+    try:
+        return _import(source, target, chat_template, dtype, force, root or Path.cwd(), tell)
+    except OSError as error:
+        where = error.filename or target
+        raise UserError(f"{where}: {error.strerror or error}", fix="see to it, or choose another source or folder") from error
+
+
+def _import(
+    source: str, target: Path, chat_template: str | None, dtype: Dtype, force: bool, root: Path, tell: Callable[[str], None]
+) -> Imported:
     found = find_source(source)
-    text = None if chat_template is None else read_template(chat_template, root or Path.cwd())
+    text = None if chat_template is None else read_template(chat_template, root)
     asked = {
         "source": {"name": found.name, "package": found.package, "sha256": found.sha256},
         "dtype": dtype,
@@ -76,15 +97,38 @@ def import_model(
     _check_target(target, found, force=force)
     _check_installed(found)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = files.part_folder(target)
-    try:
-        record = _make(found, part, text, chat_template, dtype, tell) | {"asked": asked}
-        record["files"] = files.folder_manifest(part)
-        files.write(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        files.commit_folder(part, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with _alone(target):
+        part = files.part_folder(target)
+        try:
+            record = _make(found, part, text, chat_template, dtype, tell) | {"asked": asked}
+            record["files"] = files.folder_manifest(part)
+            files.write(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+            _check_target(target, found, force=force)  # minutes have passed
+            files.commit_folder(part, target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return Imported(folder=target, record=record, fresh=True)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Around the making of a folder, by one process at a time: two would fill the same part. Raises `UserError`."""
+    path = target.with_name(f".{target.name}.lock")
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there = path.stat()
+        except (BlockingIOError, FileNotFoundError):  # the second: its holder has just ended, and removed it
+            there = None
+        if there is None or there.st_ino != os.fstat(handle).st_ino:
+            raise UserError(f"{target} is being made by another import", fix="wait until it ends, or choose another folder")
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
 
 
 def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -102,6 +146,8 @@ def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_target(target: Path, source: Source, *, force: bool) -> None:
+    if target.resolve() in (here := Path.cwd().resolve(), *here.parents):
+        raise UserError(f"{str(target)!r} is the folder you are in, or holds it", fix="name a folder to make, such as models/mine")
     if not target.exists() and not target.is_symlink():
         return
     if target.is_symlink() or not target.is_dir():
@@ -110,10 +156,14 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
         return
     if source.path.resolve().is_relative_to(target.resolve()):
         raise UserError(f"{target} holds the source itself", fix="choose another folder")
+    others = sorted(path.name for path in target.iterdir() if not path.is_file() or not any(fnmatch(path.name, one) for one in _OF_A_MODEL))
     model = any((target / name).is_file() for name in (RECORD, "config.json"))
     if not force or not model:
         what = "holds another model, or one that was changed" if model else "holds other things than a model"
         raise UserError(f"{target} is there already, and {what}", fix="choose another folder" + (", or give --force" if model else ""))
+    if others:
+        held = ", ".join(map(repr, others[:5])) + (", ..." if len(others) > 5 else "")
+        raise UserError(f"{target} holds other things beside a model, which --force does not remove: {held}", fix="choose another folder")
 
 
 def _check_installed(source: Source) -> None:
@@ -160,7 +210,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
     loading.check_saved(part, dtype, prints)
     for path in source.licences:
         shutil.copyfile(path, part / path.name)
-    said = (header.text("general.license") if header is not None else "") or source.licence
+    said = _plain((header.text("general.license") if header is not None else "") or source.licence)
     return {
         "format": _FORMAT,
         "source": {"name": source.name, "package": source.package, "sha256": source.sha256, "stored": kinds},
@@ -169,6 +219,11 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
         "chat_template": {"name": named or "the model's own", **template},
         "tools": {name: found for name in _TOOLS if (found := _version(name))},
     }
+
+
+def _plain(text: str) -> str:
+    """A stranger's text as a short line that a terminal only shows."""
+    return "".join(one for one in " ".join(text[:1000].split()) if one.isprintable())[:100]
 
 
 def _check_header(header: GgufHeader) -> None:

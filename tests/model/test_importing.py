@@ -96,6 +96,48 @@ def test_force_removes_nothing_but_models(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def test_force_removes_nothing_but_the_files_of_a_model(source: Path, imported: Path, tmp_path: Path) -> None:
+    for name in ("thesis.txt", "package.json", "src/main.py"):
+        target = Path(shutil.copytree(imported, tmp_path / Path(name).stem))
+        (target / name).parent.mkdir(exist_ok=True)
+        (target / name).write_text("years of work")
+        with pytest.raises(UserError, match=f"does not remove: '{name.partition('/')[0]}'"):
+            import_model(str(source), target, force=True)
+        assert (target / name).read_text() == "years of work"
+
+
+def test_the_folder_one_is_in_is_not_replaced(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for name in (".", "..", "../empty"):
+        with pytest.raises(UserError, match="is the folder you are in"):
+            import_model(str(source), Path(name), force=True)
+
+
+def test_of_two_imports_into_one_folder_the_second_is_refused(source: Path, tmp_path: Path) -> None:
+    """Both would fill the same part of a folder, and what comes of it would be neither."""
+    refused = []
+
+    def another(stage: str) -> None:
+        with pytest.raises(UserError, match="is being made by another import") as error:
+            import_model(str(source), tmp_path / "model", dtype="bfloat16")
+        refused.append(error)
+
+    assert import_model(str(source), tmp_path / "model", tell=another).fresh and len(refused) >= 3
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "neither a part nor a lock is left"
+
+
+def test_a_place_where_no_folder_can_be_made_is_told(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path / "file" / "model", Path("/proc/model")):
+        with pytest.raises(UserError, match="fix: see to it, or choose another"):
+            import_model(str(source), target)
+
+
+def test_a_licence_is_told_on_one_plain_line() -> None:
+    assert importing._plain("mit\x1b[2J\n\nor\u202e" + "x" * 5000) == "mit[2J or" + "x" * 91
+
+
 def test_a_failed_import_leaves_nothing(own: Path, tmp_path: Path) -> None:
     edit(own / "config.json", vocab_size=100)
     with pytest.raises(UserError, match="vocabulary has 100"):
