@@ -7,6 +7,7 @@ bounds on time and memory, and see no answer that is not in its dataset's langua
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 from agentrl.records import Episode, Score, Task
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
@@ -18,6 +19,8 @@ SHOWN = 80  # characters of an answer quoted as evidence
 NEAR = 1e-9  # a score this close to 1 is full marks: some scorers compute it
 
 _scorers = Scorers()
+_asking = ThreadPoolExecutor(1, thread_name_prefix="reasoning")
+"""Of its own, because answers wait for one another here: whoever stops waiting is never asked about, and nothing else waits with them."""
 
 
 async def own_scorer(task: Task, episode: Episode) -> Score:
@@ -36,7 +39,7 @@ async def own_scorer(task: Task, episode: Episode) -> Score:
     if wrong := _wrong(name, answer, truth):
         return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
     try:
-        mark = await asyncio.to_thread(_scorers.mark, origin, truth, answer)
+        mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
     except (Raised, Stopped) as error:
         return Score(value=None, reason=f"reasoning-gym's scorer of {name} {error}")
     if not -NEAR <= mark <= 1 + NEAR:  # NaN is not

@@ -93,6 +93,7 @@ class Scorers:
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="ascii",
+                start_new_session=True,  # ctrl-C is for the driver, which goes on judging what it finishes
                 env=os.environ | _ONE_THREAD | {"PYTHONPATH": paths},
             )
         return self._process

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -134,6 +136,34 @@ async def test_a_mark_that_is_none_is_no_score(mark: float, monkeypatch: pytest.
     one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
     given = await score(one, "3")
     assert given.value is None and "no mark from 0 to 1" in given.reason
+
+
+@pytest.mark.models
+def test_an_interrupt_from_the_terminal_is_not_for_the_scorers(quick: Scorers) -> None:
+    plain = made("chain_sum")
+    assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
+    assert quick._process is not None and os.getpgid(quick._process.pid) != os.getpgid(0)
+
+
+async def test_answers_that_nobody_waits_for_any_more_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Slow(Scorers):
+        def mark(self, origin: Any, truth: str, answer: str) -> float:
+            asked.append(answer)
+            time.sleep(0.3)
+            return 1.0
+
+    monkeypatch.setattr(reasoning, "_scorers", Slow())
+    one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
+    waiting = [asyncio.create_task(score(one, str(number))) for number in range(40)]
+    await asyncio.sleep(0.1)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 0.15) == "done", "nothing else waits with them"
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (await asyncio.wait_for(score(one, "the next"), 5.0)).value == 1.0
+    assert asked == ["0", "the next"]
 
 
 @pytest.mark.models
