@@ -36,6 +36,14 @@ def test_a_file_that_is_no_template(content: bytes, reason: str, tmp_path: Path)
         read_template("mine.jinja", tmp_path)
 
 
+def test_nothing_is_imported_from_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the stranger's model folder."""
+    (tmp_path / "transformers.py").write_text("open('it_ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    try_template("{{ messages }}")
+    assert [path.name for path in tmp_path.iterdir()] == ["transformers.py"]
+
+
 @pytest.mark.parametrize("text", [LOOPS, "{{ 'a' * 10**10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 'a' * 2 * 10**6 }}"])
 def test_a_template_without_an_end_is_stopped(text: str) -> None:
     started = time.monotonic()
