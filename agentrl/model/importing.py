@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from agentrl import files
 from agentrl.agent.template import SHIPPED, read_template, try_template
+from agentrl.causes import disk_full
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
@@ -78,6 +79,8 @@ def import_model(
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), tell)
     except OSError as error:
+        if disk_full(error) is not None:
+            raise  # told as such, for every command
         where = error.filename or target
         raise UserError(f"{where}: {error.strerror or error}", fix="see to it, or choose another source or folder") from error
 
