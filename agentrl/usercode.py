@@ -142,6 +142,11 @@ class _Contained(Coroutine[Any, Any, Any]):
     def close(self) -> None:
         self._code.close()
 
+    @property
+    def cr_await(self) -> Any:
+        """What the code waits for, as of any coroutine."""
+        return getattr(self._code, "cr_await", None)
+
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._code.__await__()
 

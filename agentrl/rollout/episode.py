@@ -82,7 +82,7 @@ class EpisodeRunner:
         wall = asyncio.timeout(max(0.0, limit_s - life.spent_s))
         try:
             async with wall:
-                stop_reason = life.ended(await self.agent.act(life))
+                stop_reason = life.ended(await self._act(life, limit_s))
             if wall.expired():  # and what it cancelled did not mind
                 raise TimeoutError
             if not life.task.outputs or life.sandbox_lost:  # an episode that runs out of time leaves none
@@ -97,6 +97,11 @@ class EpisodeRunner:
                 return "wall_limit", nothing, ()
             slow = f"no end after {limit_s:g} s"  # we were slow, not what the agent called
             return "wall_limit", nothing, (infrastructure_fault("episode", "wall_limit", slow, turn=life.turn_count),)
+
+    async def _act(self, life: EpisodeLife, limit_s: float) -> str:
+        """What the agent gives: somebody's code, which may mind no cancellation. The wall is its bound, and the earlier one of both."""
+        grace_s = life.task.limits.tool_timeout_s + usercode.GRACE_S  # an agent closes its tools
+        return await usercode.call(lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s)
 
 
 async def _collect(life: EpisodeLife) -> tuple[Collected, tuple[Failure, ...]]:

@@ -306,7 +306,7 @@ def expected(awaits: Awaits) -> str:
         return "nothing"
     if "_judge_once" in " ".join(where) or "judge" in where:
         return "unscored"
-    in_tool = "call_tool" in " ".join(where) or "_caught" in where
+    in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which is called so, too
     if in_tool and not ours and (isinstance(error, ARGUMENT_FAULTS) or not any(name.startswith("Box.") for name in where)):
         return "tool"
     return "fault"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 from agentrl import parts
 from agentrl.agent import ChatFormat
 from agentrl.errors import PluginError
+from agentrl.protocols import Agent, LiveEpisode
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Task
 from agentrl.rollout import EpisodeRunner
@@ -49,3 +54,49 @@ def test_an_agent_that_cannot_act_is_refused_before_anything_starts(tmp_path: Pa
     (tmp_path / "agent.py").write_text("class Part:\n    def __init__(self, *, chat): ...\n    def act(self, episode): ...\n")
     with pytest.raises(PluginError, match=r"rollout\.agent .* act is not async, and will be awaited"):
         check_parts(BASE.but({"rollout.agent": f"{tmp_path}/agent.py:Part"}))
+
+
+class Stubborn:
+    """Goes on whatever happens, as a bare `except:` in a loop does."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    async def act(self, episode: LiveEpisode) -> str:
+        began = time.monotonic()
+        while time.monotonic() - began < 10.0:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(0.05)
+        self.over = True
+        return "answered"
+
+
+class Leaving:
+    async def act(self, episode: LiveEpisode) -> str:
+        async def leave() -> None:
+            raise SystemExit(3)
+
+        await asyncio.create_task(leave())
+        return "answered"
+
+
+class Closing:
+    async def act(self, episode: LiveEpisode) -> str:
+        raise GeneratorExit
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it does not let itself be closed either
+@pytest.mark.parametrize(("agent", "kind"), [(Stubborn(), "wall_limit"), (Leaving(), "Exited"), (Closing(), "RuntimeError")])
+async def test_whatever_an_agent_does_its_episode_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
+    runner = EpisodeRunner(
+        agent=agent,
+        policy=ScriptedPolicy.saying(tokenizer, "3"),
+        sandboxes=ScriptedSandboxes(printing("3")),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+    )
+    short = replace(task, limits=replace(task.limits, wall_s=0.2, tool_timeout_s=0.1))
+    episode = await runner.run(short, episode_id="e")
+    assert [failure.kind for failure in episode.failures] == [kind]
+    assert not getattr(agent, "over", False), "it was waited for to the end"
