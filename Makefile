@@ -46,7 +46,7 @@ setup-unit: $(UNIT_STAMP) $(SELF_STAMP)
 
 setup-models: setup $(MODELS_STAMP)
 
-quickstart: setup ## fine-tunes a small tool-using agent on this machine, about 10 minutes
+quickstart: setup ## fine-tunes a small tool-using agent on this machine, 3 to 10 minutes
 	@$(BIN)/agentrl train recipes/quickstart.py
 	@echo "report: $$(ls -t runs/*/report.html | head -n 1)"
 

@@ -1,8 +1,10 @@
-"""Lists the source files that `how-it-works.md` leads through: from a task to a weight update, and from a version to serving.
+"""Lists the source files that `how-it-works.md` leads through, from a task to a weight update and from a version to serving, and how
+many lines it takes to add a part from outside.
 
-python docs/walk.py            # prints them, each once, in the order of the page
+python docs/walk.py            # prints the files, each once, in the order of the page; then the lines
 
-What a reader opens to follow the page is what it names; a test holds that every name exists, and the two counts to their bounds.
+What a reader opens to follow the page is what it names; the lines are those of the pages' examples that are not blank. A test holds
+that every name exists, that the examples work, and all counts to their bounds.
 """
 
 from __future__ import annotations
@@ -15,6 +17,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "how-it-works.md"
 WALKS = (("a task to a weight update", 2, 7, 30), ("a version from the learner to serving", 8, 8, 12))
 """What a walk is, its first and last numbered section, and the most files it may take."""
+
+
+EXAMPLES = (
+    ("a verifier", "verifiers.md", "# rewards/same.py\n", 5),
+    ("a tool", "task-families.md", "@tool\nasync def search", 6),
+    ("an advantage estimator", "parts.md", "# parts/advantage.py\n", 15),
+)
+"""What is added, the page whose example shows it, how that begins, and the most lines it may take."""
+
+
+def lines(page: str, begin: str) -> int:
+    """Lines of an example, from `begin` to its end, without blank ones and the comment that names its file."""
+    _, found, after = (ROOT / "docs" / page).read_text().partition(begin)
+    text = (found + after).partition("\n```")[0]
+    return sum(bool(line.strip()) and not line.startswith("# ") for line in text.splitlines())
 
 
 def section(number: int) -> str:
@@ -53,6 +70,8 @@ def main() -> None:
         print(f"{what}: {len(opened)} files (at most {most})")
         for path in opened:
             print(f"  {path.relative_to(ROOT)}")
+    for what, page, begin, most in EXAMPLES:
+        print(f"{what} from outside: {lines(page, begin)} lines (at most {most})")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python recipes/quickstart.py
     agentrl train recipes/quickstart.py learner.lr=3e-4 --run-dir runs/x      # the same, with an override
 
-About ten minutes after installation. Everything is the real part: vLLM serves, Docker or bubblewrap runs the code, DeepSpeed
-updates. For a bigger model on a GPU see `tables_qwen3_gpu.py`: only the numbers differ.
+Three to ten minutes after installation, by the machine. Everything is the real part: vLLM serves, Docker or bubblewrap runs the code,
+DeepSpeed updates. For a bigger model on a GPU see `tables_qwen3_gpu.py`: only the numbers differ.
 """
 
 from agentrl.recipe import (
