@@ -66,7 +66,7 @@ def _folder(path: Path) -> Source:
         raise UserError(f"{path} holds no model: it has no config.json", fix=f"give {_KINDS}")
     read_json(path / "config.json")
     files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in _READ]
-    licences = tuple(file for pattern in _LICENCES for file in sorted(path.glob(pattern)))
+    licences = tuple(file for pattern in _LICENCES for file in sorted(path.glob(pattern)) if _is_held(file, path))
     return Source(
         path=path,
         name=path.resolve().name,
@@ -74,6 +74,12 @@ def _folder(path: Path) -> Source:
         licence=_of_card(path / "README.md"),
         licences=_texts(licences),
     )
+
+
+def _is_held(file: Path, folder: Path) -> bool:
+    """Whether a file that is copied as it is lies in this folder, or in the hub's cache beside it; a link may name any file there is."""
+    real, root = file.resolve(), folder.resolve()
+    return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
 
 
 def _pickled(path: Path) -> UserError:

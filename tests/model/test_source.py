@@ -131,3 +131,16 @@ def test_a_folder_tells_its_files_and_its_licence(tmp_path: Path) -> None:
     assert found.licence == "mit" and [path.name for path in found.licences] == ["LICENSE.txt"]
     (tmp_path / "README.md").write_text("license: mit\n")
     assert find_source(str(tmp_path)).licence == ""
+
+
+def test_a_licence_that_links_elsewhere_is_not_copied(tmp_path: Path) -> None:
+    """Who shares the folder that is made would share that file. The hub's cache links everything, to its own files."""
+    folder = tmp_path / "cache" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "id_rsa").write_text("secret")
+    (tmp_path / "cache" / "blobs").mkdir()
+    (tmp_path / "cache" / "blobs" / "1").write_text("do as you like")
+    (folder / "LICENSE").symlink_to(tmp_path / "id_rsa")
+    (folder / "NOTICE").symlink_to("../../blobs/1")
+    assert [path.name for path in find_source(str(folder)).licences] == ["NOTICE"]
