@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from agentrl.records import Episode, Score, Task
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
@@ -28,8 +29,9 @@ async def own_scorer(task: Task, episode: Episode) -> Score:
 
     Parts: `exact`, the value again, and `partial`, the scorer's mark as it is. Many pay 0.01 or 0.05 for any answer of the right form,
     which is why partial marks are no reward here. White space at both ends of an answer plays no part. No answer, a huge one, and one
-    that is not in its dataset's language are wrong. A scorer that raises, exceeds its bounds, or gives something else than a
-    number from 0 to 1, leaves the answer unscored.
+    that is not in its dataset's language are wrong. So is one at which the scorer raises, exceeds its bounds twice, or gives something
+    else than a number from 0 to 1, when it gives the truth full marks: or an agent could choose which of its answers count. When it fails
+    at the truth, too, the answer is unscored.
 
     Raises `TaskError` when the package no longer makes the task's problem.
     """
@@ -38,18 +40,30 @@ async def own_scorer(task: Task, episode: Episode) -> Score:
     answer = (episode.answer or "").strip()
     if wrong := _wrong(name, answer, truth):
         return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
-    try:
-        mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
-    except (Raised, Stopped) as error:
-        return Score(value=None, reason=f"reasoning-gym's scorer of {name} {error}")
-    if not -NEAR <= mark <= 1 + NEAR:  # NaN is not
-        return Score(value=None, reason=f"reasoning-gym's scorer of {name} gave {mark}, which is no mark from 0 to 1")
+    mark, problem = await _marked(origin, truth, answer)
+    if problem and (await _marked(origin, truth, truth))[0] >= 1 - NEAR:  # the scorer is sound, so the answer is not
+        mark, problem = await _marked(origin, truth, answer)  # once more: the machine may have been slow
+        if problem:
+            return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"at answer {answer[:SHOWN]!r} the scorer {problem}")
+    if problem:
+        return Score(value=None, reason=f"reasoning-gym's scorer of {name} {problem}")
     exact = float(mark >= 1 - NEAR)
     return Score(
         value=exact,
         parts={"exact": exact, "partial": min(max(mark, 0.0), 1.0)},
         evidence=f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}, mark {mark:g}",
     )
+
+
+async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
+    """The scorer's mark, from 0 to 1 but for rounding; or what was wrong instead."""
+    try:
+        mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
+    except (Raised, Stopped) as error:
+        return 0.0, str(error)
+    if not -NEAR <= mark <= 1 + NEAR:  # NaN is not
+        return 0.0, f"gave {mark}, which is no mark from 0 to 1"
+    return mark, ""
 
 
 def _wrong(name: str, answer: str, truth: str) -> str:

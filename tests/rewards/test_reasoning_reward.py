@@ -99,10 +99,11 @@ async def test_some_answers_are_wrong_without_being_asked_about(name: str, answe
 
 
 @pytest.mark.models
-async def test_a_scorer_that_raises_leaves_the_answer_unscored(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_at_which_a_sound_scorer_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out, it would be an agent's way to have only its good answers count."""
     monkeypatch.delitem(catalogue.LANGUAGES, "prime_factorization")  # type: ignore[arg-type]
     given = await score(made("prime_factorization"), "two times three")
-    assert given.value is None and "prime_factorization raised ValueError" in given.reason and given.blame is None
+    assert given.value == 0.0 and "the scorer raised ValueError" in given.evidence
     assert (await score(made("prime_factorization"), made("prime_factorization").answer)).value == 1.0
 
 
@@ -127,7 +128,7 @@ async def test_a_problem_that_the_package_makes_no_more_is_the_tasks_fault() -> 
 
 
 @pytest.mark.parametrize("mark", [float("nan"), 1.5, -1.0])
-async def test_a_mark_that_is_none_is_no_score(mark: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_scorer_that_fails_at_the_truth_too_gives_no_score(mark: float, monkeypatch: pytest.MonkeyPatch) -> None:
     class Odd(Scorers):
         def mark(self, *args: Any) -> float:
             return mark
@@ -136,6 +137,22 @@ async def test_a_mark_that_is_none_is_no_score(mark: float, monkeypatch: pytest.
     one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
     given = await score(one, "3")
     assert given.value is None and "no mark from 0 to 1" in given.reason
+
+
+@pytest.mark.parametrize(("times", "value"), [(1, 1.0), (2, 0.0)])
+async def test_a_scorer_that_takes_too_long_is_asked_once_more(times: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = iter([True] * times)
+
+    class Slow(Scorers):
+        def mark(self, origin: Any, truth: str, answer: str) -> float:
+            if answer != truth and next(stops, False):
+                raise Stopped("gave no mark within 5 s")
+            return 1.0
+
+    monkeypatch.setattr(reasoning, "_scorers", Slow())
+    one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
+    given = await score(one, "3")
+    assert given.value == value and ("at answer '3' the scorer gave no mark" in given.evidence) == (value == 0.0)
 
 
 @pytest.mark.models
