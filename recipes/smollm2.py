@@ -26,7 +26,7 @@ from agentrl.recipe import (
 
 recipe = Recipe(
     name="smollm2",
-    steps=30,
+    steps=23,
     max_staleness=0,
     policy=PolicyConfig(model="recipes/models/smollm2", dtype="float32", max_model_len=1024),
     tasks=TasksConfig(
@@ -37,11 +37,11 @@ recipe = Recipe(
             "turn_tokens": 96,
         },
     ),
-    rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=0.5),
+    rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=0.7, top_k=20, min_p=0.1),
     evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=2.0),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=1e-5, ranks=1, max_tokens_per_microbatch=4096),
+    learner=LearnerConfig(lr=2e-5, ranks=1, max_tokens_per_microbatch=4096),
 )
 
 if __name__ == "__main__":
