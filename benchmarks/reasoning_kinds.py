@@ -26,7 +26,7 @@ from agentrl.run.evaluate import evaluate  # noqa: E402
 from agentrl.run.opening import Run, opened  # noqa: E402
 from agentrl.run.transcript import append  # noqa: E402
 from agentrl.sampling import Sampling  # noqa: E402
-from agentrl.task import open_family, sandbox_specs  # noqa: E402
+from agentrl.task import open_family  # noqa: E402
 from sandboxes.reasoning.worked import PROGRAMS  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "smollm2.py"
@@ -36,10 +36,7 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
     """Success by tool and kind."""
     base = run.registry.get(0)
     assert base is not None, "version 0 was registered"
-    async with asyncio.TaskGroup() as starting:
-        for spec in sandbox_specs(run.family):
-            starting.create_task(run.sandboxes.prepare(spec))
-        starting.create_task(run.served.start(base))
+    await run.start_serving(base)
     runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
     found: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import InfrastructureError, TaskError
+from agentrl.processes import importing_from
 from sandboxes.reasoning.problems import entry_of
 
 DEADLINE_S = 5.0
@@ -86,7 +87,6 @@ class Scorers:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             self._process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "rewards.reasoning_scorers", str(self._deadline_s)],
                 stdin=subprocess.PIPE,
@@ -94,7 +94,7 @@ class Scorers:
                 text=True,
                 encoding="ascii",
                 start_new_session=True,  # ctrl-C is for the driver, which goes on judging what it finishes
-                env=os.environ | _ONE_THREAD | {"PYTHONPATH": paths},
+                env=importing_from(ROOT) | _ONE_THREAD,
             )
         return self._process
 

@@ -6,7 +6,6 @@ time or memory: `try_template` does, in a process of its own.
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.processes import importing_from
 
 SHIPPED = ("hermes", "chatml", "llama3")
 """Words for templates in `agentrl/agent/templates/`. None has a system message of its own."""
@@ -25,7 +25,7 @@ MAX_RENDERED = 1 << 20
 """Characters that a template may make of three short messages."""
 
 _FOLDER = Path(__file__).parent / "templates"
-_ROOT = str(Path(__file__).resolve().parents[2])
+_ROOT = Path(__file__).resolve().parents[2]
 _CPU_S = 10
 _WALL_S = 120  # on a machine that is busy with something else
 _MEMORY_BYTES = 4 << 30
@@ -74,17 +74,11 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters for three short messages"
     try:
         done = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                _CHILD,
-                str(cpu_s),
-            ],  # -P: nothing is imported from the current folder, which may be the stranger's
+            [sys.executable, "-P", "-c", _CHILD, str(cpu_s)],  # -P: nothing is imported from the current folder, maybe the stranger's
             input=text.encode("utf-8", "surrogatepass"),
             capture_output=True,
             timeout=_WALL_S,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])},
+            env=importing_from(_ROOT),
         )
     except subprocess.TimeoutExpired:
         done = None

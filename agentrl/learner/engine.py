@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from agentrl.learner import forest_attention, kernels, lora
 from agentrl.learner.gradient_gate import gradient_gate
-from agentrl.learner.logprobs import TokenScorer, check_scorer
+from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups
 from agentrl.learner.packing import MicroBatch, text
 from agentrl.learner.ranks import Ranks
@@ -23,7 +23,6 @@ from agentrl.recipe import Recipe
 from agentrl.records import Probe
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default would reserve 2 GB for gradients, even for a small model
 
 
@@ -49,7 +48,7 @@ class PolicyEngine:
             lora.leave_out_frozen(self.scorer)
         if ranks.team is not None:
             check_heads(self.lm.config.get_text_config(), ranks.team)
-        check_scorer(self.scorer, tolerance=_TOLERANCE[recipe.policy.dtype])
+        check_scorer(self.scorer, tolerance=TOLERANCE[recipe.policy.dtype])
         head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
         in_head = {id(parameter) for parameter in head}
         parameters: list[Tensor] = [one for one in self.scorer.parameters() if one.requires_grad and id(one) not in in_head]

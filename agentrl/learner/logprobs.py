@@ -216,6 +216,10 @@ def _entropy(logp: Tensor, supports: Tensor | None) -> Tensor:
     return -(logp.exp() * finite).sum(-1)
 
 
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""For `check_scorer`: nats by which a logprob may differ, by the dtype of `policy.dtype`."""
+
+
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
     """Checks once that the scorer agrees with the model's own forward pass over plain sequences, whatever the architecture.
 

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from agentrl.causes import disk_full
 from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
+from agentrl.weights.deltas import tensors
 from agentrl.weights.model_folder import check_model, check_model_files, read_json
 
 RECORD = "agentrl_import.json"
@@ -240,12 +240,7 @@ def _check_header(header: GgufHeader) -> None:
 
 def _check_folder(folder: Path) -> int:
     """Numbers that the safetensors files of a folder hold (`check_model_files` has looked at their headers)."""
-    shapes: list[list[int]] = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-        shapes += [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    shapes = [entry["shape"] for path in sorted(folder.glob("*.safetensors")) for entry in tensors(path).values()]
     config = read_json(folder / "config.json")
     inner = config.get("text_config") or config
     for key in _LAYERS:

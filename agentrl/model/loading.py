@@ -17,7 +17,6 @@ from agentrl.errors import UserError
 from agentrl.model.gguf import GgufHeader
 from agentrl.weights.model_folder import check_architecture
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # as the learner's, when it starts
 _FOLDER_INSTEAD = "import the model's Hugging Face folder"
 _POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # Keys of a GGUF, without its architecture, that say again what other keys say, or nothing of how the model computes.
@@ -151,7 +150,7 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     """Reads a written folder as the learner does. Raises `UserError` unless it holds the same bits, scored as the model itself would."""
     from transformers import AutoConfig
 
-    from agentrl.learner.logprobs import TokenScorer, check_scorer
+    from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
 
     gc.collect()  # the model that was saved
     model = load(folder, AutoConfig.from_pretrained(folder, local_files_only=True), dtype)

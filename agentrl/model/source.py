@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path, PurePosixPath
 
@@ -122,7 +123,7 @@ def _in_package(text: str) -> Source:
     ours = base64.urlsafe_b64encode(bytes.fromhex(digest)).rstrip(b"=").decode()  # as in a wheel's RECORD
     if stated is not None and stated.mode == "sha256" and stated.value != ours:
         raise UserError(f"{path} is not the file that {name!r} installed", fix=f"pip install --force-reinstall --no-deps {name}")
-    licences = [_inside(package, path) for path in held if PurePosixPath(path).name.upper().startswith(("LICENSE", "LICENCE", "NOTICE"))]
+    licences = [_inside(package, path) for path in held if any(fnmatch(PurePosixPath(path).name.upper(), one) for one in _LICENCES)]
     return Source(
         path=path,
         name=found[0],

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.plugins import add_project_root
+from agentrl.processes import importing_from
 from agentrl.prove.source import Draw, FamilySource, digests
 from agentrl.recipe import TasksConfig
 from agentrl.records import Split
@@ -36,10 +37,8 @@ def draw_elsewhere(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str
             "draws": draws,
             "answer": answer.name,
         }
-        package = str(Path(__file__).resolve().parents[2])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
         seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": seed}
+        environment = importing_from(Path(__file__).resolve().parents[2]) | {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-m", "agentrl.prove.elsewhere"]
         try:
             done = subprocess.run(

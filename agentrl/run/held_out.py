@@ -15,7 +15,6 @@ from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.transcript import append
-from agentrl.task import sandbox_specs
 
 
 async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
@@ -51,10 +50,7 @@ async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root:
         run.tracker.stage("start", "server and sandbox image")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
-        async with asyncio.TaskGroup() as starting:
-            for spec in sandbox_specs(run.family):
-                starting.create_task(run.sandboxes.prepare(spec))
-            starting.create_task(run.served.start(base))
+        await run.start_serving(base)
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
             await evaluate_served(run, "eval", step=0)

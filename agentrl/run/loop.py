@@ -27,7 +27,6 @@ from agentrl.run.rollouts import make_group
 from agentrl.run.supervise import watch_learner
 from agentrl.run.versions import fall_back, finish_step, retracted
 from agentrl.serving.served import to_serve
-from agentrl.task import sandbox_specs
 
 _POLL_S = 0.05
 
@@ -60,10 +59,7 @@ async def _pipeline(run: Run) -> None:
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.recipe.steps
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
-        async with asyncio.TaskGroup() as starting:
-            for spec in sandbox_specs(run.family):
-                starting.create_task(run.sandboxes.prepare(spec))
-            starting.create_task(run.served.start(newest))
+        await run.start_serving(newest)
         run.registry.set_state(newest.number, VersionState.SERVING)
         watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
         if newest.number == 0:

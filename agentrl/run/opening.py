@@ -25,7 +25,7 @@ from agentrl.run.folder import Start, write_start
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
-from agentrl.task import GroupSchedule
+from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.version import FolderRegistry
 
 
@@ -52,6 +52,13 @@ class Run:
     learning: bool = False
     interrupted: bool = False
     last_step_at: float = 0.0
+
+    async def start_serving(self, version: PolicyVersion) -> None:
+        """Starts the server with a version, and meanwhile makes the images of the family's sandboxes."""
+        async with asyncio.TaskGroup() as starting:
+            for spec in sandbox_specs(self.family):
+                starting.create_task(self.sandboxes.prepare(spec))
+            starting.create_task(self.served.start(version))
 
     def stop_after_step(self) -> None:
         """Finish the step in hand, if there is one; save, report."""
