@@ -1,0 +1,106 @@
+"""A regression case: a task that a policy once failed, frozen, with where it comes from. A suite is a folder of them.
+
+    evals/pricing/suite.toml           what the suite is for, and how often each case is tried
+    evals/pricing/cases/0f3a9c.json    a case
+
+Each task names its verifiers, image and limits itself, so a case is judged as training is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl import codec, toml
+from agentrl.errors import UserError
+from agentrl.failure.trace import Tag
+from agentrl.fields import Record, Text
+from agentrl.files import write
+from agentrl.records import Task
+
+FORMAT = 1
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
+_LARGEST = 16 << 20  # bytes of one case
+MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case(Record):
+    """One case: `Case(id="0f3a9c", task=task, trace="run:g000012-3-a0")`."""
+
+    id: str
+    task: Task
+    trace: str = ""  # the trace that it was promoted from
+    tags: tuple[Tag, ...] = ()
+    origin: Mapping[str, str] = field(default_factory=dict)
+    note: Text = ""
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if not _NAME.fullmatch(self.id):
+            raise ValueError(f"Case.id {self.id[:80]!r} is no name: letters, digits, dots, dashes, underscores")
+        if self.format != FORMAT:
+            raise ValueError(f"Case.format {self.format} is not known; this version reads {FORMAT}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """The cases of a folder, by id, in the order of their ids."""
+
+    folder: Path
+    name: str
+    repeats: int = 1  # attempts at each case in one evaluation
+    note: str = ""
+    cases: tuple[Case, ...] = ()
+
+
+def load_suite(folder: Path) -> Suite:
+    """Reads a suite. Raises `UserError` that names the file and what is wrong with it."""
+    settings = _settings(folder / "suite.toml")
+    cases = tuple(_case(path) for path in sorted((folder / "cases").glob("*.json")))
+    if not cases:
+        raise UserError(f"suite {folder} has no cases", fix="promote some: agentrl failures promote RUN --into SUITE")
+    return Suite(folder=folder, cases=cases, **settings)
+
+
+def save_case(folder: Path, case: Case) -> Path:
+    """Adds a case to the suite in `folder`, made where there is none; a case of this id is replaced. Returns the case's file."""
+    about = folder / "suite.toml"
+    (folder / "cases").mkdir(parents=True, exist_ok=True)
+    if not about.exists():
+        write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
+    path = folder / "cases" / f"{case.id}.json"
+    write(path, codec.to_json(case), durable=True)
+    return path
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        tables = toml.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}", fix="a suite.toml holds name, repeats and note") from None
+    known = {"name": str, "repeats": int, "note": str}
+    for key, value in tables.items():
+        if key not in known or type(value) is not known[key]:
+            raise UserError(f"{path}: {key} = {value!r} is none of its settings", fix="name and note are texts, repeats a whole number")
+    if not 1 <= tables.get("repeats", 1) <= MOST_REPEATS:
+        raise UserError(f"{path}: repeats = {tables['repeats']}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    return {"name": path.parent.name, **tables}
+
+
+def _case(path: Path) -> Case:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"is larger than {_LARGEST >> 20} MiB")
+        case = codec.from_json(Case, path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no case: {error}"[:2000], fix="move it away, or promote the failure again") from None
+    if case.id != path.stem:
+        raise UserError(f"{path} says it is case {case.id}", fix=f"name it {case.id}.json")
+    return case

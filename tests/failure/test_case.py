@@ -1,0 +1,74 @@
+"""Suites of regression cases: what is saved is read back, and what is none says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import UserError
+from agentrl.failure.case import Case, load_suite, save_case
+from agentrl.failure.trace import Tag, Trace, Why
+from agentrl.records import Message, SandboxSpec, Split, Task
+
+
+def make_task() -> Task:
+    return Task(
+        id="t",
+        family="demo",
+        prompt=(Message(role="user", content="How many?"),),
+        tools=("submit",),
+        sandbox=SandboxSpec(image="sandboxes/tables"),
+        verifiers=("rewards.tables:exact_answer",),
+        data={"answer": "3"},
+        split=Split.HELDOUT,
+    )
+
+
+def test_a_suite_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
+    cases = [Case(id=name, task=make_task(), tags=(Tag(name="wrong_tool", by="rules", turn=0),), note="é") for name in ("b", "a")]
+    for case in cases:
+        save_case(tmp_path / "s", case)
+    suite = load_suite(tmp_path / "s")
+    assert (suite.name, suite.repeats) == ("s", 1)
+    assert suite.cases == (cases[1], cases[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("repeats = 0", "repeats = 0"),
+        ("repeats = true", "none of its settings"),
+        ("shape = 1", "none of its settings"),
+        ("x", "is not TOML"),
+    ],
+)
+def test_settings_that_are_none_are_named(tmp_path: Path, settings: str, said: str) -> None:
+    save_case(tmp_path, Case(id="a", task=make_task()))
+    (tmp_path / "suite.toml").write_text(settings)
+    with pytest.raises(UserError, match=said):
+        load_suite(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"id": "other"}'])
+def test_a_file_that_is_no_case_is_named(tmp_path: Path, content: bytes) -> None:
+    save_case(tmp_path, Case(id="a", task=make_task()))
+    (tmp_path / "cases" / "x.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.json"):
+        load_suite(tmp_path)
+
+
+def test_a_folder_without_cases_is_no_suite(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"suite\.toml"):
+        load_suite(tmp_path)
+    with pytest.raises(ValueError, match="is no name"):
+        Case(id="../x", task=make_task())
+
+
+def test_a_trace_reads_back_and_says_what_it_is() -> None:
+    trace = Trace(id="t", why=Why.IMPORTED, source="openai", missing=("no tool schemas",))
+    assert codec.from_json(Trace, codec.to_json(trace)) == trace
+    assert not trace.replays
+    with pytest.raises(ValueError, match="come together"):
+        Trace(id="t", why=Why.FAILED, task=make_task())
