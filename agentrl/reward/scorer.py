@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from agentrl import usercode
@@ -35,16 +36,23 @@ class TaskScorer:
     sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
     sandbox_timeout_s: float = 9000.0  # of such a verifier, which sets its own deadlines for what it runs
     max_retries: int = 2  # after infrastructure failures
+    root: Path = Path()  # the project, and the run folder where there is a run: for verifiers that are prepared
+    folder: Path | None = None
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
-        """Resolves verifiers in advance. Raises `PluginError` for one that does not resolve or is not callable."""
+        """Resolves verifiers in advance, and prepares those that are `PreparedVerifier`.
+
+        Raises `PluginError` for one that does not resolve or is not callable, and `UserError` for one that refuses to be used.
+        """
         for reference in references:
             if reference in self._verifiers:
                 continue
             verifier = resolve(reference)
             if not callable(verifier):
                 raise PluginError(f"verifier {reference!r} is not callable", fix="write async def score(task, episode) -> Score")
+            if (prepare := getattr(verifier, "prepare", None)) is not None:
+                prepare(root=self.root, folder=self.folder)
             self._verifiers[reference] = verifier
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -55,7 +63,9 @@ class TaskScorer:
         unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
         if unscored or not scores:
             blames = [score.blame for score in scores.values() if score.blame is not None]
-            return Score(value=None, reason="; ".join(unscored) or "the task names no verifier", blame=next(iter(blames), None))
+            said = "\n".join(score.evidence for score in scores.values() if score.evidence)
+            reason = "; ".join(unscored) or "the task names no verifier"
+            return Score(value=None, reason=reason, evidence=said, blame=next(iter(blames), None))
         parts = {name: score.value for name, score in scores.items() if score.value is not None}
         for name, score in scores.items():
             parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
@@ -79,7 +89,7 @@ class TaskScorer:
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
         in_sandboxes = _needs_sandboxes(verifier)
-        limit, grace_s = (self.sandbox_timeout_s, _CLOSING_S) if in_sandboxes else (self.timeout_s, usercode.GRACE_S)
+        limit, grace_s = (self.sandbox_timeout_s, _CLOSING_S) if in_sandboxes else (self._limit(verifier), usercode.GRACE_S)
         since = usercode.cancellations()
         try:
             given = await usercode.call(lambda: self._ask(verifier, task, episode), what=what, timeout_s=limit, grace_s=grace_s)
@@ -100,6 +110,11 @@ class TaskScorer:
                 return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
             usercode.report(what, error)
             return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}")
+
+    def _limit(self, verifier: object) -> float:
+        """Seconds that a verifier may take: what it says itself, as one does that waits for a server."""
+        said = getattr(verifier, "timeout_s", None)
+        return float(said) if isinstance(said, int | float) and 0 < said <= self.sandbox_timeout_s else self.timeout_s
 
     async def _ask(self, verifier: Any, task: Task, episode: Episode) -> Any:
         if not _needs_sandboxes(verifier):
