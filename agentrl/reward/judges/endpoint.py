@@ -173,6 +173,8 @@ class Endpoint:
         import httpx  # half a second that a recipe's loading does without
 
         loop = asyncio.get_running_loop()
+        for other in [one for one in self._wires if one.is_closed()]:
+            del self._wires[other]
         if loop not in self._wires:
             limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency, keepalive_expiry=10.0)
             local = isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK

@@ -15,6 +15,7 @@ _OPENINGS = (
     "\u89e3|\u7b54\u6848|\u7b54|\u304b\u3044\u305b\u3064|respuesta|soluci\u00f3n|l\u00f6sung|antwort|r\u00e9ponse|\u043e\u0442\u0432\u0435\u0442",
 )
 _OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
+_SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols that mean something
 _WORDLESS = re.compile(r"[^\w' -]+|_+")
 
 
@@ -26,9 +27,9 @@ def hollow(answer: str | None, *, question: str = "", reference: str | None = No
     if answer is None:
         return "no answer was handed in"
     plain = _plain(answer[:_LONGEST])
-    if reference is not None and answer.strip() == reference.strip():
+    if reference is not None and (answer.strip() == reference.strip() or plain == _plain(reference[:_LONGEST]) != ""):
         return ""
-    if not any(unicodedata.category(char)[0] in "LNS" for char in answer):
+    if not any(unicodedata.category(char) in _SAYING for char in answer):
         return "the answer holds no letter, digit or symbol"
     if len(answer) <= _LONGEST and _OPENING.fullmatch(plain):
         return "the answer is an opening without anything after it"

@@ -154,8 +154,8 @@ class Ledger:
                 if self._open is None:
                     self._open = self._connected()
                 with self._open:
-                    row: tuple[object, ...] | None = self._open.execute(statement, values).fetchone()
-                    return row
+                    rows: list[tuple[object, ...]] = self._open.execute(statement, values).fetchall()
+                    return rows[0] if rows else None
             except (sqlite3.Error, OSError) as error:
                 raise StoreError(f"the judges' ledger {self.path or 'in memory'}: {error}") from error
 

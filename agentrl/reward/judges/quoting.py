@@ -36,7 +36,7 @@ def neutral(text: str) -> str:
     characters, characters that turn the text around and invisible tags become U+FFFD. Takes time proportional to the length.
     """
     if not text.isascii() or not text.isprintable():
-        text = text.translate(_Visible())
+        text = text.translate(_VISIBLE)
     return _BEGINS.sub(lambda match: match[0] + _DOT, text)
 
 
@@ -77,3 +77,6 @@ class _Visible(dict[int, str]):
         hidden = char not in _KEPT and char not in _JOINERS and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co")
         self[number] = "\N{REPLACEMENT CHARACTER}" if hidden else char
         return self[number]
+
+
+_VISIBLE = _Visible()

@@ -47,10 +47,12 @@ def json_object(text: str) -> dict[str, Any]:
 
 def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
     """A whole number within its range; texts, truth values and fractions are none. Raises `Unreadable`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise Unreadable(f"gives no whole number for {name}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unreadable(f"gives no number for {name}")
     if not low <= value <= high:
         raise Unreadable(f"gives a number outside of {low} to {high} for {name}")
+    if value != int(value):
+        raise Unreadable(f"gives no whole number for {name}")
     return int(value)
 
 
