@@ -18,7 +18,7 @@ from agentrl.reward import TaskScorer
 from agentrl.testing import ChatServer, Says
 from tests.commands import agentrl
 
-N = 120
+N = 64
 JUDGE = """
 from agentrl.reward.judges import Endpoint, Ensemble, Judge, Listwise, Pairwise, Prices
 from agentrl.reward.judges.forms import CORRECT, HELPFUL
@@ -75,34 +75,44 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
+def written(project: Path, server: ChatServer) -> str:
+    """A file of judges that ask this server; each has a name of its own, since a module is loaded once."""
+    name = f"j{server.url.rsplit(':')[-1].removesuffix('/v1')}.py"
+    (project / name).write_text(JUDGE.format(url=server.url))
+    return f"./{name}"
+
+
 def calibrate(project: Path, server: ChatServer, name: str = "judge", *more: str) -> tuple[int, dict[str, object], str]:
-    (project / "j.py").write_text(JUDGE.format(url=server.url))
-    done = agentrl("judge", "calibrate", "./j.py:" + name, "labels.jsonl", "--json", *more)
+    done = agentrl("judge", "calibrate", f"{written(project, server)}:{name}", "labels.jsonl", "--json", *more)
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
 def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
-        code, found, _ = calibrate(project, server, "judge", "--out", "c.json")
+        code, found, _ = calibrate(project, server, "judge", "--out", "c.json", "--cache", "a.sqlite")
+        told = agentrl("judge", "calibrate", f"{written(project, server)}:judge", "labels.jsonl", "--cache", "a.sqlite").stdout
         assert code == 0 and len(server.requests) == N
-        told = agentrl("judge", "calibrate", "./j.py:judge", "labels.jsonl").stdout
     agreement = found["agreement"]
     assert agreement["low"] <= 0.9 <= agreement["high"] < 1.0 and agreement["n"] == N  # type: ignore[index]
     for name in ("sensitivity", "specificity"):
         assert found[name]["low"] <= 0.9 <= found[name]["high"]  # type: ignore[index]
     assert found["kappa"]["low"] <= 0.8 <= found["kappa"]["high"] and found["tasks"] == N // 4  # type: ignore[index]
     assert found["more"]["spent"]["money"] == pytest.approx(N * (100 * 1 + 10 * 2) / 1e6)  # type: ignore[index]
-    assert "Cohen's kappa" in told and "intervals are somewhat too narrow" in told and f"{N} calls" in told
+    assert "Cohen's kappa" in told and "intervals are somewhat too narrow" in told and f"0 calls and {N} answers from the cache" in told
+    rate = json.loads(agentrl("judge", "correct", "c.json", "740", "1000", "--json").stdout)
+    assert rate["judged"] == 0.74 and rate["low"] <= 0.8 <= rate["high"], "0.8 * 0.9 + 0.2 * 0.1 = 0.74"
+    assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout
     picture = ElementTree.parse(project / "c.svg").getroot()
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) >= 2 + 5
 
 
 def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project: Path) -> None:
-    def load(name: str) -> None:
-        TaskScorer(root=project).load([f"./j.py:{name}"])
-
     with ChatServer(flipping(0.1)) as server:
-        (project / "j.py").write_text(JUDGE.format(url=server.url))
+        file = written(project, server)
+
+        def load(name: str) -> None:
+            TaskScorer(root=project).load([f"{file}:{name}"])
+
         for name in ("strict", "both"):
             with pytest.raises(UserError, match="no calibration"):
                 load(name)
@@ -124,7 +134,7 @@ def test_a_judge_no_better_than_chance_is_refused(project: Path) -> None:
         code, found, _ = calibrate(project, server, "strict", "--out", "c.json")
         assert code == 1 and found["informedness"]["low"] <= 0  # type: ignore[index]
         with pytest.raises(UserError, match="not shown to be better than chance"):
-            TaskScorer(root=project).load(["./j.py:strict"])
+            TaskScorer(root=project).load([f"{written(project, server)}:strict"])
         assert "better than chance" in agentrl("judge", "correct", "c.json", "60", "100").stderr
 
 
@@ -135,7 +145,7 @@ def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
     with ChatServer(script) as server:
         code, found, _ = calibrate(project, server)
     expected = sum(chance(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
-    assert code == 0 and found["abstained"] == expected > 10 and found["agreement"]["value"] == 1.0  # type: ignore[index]
+    assert code == 0 and found["abstained"] == expected > 4 and found["agreement"]["value"] == 1.0  # type: ignore[index]
     assert found["more"]["reasons"] == {"judge: unreadable verdict: it is no JSON object": expected}  # type: ignore[index]
 
 
@@ -178,7 +188,7 @@ def test_any_verifier_can_be_measured_and_one_that_breaks_says_why(project: Path
         code, found, told = calibrate(project, server, "plain", "--out", "c.json")
         assert code == 0 and found["identity"] == "" and found["agreement"]["value"] == 1.0 and "no identity" in told  # type: ignore[index]
         code, _, told = calibrate(project, server, "breaks")
-        assert code == 2 and "120 times: ValueError: a bug" in told
+        assert code == 2 and f"{N} times: ValueError: a bug" in told
         code, _, told = calibrate(project, server, "one")
         assert code == 2 and "not callable" in told
 
@@ -190,11 +200,3 @@ def test_a_second_measurement_is_free_with_a_cache(project: Path) -> None:
         assert len(server.requests) == N
     assert first["agreement"] == second["agreement"] and second["more"]["spent"]["cached"] == N  # type: ignore[index]
     assert second["more"]["spent"]["calls"] == 0 and second["more"]["spent"]["money"] == 0  # type: ignore[index]
-
-
-def test_rates_are_corrected_by_the_file(project: Path) -> None:
-    with ChatServer(flipping(0.1)) as server:
-        calibrate(project, server, "judge", "--out", "c.json")
-    found = json.loads(agentrl("judge", "correct", "c.json", "740", "1000", "--json").stdout)
-    assert found["judged"] == 0.74 and found["low"] <= 0.8 <= found["high"]  # 0.8 * 0.9 + 0.2 * 0.1 = 0.74
-    assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout
