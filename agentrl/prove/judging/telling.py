@@ -87,7 +87,7 @@ def _cost(report: Report) -> str:
 _SIDE, _EDGE, _BARS = 300, 50, 330
 _STYLE = (
     "text{font:12px sans-serif;fill:#333}.q{fill:#777}.grid{stroke:#ddd}.ideal{stroke:#999;stroke-dasharray:4 4}"
-    ".mark{fill:#2563eb;fill-opacity:.75}.whisker{stroke:#2563eb;stroke-width:1.5;fill:none}.bar{fill:#93b4f5}"
+    ".mark{fill:#2563eb;fill-opacity:.75}.whisker{stroke:#2563eb;stroke-width:1.5;fill:none}"
 )
 
 
