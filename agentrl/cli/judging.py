@@ -7,6 +7,7 @@ import getpass
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -124,7 +125,8 @@ def label(
     by = by or getpass.getuser()
     path = labels_file(run, by) if out is None else out
     session = Session(items=episodes(run, phase=phase), path=path, by=by, blind=blind)
-    session.run(_keys(), print)
+    with _keys() as keys:
+        session.run(keys, print)
     counts = {name: list(session.done.values()).count(name) for name in ("right", "wrong", "skip")}
     if as_json:
         print(json.dumps({"file": str(path), **counts}))
@@ -158,26 +160,23 @@ def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
         print(f"  Cohen's kappa  {kappa.value:.3f}   95% interval {kappa.low:.3f} to {kappa.high:.3f}")
 
 
-def _keys() -> Iterator[str]:
+@contextmanager
+def _keys() -> Iterator[Iterator[str]]:
     """Keys as they are pressed; where nobody sits at a terminal, the characters of standard input."""
+    pressed = iter(lambda: sys.stdin.read(1), "")
     if not sys.stdin.isatty():
-        while key := sys.stdin.read(1):
-            yield key
+        yield pressed
         return
     import termios
     import tty
 
     handle = sys.stdin.fileno()
     before = termios.tcgetattr(handle)
-    while True:
-        try:
-            tty.setcbreak(handle)
-            key = sys.stdin.read(1)
-        finally:
-            termios.tcsetattr(handle, termios.TCSADRAIN, before)
-        if not key:
-            return
-        yield key
+    tty.setcbreak(handle, termios.TCSADRAIN)  # for the whole sitting: between two keys a third one would be lost
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(handle, termios.TCSADRAIN, before)
 
 
 def _progress(done: int, total: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from email.utils import formatdate
 
 import pytest
-from judging import RIGHT, endpoint
+from judge_parts import RIGHT, endpoint
 
 from agentrl.errors import JudgeError, UserError
 from agentrl.reward.judges import Endpoint, Prices

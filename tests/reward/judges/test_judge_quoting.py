@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import TASK, episode
+from judge_parts import TASK, episode
 
 from agentrl.reward.judges import Endpoint, Judge
 from agentrl.reward.judges.forms import CORRECT

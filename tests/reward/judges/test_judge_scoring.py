@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from judging import RIGHT, TASK, WRONG, endpoint, episode, scores, task
+from judge_parts import RIGHT, TASK, WRONG, endpoint, episode, scores, task
 
 from agentrl.errors import StoreError, UserError
 from agentrl.records import Blame, Message, Score, ToolCall, ToolResult, Trajectory, Turn

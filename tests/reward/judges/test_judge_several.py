@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import TASK, endpoint, episode, scores, task
+from judge_parts import TASK, endpoint, episode, scores, task
 
 from agentrl.errors import JudgeError, UserError
 from agentrl.records import Blame, Episode, Score, Task
