@@ -157,6 +157,9 @@ class VLLMServer:
         if device == "cpu":
             launch += ["--cpu-threads", str(self._threads())]
             arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))
+            # What its CPU kernels take at least. Only whole blocks are shared between requests, and vLLM's own 128 tokens are as long as
+            # a turn: the attempts at a task, and the turns of an episode, would compute most of their context again.
+            arguments["--block-size"] = "32"
             flags.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
         else:
             arguments["--gpu-memory-utilization"] = str(serving.gpu_memory_utilization)
