@@ -18,6 +18,7 @@ from pathlib import Path
 from agentrl.causes import in_log
 from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.files import tail
+from agentrl.processes import openmp
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
 from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
@@ -184,11 +185,7 @@ class VLLMServer:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": str(self._threads()),
-            # Idle threads sleep at once: the learner shares these cores.
-            "OMP_WAIT_POLICY": "passive",
-            "GOMP_SPINCOUNT": "0",
-            "KMP_BLOCKTIME": "0",
+            **openmp(self._threads(), alone=self.recipe.takes_turns),
         }
 
     def _threads(self) -> int:
