@@ -476,11 +476,6 @@ class Recipe(Section):
     """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether rollouts and updates never run at the same time."""
-        return self.max_staleness == 0
-
     @model_validator(mode="after")
     def _parts_are_named(self) -> Recipe:
         parts.check_options(parts.STORE, self.store, self.store_options)

@@ -133,7 +133,7 @@ class LearnerProcess:
             **os.environ,
             **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             # Where server and learner compute side by side, threads that spin were measured to make a step 2 to 9 times longer.
-            **openmp(threads, alone=self.recipe.takes_turns),
+            **openmp(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }

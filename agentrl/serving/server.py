@@ -185,7 +185,7 @@ class VLLMServer:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            **openmp(self._threads(), alone=self.recipe.takes_turns),
+            **openmp(self._threads(), alone=self.recipe.max_staleness == 0),
         }
 
     def _threads(self) -> int:
