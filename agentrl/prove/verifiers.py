@@ -64,7 +64,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
 @contextlib.asynccontextmanager
 async def _quiet() -> AsyncIterator[None]:
     """Suppresses the tracebacks of verifiers that raise, since the finding has the text."""
-    log = logging.getLogger("agentrl.reward.scorer")
+    log = logging.getLogger("agentrl.reward")
     before = log.level
     log.setLevel(logging.ERROR)
     try:
