@@ -22,7 +22,14 @@ from agentrl.section import describe
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 PACKAGE = Path(__file__).resolve().parent
-CONTENT = ("sandboxes/tables", "rewards/tables.py", "recipes/quickstart.py", "recipes/base_policy.py", "recipes/models/tables-base")
+_VERIFIERS = "exact form hidden_tests json_schema mathematics numeric outputs pattern sql tables tool_use units".split()
+CONTENT = (
+    "sandboxes/tables",
+    *(f"rewards/{name}.py" for name in _VERIFIERS),
+    "recipes/quickstart.py",
+    "recipes/base_policy.py",
+    "recipes/models/tables-base",
+)
 """What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
 
 
