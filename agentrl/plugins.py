@@ -22,10 +22,20 @@ from agentrl.section import describe
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 PACKAGE = Path(__file__).resolve().parent
-_VERIFIERS = "exact form hidden_tests json_schema mathematics numeric outputs pattern sql tables tool_use units".split()
 CONTENT = (
     "sandboxes/tables",
-    *(f"rewards/{name}.py" for name in _VERIFIERS),
+    "rewards/exact.py",
+    "rewards/form.py",
+    "rewards/hidden_tests.py",
+    "rewards/json_schema.py",
+    "rewards/mathematics.py",
+    "rewards/numeric.py",
+    "rewards/outputs.py",
+    "rewards/pattern.py",
+    "rewards/sql.py",
+    "rewards/tables.py",
+    "rewards/tool_use.py",
+    "rewards/units.py",
     "recipes/quickstart.py",
     "recipes/base_policy.py",
     "recipes/models/tables-base",
