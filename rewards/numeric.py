@@ -18,6 +18,7 @@ from agentrl.reward.configured import SHOWN, Configured, answer_of, wrong
 from rewards.units import ONE, Unit, unit
 
 LONGEST = 200  # characters of an answer
+ROUNDING = 1e-12  # of the truth: what converting units may cost
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _CURRENCY = ("$", "\u20ac", "\u00a3")
 
@@ -81,7 +82,8 @@ class Numeric(Configured):
         if (given.unit or written_in).powers != written_in.powers:
             return wrong(f"{told}: of another dimension")
         values = [one.value if one.unit else one.value * written_in.factor for one in (given, wanted)]
-        right = abs(values[0] - values[1]) <= max(rules.absolute * written_in.factor, rules.relative * abs(values[1]))
+        tolerance = max(rules.absolute * written_in.factor, rules.relative * abs(values[1]))
+        right = abs(values[0] - values[1]) <= tolerance + ROUNDING * abs(values[1])
         return Score(value=float(right), evidence=told)
 
 
