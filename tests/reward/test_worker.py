@@ -54,7 +54,7 @@ def dies() -> None:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    one = Worker(act, prepare=prepare, deadline_s=0.5, processes=2)
+    one = Worker(act, prepare=prepare, deadline_s=1.0, processes=2)
     yield one
     one.close()
 
@@ -69,7 +69,7 @@ async def test_each_request_gets_its_own_reply(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "said"),
     [
-        ("hang", Stopped, "within 0.5 s"),
+        ("hang", Stopped, "within 1 s"),
         ("crash", Raised, "exit code -11"),
         ("memory", Raised, "MemoryError"),
         ("huge reply", Raised, "a reply of"),
