@@ -9,6 +9,7 @@ world after the agent acted, without what does not matter), {"table": ...} (CSV 
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import math
@@ -24,6 +25,7 @@ from agentrl.reward.configured import Configured
 from rewards.json_schema import strict_json
 
 MAX_CELLS = 200_000
+_NEAR = 300  # rows that are compared with a tolerance
 KINDS = ("text", "json", "has", "table", "absent")
 
 
@@ -48,19 +50,24 @@ class Outputs(Configured):
         truth = rules.wanted(task)
         if not isinstance(truth, Mapping) or not truth:
             raise TaskError(f"task {task.id}: the truth of its outputs is no object of paths")
-        told: dict[str, str] = {}
-        for path, due in truth.items():
-            if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
-                raise TaskError(f"task {task.id}: the truth of {path} is none of {', '.join(KINDS)}")
-            ((kind, content),) = due.items()
-            try:
-                told[path] = rules._problem(kind, content, episode.outputs.get(path))
-            except _BadTruth as error:
-                raise TaskError(f"task {task.id}: the truth of {path}: {error}") from None
+        told = await asyncio.to_thread(rules._problems, task.id, truth, episode.outputs)  # a large table takes a while to compare
         wrong = {path: problem for path, problem in told.items() if problem}
         share = 1 - len(wrong) / len(told)
         evidence = "; ".join(f"{path}: {problem}" for path, problem in wrong.items())
         return Score(value=float(not wrong), parts={"files": share}, evidence=evidence[:2000])
+
+    def _problems(self, task_id: str, truth: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, str]:
+        """Path -> what is wrong with the file there; empty when it is right. Raises `TaskError`."""
+        told: dict[str, str] = {}
+        for path, due in truth.items():
+            if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
+                raise TaskError(f"task {task_id}: the truth of {path} is none of {', '.join(KINDS)}")
+            ((kind, content),) = due.items()
+            try:
+                told[path] = self._problem(kind, content, files.get(path))
+            except _BadTruth as error:
+                raise TaskError(f"task {task_id}: the truth of {path}: {error}") from None
+        return told
 
     def _problem(self, kind: str, due: Any, data: bytes | None) -> str:
         """What is wrong with a file; empty when it is right."""
@@ -108,7 +115,7 @@ class Outputs(Configured):
         """Whether two bags of rows are equal: rows that are exactly so are taken away, and what remains is paired."""
         one, other = Counter(rows), Counter(due)
         rest, left = list((one - other).elements()), list((other - one).elements())
-        if len(rest) > 1000:
+        if len(rest) > _NEAR:
             return False
         for row in rest:
             place = next((place for place, true in enumerate(left) if self._near(row, true)), None)
