@@ -38,7 +38,7 @@ OURS = "agentrl"
 NEWEST = 8
 DEEPEST = 16
 """Levels of sub-agents in one document."""
-MOST_AGENTS = 500
+MOST_AGENTS = 10_000
 
 _VERSION = re.compile(r"ATIF-v1\.(\d{1,3})")
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -75,6 +75,8 @@ def parse(document: Any, where: Mapping[str, str]) -> Trace:
     )
     if isinstance(whole.get("continued_trajectory_ref"), str):
         reading.gaps.add(f"its continuation, which is in another file: {label(whole['continued_trajectory_ref'])}")
+    if whole.get("final_metrics") is not None or set(names(whole.get("extra"))) - {OURS}:
+        reading.gaps.add("final metrics and extra of the trajectory: they are not kept")
     if reading.untimed:
         reading.gaps.add("time of a message", reading.untimed)
     offered = tools(agent.get("tool_definitions"), reading.gaps)
@@ -94,7 +96,7 @@ class _Reading:
     """One document and the sub-agents in it, as far as they are read."""
 
     gaps: Gaps = field(default_factory=Gaps)
-    taken: set[str] = field(default_factory=set)  # labels
+    taken: dict[str, int] = field(default_factory=dict)  # labels
     known: dict[str, Any] = field(default_factory=dict)  # of sub-agents: "id:LABEL", "model:LABEL", "version:LABEL"
     started: datetime | None = None
     untimed: int = 0
@@ -206,6 +208,8 @@ class _Reading:
             self.gaps.add("token counts or cost of a step: they are not kept")
         if step.get("model_name") not in (None, model):
             self.gaps.add(f"model of single steps ({label(step['model_name'])}): only the agent's is kept")
+        if set(names(step.get("extra"))) - {OURS}:
+            self.gaps.add("extra of a step: it is not kept")
         if step.get("is_copied_context") is True:
             self.gaps.add("which steps are copied from another trajectory")
         if step.get("reasoning_effort") is not None:

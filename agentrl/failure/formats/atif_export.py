@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl import __version__
-from agentrl.failure.formats.atif import NEWEST, OURS
+from agentrl.failure.formats.atif import DEEPEST, NEWEST, OURS
 from agentrl.failure.formats.conversations import Line, Said, lines, shared, unique
 from agentrl.failure.formats.values import later, moment
 from agentrl.failure.trace import Spoken, Trace
@@ -23,26 +23,40 @@ _SOURCES = {"system": "system", "user": "user", "assistant": "agent"}
 def document(trace: Trace) -> dict[str, Any]:
     """The ATIF document of a trace. Sub-agents lie inside of the agent that called them, each with an id of its own."""
     found = lines(trace)
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     ids = [_id(trace, line, first=number == 0, taken=taken) for number, line in enumerate(found)]
     refs: dict[int, dict[int, list[dict[str, Any]]]] = {}  # line -> place of an answer -> what came of it
     for line, id in zip(found, ids, strict=True):
         if line.parent is not None and line.answer is not None and id is not None:
             refs.setdefault(line.parent, {}).setdefault(line.answer, []).append({"trajectory_id": id})
     started = moment(trace.origin.get("started"))
+    homes = _homes(found)
     made: list[dict[str, Any]] = []
     for number, line in enumerate(found):
         whole = _trajectory(trace, line, ids[number], ids, first=number == 0)
         whole["steps"] = _steps(line, refs.get(number, {}), started)
         made.append(whole)
-        if line.parent is not None:
-            made[line.parent].setdefault("subagent_trajectories", []).append(whole)
-        elif number:  # an episode may begin with several trajectories: the first holds the others
-            made[0].setdefault("subagent_trajectories", []).append(whole)
+        if number:
+            made[homes[number]].setdefault("subagent_trajectories", []).append(whole)
     return made[0] if made else {**_head(UNKNOWN, None, ""), "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
 
 
-def _id(trace: Trace, line: Line, *, first: bool, taken: set[str]) -> str | None:
+def _homes(found: Sequence[Line]) -> list[int]:
+    """For each line the one whose document holds its own: who called it. One that goes on from another lies beside that, however many
+    do so; and those too deep to be read again, or called by nobody, lie in the first."""
+    homes, levels = [0], [0]
+    for line in found[1:]:
+        home = line.parent or 0
+        if line.continues is not None:
+            home = homes[home]
+        if levels[home] >= DEEPEST:
+            home = 0
+        homes.append(home)
+        levels.append(levels[home] + 1)
+    return homes
+
+
+def _id(trace: Trace, line: Line, *, first: bool, taken: dict[str, int]) -> str | None:
     known = trace.origin.get("trajectory", "") if first else trace.origin.get(f"id:{line.label}", "")
     if first and trace.episode is None:
         return known or None

@@ -69,12 +69,13 @@ def imported(source: str, said: Sequence[Spoken], origin: Mapping[str, str], gap
     )  # fmt: skip
 
 
-def unique(wanted: str, taken: set[str]) -> str:
-    """`wanted`, with a number where it is taken; adds it to `taken`."""
-    found, number = wanted, 2
+def unique(wanted: str, taken: dict[str, int]) -> str:
+    """`wanted`, with a number where it is taken; adds it to `taken`, which keeps the next number of each name."""
+    found = wanted
     while found in taken:
-        found, number = f"{wanted or 'agent'} {number}", number + 1
-    taken.add(found)
+        taken[wanted] += 1
+        found = f"{wanted or 'agent'} {taken[wanted]}"
+    taken[found] = 1
     return found
 
 
@@ -120,7 +121,7 @@ def _parents_first(found: list[Line]) -> tuple[Line, ...]:
 
 
 def _own(task: Task, trajectories: Sequence[Trajectory]) -> tuple[Line, ...]:
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     made: list[Line] = []
     answers: dict[tuple[int, int, int], int] = {}  # trajectory, turn, call -> place of its answer
     for index, trajectory in enumerate(trajectories):

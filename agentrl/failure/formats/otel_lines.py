@@ -20,7 +20,7 @@ from agentrl.failure.formats.otlp import Key
 from agentrl.failure.formats.values import Gaps, origin, spoken
 from agentrl.failure.trace import Spoken, Trace
 
-DEEPEST = 32
+DEEPEST = 14
 """Levels of agents that are told inside one another; deeper ones are told after the others."""
 
 
@@ -146,7 +146,7 @@ def trace(unit: Unit, where: Mapping[str, str], parents: Mapping[Key, str]) -> T
     for call in unit.calls:
         work.setdefault(call.key if call.of_agent else above.at(call.key[0], call.parent)[0], []).append(call)
         _note(call, gaps)
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     drafts: dict[Key | None, list[Draft]] = {}
     for key, calls in work.items():
         inner = [call for call in calls if not call.of_agent]
@@ -336,8 +336,8 @@ def _told(drafts: Mapping[Key | None, list[Draft]]) -> Iterator[tuple[Spoken, in
 
     for key in order:
         yield from tell(key, 0)
-    while left:  # agents that call each other in a circle, or deeper than is told
-        yield from tell(next(iter(left)), 0)
+    for key in drafts:  # those that are left: agents that call each other in a circle, or deeper than is told
+        yield from tell(key, 0)
 
 
 def _iso(at: int) -> str:

@@ -18,7 +18,7 @@ FORMATS = ("openai", "otel", "atif")
 
 _PARSERS: Mapping[str, ModuleType] = {"atif": atif, "openai": openai}
 _LOOKED_AT = 100  # entries of a list, to know whether they are documents
-_FIX = "repair or remove it; the format is described in docs/failure-formats.md"
+_FIX = "repair or remove it, or export it again; what else was given is read"
 
 
 def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unreadable]:
@@ -51,7 +51,7 @@ def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], 
         else:
             told.append(one)
     if not traces:
-        raise told[0] if told else UserError(f"{path} holds no traces", fix="give what an agent left: docs/failure-formats.md")
+        raise told[0] if told else UserError(f"{path} holds no traces", fix=f"give what an agent left, in one of {', '.join(FORMATS)}")
     return traces, told
 
 

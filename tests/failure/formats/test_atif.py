@@ -34,6 +34,7 @@ def test_what_a_trace_cannot_hold_is_said_and_no_path_is_followed() -> None:
         "type image",
         "exact tokens",
         "cost",
+        "final metrics",
         "stub-2",
         "copied",
         "sub-agent's trajectory, which is elsewhere",
@@ -119,6 +120,20 @@ def test_our_own_episodes_are_read_back_as_what_was_said(tmp_path: Path) -> None
         write([own()], tmp_path / "chat.json", format="openai")
     with pytest.raises(UserError, match="is not written"):
         write([own()], tmp_path / "x", format="otel")
+
+
+def test_however_often_an_agent_goes_on_its_document_stays_flat(tmp_path: Path) -> None:
+    task = sample_task()
+    contexts = [Trajectory(agent="main", turns=(turn(1),), parent=Parent(trajectory=at - 1, turn=0) if at else None) for at in range(300)]
+    calls = turn(1, calls=("ask",), results=("fine",))
+    nested = [Trajectory(agent="a", turns=(calls,), parent=Parent(trajectory=at - 1, turn=0, call=0) if at else None) for at in range(300)]
+    for trajectories in (contexts, nested):
+        episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=tuple(trajectories))
+        trace = Trace(id="t", why=Why.FAILED, task=task, episode=episode)
+        Atif.model_validate(document(trace))
+        write([trace], tmp_path / "out.json")
+        (back,), _ = read_all(tmp_path / "out.json")
+        assert len({one.agent for one in back.spoken}) == 300
 
 
 def test_hostile_documents_end_in_an_error(tmp_path: Path) -> None:
