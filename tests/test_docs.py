@@ -201,7 +201,7 @@ def test_the_recipe_example_loads(project: Path) -> None:
 @pytest.mark.slow
 def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     tests = write_examples("verifiers.md", project)
-    assert "9 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert "16 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     used = """
 from pathlib import Path
 from agentrl.cli.prove import open_target

@@ -15,6 +15,7 @@ from agentrl import usercode
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.protocols import Verifier
 from agentrl.records import Blame, Episode, Score, Task
+from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
 from agentrl.reward.judges.asking import digest
 from agentrl.reward.judges.calibration import require
 from agentrl.reward.judges.ledger import Spent
@@ -55,7 +56,7 @@ class Ensemble:
     def __post_init__(self) -> None:
         if len(self.judges) < 2 or any("/" in name or name in _OTHER_PARTS for name in self.judges):
             raise UserError("an ensemble has two judges or more, each with a name without a slash", fix='judges={"strict": a, "mild": b}')
-        if any(getattr(judge, "needs_sandboxes", False) for judge in self.judges.values()):
+        if any(needs_sandboxes(judge) for judge in self.judges.values()):
             raise UserError("a verifier that needs sandboxes cannot be in an ensemble", fix="name it beside it, in tasks.verifiers")
         if not 1 <= self._needed <= len(self.judges) or not self.max_disagreement >= 0:
             raise UserError(f"a quorum of {self.quorum} of {len(self.judges)} judges", fix="give a number from 1 to that of the judges")
@@ -72,13 +73,12 @@ class Ensemble:
 
     @property
     def timeout_s(self) -> float:
-        return max(_limit(judge) for judge in self.judges.values()) + usercode.GRACE_S + 1.0
+        return max(limit_of(judge, _TIMEOUT_S) for judge in self.judges.values()) + usercode.GRACE_S + 1.0
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
         """See `ModelJudge.prepare`; prepares every member."""
         for judge in self.judges.values():
-            if (ready := getattr(judge, "prepare", None)) is not None:
-                ready(root=root, folder=folder)
+            prepare(judge, root=root, folder=folder)
         if self.calibration is not None:
             if not self.identity:
                 raise UserError(f"judge {self.name}: a member that has no identity cannot be calibrated", fix="leave the calibration out")
@@ -145,27 +145,14 @@ class Ensemble:
 
     async def _one(self, name: str, task: Task, episode: Episode) -> Score:
         """A member's score; whatever it does, the others count."""
-        judge, since = self.judges[name], usercode.cancellations()
+        judge = self.judges[name]
         try:
-            score = await usercode.call(lambda: judge(task, episode), what=f"judge {name}", timeout_s=_limit(judge))
-        except usercode.Overdue as error:
+            return await ask(judge, f"judge {name}", task, episode, None, timeout_s=limit_of(judge, _TIMEOUT_S))
+        except InfrastructureError as error:
             return Score(value=None, reason=usercode.describe(error), blame=Blame.INFRASTRUCTURE)
-        except BaseException as error:
-            usercode.let_go(error, since)
-            if (fault := usercode.cause(error, InfrastructureError)) is not None:
-                return Score(value=None, reason=usercode.describe(fault), blame=Blame.INFRASTRUCTURE)
-            usercode.report(f"judge {name}", error)
-            return Score(value=None, reason=f"raised {usercode.describe(error)}")
-        if not isinstance(score, Score) or (score.value is not None and not math.isfinite(score.value)):
-            return Score(value=None, reason="gave no finite score")
-        return score
 
 
 def disagreement(values: Sequence[float]) -> float:
     """The mean absolute difference over all pairs (Gini's mean difference); 0 for a single value."""
     pairs = list(itertools.combinations(values, 2))
     return math.fsum(abs(a - b) for a, b in pairs) / len(pairs) if pairs else 0.0
-
-
-def _limit(judge: object) -> float:
-    return float(getattr(judge, "timeout_s", _TIMEOUT_S))

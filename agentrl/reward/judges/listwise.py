@@ -16,7 +16,7 @@ from agentrl.reward.judges.asking import Heard, Question, digest
 from agentrl.reward.judges.hollow import hollow
 from agentrl.reward.judges.model import ModelJudge, unscored
 from agentrl.reward.judges.quoting import cut
-from agentrl.reward.judges.showing import answer, question, reference_of
+from agentrl.reward.judges.showing import answer, asked, question, reference_of
 
 MOST = 16
 """Most different answers that are ranked at once."""
@@ -48,14 +48,14 @@ class Listwise(ModelJudge):
             raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="such as orders=2, max_disagreement=0.5")
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        asked, reference = question(task), reference_of(task, self.reference)
-        why = [hollow(one.answer, question=task.prompt[-1].content, reference=reference) for one in episodes]
+        problem, reference = question(task), reference_of(task, self.reference)
+        why = [hollow(one.answer, question=asked(task), reference=reference) for one in episodes]
         texts = list(dict.fromkeys(answer(one) for one, empty in zip(episodes, why, strict=True) if not empty))
         if len(texts) > MOST:
             return self._all(episodes, Heard(reason=f"{len(texts)} different answers, at most {MOST} are ranked at once"))
         if len(texts) < 2 and not any(why):
             return self._all(episodes, Heard(reason="the answers of the group are all the same"))
-        ranks, heard = await self._ranks(asked, texts)
+        ranks, heard = await self._ranks(problem, texts)
         if ranks is None:
             return self._all(episodes, heard)
         apart = disagreement(ranks)
@@ -71,18 +71,18 @@ class Listwise(ModelJudge):
     def _all(self, episodes: Sequence[Episode], heard: Heard) -> tuple[Score, ...]:
         return tuple(unscored(self.name, heard) for _ in episodes)
 
-    async def _ranks(self, asked: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, Heard]:
+    async def _ranks(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, Heard]:
         """The place of each text in each order, 0 being the best; None with what went wrong."""
         if len(texts) < 2:
             return [[0] * len(texts)] * self.orders, Heard()
         asker = self._asker()
-        shuffles = _shuffles(len(texts), self.orders, seed=digest([asked, list(texts)]))
+        shuffles = _shuffles(len(texts), self.orders, seed=digest([problem, list(texts)]))
         count = len(texts)
 
         def read(said: dict[str, Any]) -> tuple[tuple[int, ...], str]:
             return verdict.ranking(said, count), verdict.reasoning(said)
 
-        questions = [self._question(asked, [texts[index] for index in order]) for order in shuffles]
+        questions = [self._question(problem, [texts[index] for index in order]) for order in shuffles]
         all_heard = await asyncio.gather(*(asker.ask(one, read, draw=number) for number, one in enumerate(questions)))
         failed = next((heard for heard in all_heard if heard.verdict is None), None)
         if failed is not None:
@@ -93,9 +93,9 @@ class Listwise(ModelJudge):
             ranks.append([best_first.index(index) for index in range(count)])
         return ranks, Heard(said=all_heard[0].verdict[1])
 
-    def _question(self, asked: str, texts: Sequence[str]) -> Question:
+    def _question(self, problem: str, texts: Sequence[str]) -> Question:
         most = _MAX_ANSWERS // len(texts)
-        data = {"question": cut(asked, most), **{f"answer {number}": cut(text, most) for number, text in enumerate(texts, 1)}}
+        data = {"question": cut(problem, most), **{f"answer {number}": cut(text, most) for number, text in enumerate(texts, 1)}}
         places = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": len(texts)}}
         return Question(instructions=self._instructions(), data=data, schema=verdict.schema({"ranking": places}))
 

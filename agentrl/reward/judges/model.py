@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from agentrl.errors import UserError
 from agentrl.records import Blame, Score
@@ -25,6 +25,8 @@ class _State:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelJudge:
     """Base of judges that ask one model. Not a judge itself."""
+
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     endpoint: Endpoint
     name: str = "judge"

@@ -13,7 +13,7 @@ from agentrl.reward.judges.asking import Heard, Question
 from agentrl.reward.judges.hollow import hollow
 from agentrl.reward.judges.model import ModelJudge, unscored
 from agentrl.reward.judges.quoting import cut
-from agentrl.reward.judges.showing import MAX_ANSWER, answer, question, reference_of
+from agentrl.reward.judges.showing import MAX_ANSWER, answer, asked, question, reference_of
 
 Side = Literal["first", "second", "tie"]
 
@@ -49,18 +49,18 @@ class Pairwise(ModelJudge):
         reference = reference_of(task, self.reference)
         if reference is None:
             return Score(value=None, reason=f"{self.name}: the task has no reference in data[{self.reference!r}]")
-        if why := hollow(episode.answer, question=task.prompt[-1].content, reference=reference):
+        if why := hollow(episode.answer, question=asked(task), reference=reference):
             return Score(value=0.0, evidence=f"{self.name}: {why}")
         found = await self.compare(question(task), answer(episode), reference)
         if found.better is None:
             return unscored(self.name, found.heard)
         return Score(value=_VALUES[found.better], evidence=f"{self.name}: {found.better}; {found.reasons}")
 
-    async def compare(self, asked: str, first: str, second: str) -> Comparison:
+    async def compare(self, problem: str, first: str, second: str) -> Comparison:
         """Which of two answers to one question is better."""
         asker = self._asker()
         one, other = await asyncio.gather(
-            asker.ask(self._question(asked, first, second), _read), asker.ask(self._question(asked, second, first), _read)
+            asker.ask(self._question(problem, first, second), _read), asker.ask(self._question(problem, second, first), _read)
         )
         for heard in (one, other):
             if heard.verdict is None:
@@ -73,8 +73,8 @@ class Pairwise(ModelJudge):
             return Comparison(better=None, shown=(here, there), heard=heard)
         return Comparison(better=better, shown=(here, there), heard=one, reasons=reasons)
 
-    def _question(self, asked: str, a: str, b: str) -> Question:
-        data = {"question": cut(asked, MAX_ANSWER), "answer a": cut(a, MAX_ANSWER), "answer b": cut(b, MAX_ANSWER)}
+    def _question(self, problem: str, a: str, b: str) -> Question:
+        data = {"question": cut(problem, MAX_ANSWER), "answer a": cut(a, MAX_ANSWER), "answer b": cut(b, MAX_ANSWER)}
         return Question(instructions=self._instructions(), data=data, schema=_SCHEMA)
 
     def _instructions(self) -> str:

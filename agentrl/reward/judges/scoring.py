@@ -12,7 +12,7 @@ from agentrl.reward.judges import verdict
 from agentrl.reward.judges.asking import Question
 from agentrl.reward.judges.hollow import hollow
 from agentrl.reward.judges.model import ModelJudge, unscored
-from agentrl.reward.judges.showing import Shown, reference_of, shown
+from agentrl.reward.judges.showing import Shown, asked, reference_of, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Judge(ModelJudge):
     def _hollow(self, task: Task, episode: Episode) -> str:
         if not self.needs_answer:
             return ""
-        return hollow(episode.answer, question=task.prompt[-1].content, reference=reference_of(task, self.reference))
+        return hollow(episode.answer, question=asked(task), reference=reference_of(task, self.reference))
 
     def _asks(self) -> dict[str, Any]:
         return {"form": asdict(self.form), "reference": self.reference, "needs_answer": self.needs_answer}

@@ -43,6 +43,11 @@ def question(task: Task) -> str:
     return cut("\n\n".join(f"{message.role}: {message.content}" for message in task.prompt), MAX_ANSWER)
 
 
+def asked(task: Task) -> str:
+    """What the user said, without what the agent was told beside it."""
+    return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
+
+
 def answer(episode: Episode) -> str:
     return cut(episode.answer or "", MAX_ANSWER)
 

@@ -13,7 +13,7 @@ from judge_parts import RIGHT, TASK, WRONG, endpoint, episode, scores, task
 
 from agentrl.errors import StoreError, UserError
 from agentrl.records import Blame, Message, Score, ToolCall, ToolResult, Trajectory, Turn
-from agentrl.reward import TaskScorer
+from agentrl.reward import Rubric, TaskScorer
 from agentrl.reward.judges import Budget, Criterion, Form, Judge, Prices
 from agentrl.reward.judges.forms import CORRECT, GROUNDED, HELPFUL, INSTRUCTIONS
 from agentrl.testing import ChatServer, JumpingClock, Says
@@ -72,6 +72,20 @@ async def test_down_for_ten_minutes_under_the_runs_scorer_delays_the_score_only(
         score = await TaskScorer(_verifiers={"judge": judge})(TASK, episode())
         await judge.close()
     assert score.value is None and score.evidence == "sorry"
+
+
+async def test_a_judge_in_a_rubric_takes_its_time_and_its_calibration_is_demanded(tmp_path: Path) -> None:
+    with ChatServer([Says(status=529), Says(RIGHT), Says("sorry")]) as server:
+        one = endpoint(server.url)
+        judge = Judge(endpoint=one, form=CORRECT)
+        scorer = TaskScorer(timeout_s=1e-9, _verifiers={"judge": Rubric(parts={"judge": (judge, 1.0)}, part_s=1e-9)})
+        score = await scorer(TASK, episode())
+        assert score.value == 1.0 and score.parts["judge/judge/correct"] == 1.0
+        assert (await scorer(TASK, episode("It is Lyon."))).evidence == "judge: sorry"
+        await judge.close()
+    strict = Rubric(parts={"judge": (Judge(endpoint=one, form=CORRECT, calibration="none.json"), 1.0)})
+    with pytest.raises(UserError, match="no calibration"):
+        strict.prepare(root=tmp_path, folder=None)
 
 
 @pytest.mark.parametrize("answer", [None, "", ":", "Thought process:", TASK.prompt[0].content])
