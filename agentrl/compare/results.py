@@ -16,7 +16,6 @@ from typing import Any
 
 from agentrl import codec
 from agentrl.compare import intervals
-from agentrl.compare.intervals import Interval
 from agentrl.compare.paired import Scores
 from agentrl.compare.passes import mean_pass_at_k
 from agentrl.compare.rule import passes
@@ -75,10 +74,12 @@ class About(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Figures(Record):
     """What an evaluation comes to."""
 
-    pass_at_1: Interval | None  # None: not one attempt was scored
+    pass_at_1: float | None  # mean over cases; None: not one attempt was scored
+    low: float | None  # of its 95% interval
+    high: float | None
     pass_at_k: float | None  # at least one of `k` attempts passes; unbiased
     k: int
     mean_score: float | None
@@ -118,8 +119,11 @@ class Results:
                 by_case.setdefault(one.case, []).append(one.score)
         counts = [(sum(passes(score, self.about.threshold) for score in scores), len(scores)) for scores in by_case.values()]
         tries, k = sum(count for _, count in counts), k or self.about.repeats
+        rate = intervals.rate([passed / count for passed, count in counts], tries) if counts else None
         return Figures(
-            pass_at_1=intervals.rate([passed / count for passed, count in counts], tries) if counts else None,
+            pass_at_1=rate and rate.value,
+            low=rate and rate.low,
+            high=rate and rate.high,
             pass_at_k=mean_pass_at_k(counts, k),
             k=k,
             mean_score=statistics.fmean(statistics.fmean(scores) for scores in by_case.values()) if by_case else None,
