@@ -121,9 +121,9 @@ class Results:
         tries, k = sum(count for _, count in counts), k or self.about.repeats
         rate = intervals.rate([passed / count for passed, count in counts], tries) if counts else None
         return Figures(
-            pass_at_1=rate and rate.value,
-            low=rate and rate.low,
-            high=rate and rate.high,
+            pass_at_1=None if rate is None else rate.value,
+            low=None if rate is None else rate.low,
+            high=None if rate is None else rate.high,
             pass_at_k=mean_pass_at_k(counts, k),
             k=k,
             mean_score=statistics.fmean(statistics.fmean(scores) for scores in by_case.values()) if by_case else None,

@@ -20,6 +20,7 @@ from agentrl.failure.case import Suite
 from agentrl.files import read_json_lines
 from agentrl.gating import GATE, GateConfig
 from agentrl.observe import Rate
+from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run.opening import Run
 from agentrl.run.suites import Tried, about, evaluation_runner, now, prepare, try_cases, words_of
@@ -31,10 +32,13 @@ _SHOWN = 3  # cases named where only the suite as a whole fell
 
 async def judge_served(run: Run) -> None:
     """Judges the served version where it is due, and does what follows; also what a driver that died has left undone."""
-    version = run.registry.get(run.served.version)
-    if version is None or version.sha256 != run.served.sha256 or not _due(run, version):
+    if run.recipe.gate is None:
         return
-    gate, suite = _settings(run)
+    version = run.registry.get(run.served.version)
+    if version is None or version.sha256 != run.served.sha256 or not _due(run.recipe, run.recipe.gate, version.number):
+        return
+    gate, suite = run.recipe.gate, run.suite
+    assert suite is not None, "the checks before the start have opened it"
     verdict = _verdict_on(run, version)
     if verdict is None:
         last = version.number == run.recipe.steps
@@ -49,8 +53,8 @@ async def judge_served(run: Run) -> None:
 
 def concluded(run: Run) -> bool:
     """Whether the last version of a run with a gate has been judged, so that nothing is left to be trained."""
-    last = run.registry.get(run.recipe.steps)
-    return run.recipe.gate is not None and last is not None and _verdict_on(run, last) is not None
+    last = None if run.recipe.gate is None else run.registry.get(run.recipe.steps)
+    return last is not None and _verdict_on(run, last) is not None
 
 
 def first_to_serve(run: Run) -> PolicyVersion:
@@ -88,14 +92,8 @@ def rule_of(gate: GateConfig) -> Rule:
     return Rule(repeats=gate.repeats, confirm=gate.confirm, alpha=gate.alpha, margin=gate.margin, threshold=gate.threshold)
 
 
-def _settings(run: Run) -> tuple[GateConfig, Suite]:
-    assert run.recipe.gate is not None and run.suite is not None, "a version is due only where the recipe has a gate"
-    return run.recipe.gate, run.suite
-
-
-def _due(run: Run, version: PolicyVersion) -> bool:
-    gate = run.recipe.gate
-    return gate is not None and (version.number % gate.every == 0 or version.number == run.recipe.steps)
+def _due(recipe: Recipe, gate: GateConfig, number: int) -> bool:
+    return number % gate.every == 0 or number == recipe.steps
 
 
 def _verdict_on(run: Run, version: PolicyVersion) -> GateVerdict | None:
@@ -106,7 +104,7 @@ def _verdict_on(run: Run, version: PolicyVersion) -> GateVerdict | None:
 async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersion) -> GateVerdict | None:
     """The verdict, written down with its evaluation; None where the learner took the version back meanwhile."""
     began, rule = time.monotonic(), rule_of(gate)
-    run.tracker.stage(f"gate {version.number}", f"{len(suite.cases)} cases, {gate.repeats} attempts each")
+    run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {gate.repeats} attempts each")
     await prepare(suite, run.sandboxes)
     runner, phase = evaluation_runner(run), f"gate{version.number:06d}"
     tried = await try_cases(runner, suite.cases, range(gate.repeats), phase=phase, version=version.number, on_done=run.tracker.evaluating)

@@ -61,6 +61,7 @@ async def _pipeline(run: Run) -> None:
         await run.start_serving(newest)
         run.registry.set_state(newest.number, VersionState.SERVING)
         watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
+        record_missing(run)
         if newest.number == 0 and not concluded(run):
             await evaluate_served(run, "before", step=0)
         if not concluded(run):
@@ -68,7 +69,7 @@ async def _pipeline(run: Run) -> None:
         if concluded(run):
             await serve_result(run)
             await evaluate_served(run, "after", step=run.served.version)
-        elif run.served.version >= run.recipe.steps:
+        elif run.recipe.gate is None and run.served.version >= run.recipe.steps:
             await evaluate_served(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
@@ -112,7 +113,6 @@ async def _roll_out(run: Run) -> None:
 
 async def _swap_versions(run: Run) -> None:
     """Takes each version the learner publishes into the server, in order, but for those it has rolled back; the gate judges them there."""
-    record_missing(run)
     await judge_served(run)
     number = run.served.version + 1
     while run.served.version < run.stop_at:

@@ -155,6 +155,11 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
     """The suite of the recipe's gate; None without a gate. Raises `UserError` where it is none, or a verifier or tool is not there."""
     if recipe.gate is None:
         return None
+    if recipe.serving.weight_transfer == "nccl":
+        raise UserError(
+            "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl, which sends the newest one",
+            fix="set serving.weight_transfer=file or delta",
+        )
     suite = load_suite(root / recipe.gate.suite)
     check_suite(suite, scorer)
     return suite
