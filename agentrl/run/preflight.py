@@ -157,7 +157,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
         return None
     if recipe.serving.weight_transfer == "nccl":
         raise UserError(
-            "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl, which sends the newest one",
+            "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl",
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)

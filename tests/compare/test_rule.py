@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.compare import Rule, judge, suspicious
-from agentrl.compare.simulation import block_rate
+from agentrl.compare.simulation import block_rate, block_rate_in_a_run
 
 RULE = Rule(repeats=4, confirm=24, alpha=0.05)
 MIXED = [1.0, 0.95, 0.8, 0.5, 0.05] * 10
@@ -14,7 +14,8 @@ MIXED = [1.0, 0.95, 0.8, 0.5, 0.05] * 10
     [(RULE, [0.95] * 50), (RULE, MIXED), (Rule(repeats=1, confirm=0), [0.95] * 50), (Rule(repeats=8, confirm=24), MIXED)],
 )
 def test_an_unchanged_policy_passes(rule: Rule, rates: list[float]) -> None:
-    assert block_rate(rule, rates, rates, evaluations=200, seed=1) <= 0.05
+    assert block_rate(rule, rates, rates, evaluations=100, seed=1) <= 0.05
+    assert block_rate_in_a_run(rule, rates, evaluations=100, seed=2) <= 0.05
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,10 @@ def make_suite() -> Suite:
     return Suite(folder=Path("x"), name="x", cases=tuple(Case(id=name, task=task(name)) for name in names))
 
 
+class Killed(BaseException):
+    """The driver dies here."""
+
+
 class Player(ScriptedPolicy):
     """Submits what the served version's weights say: `good` passes every case, `bad c03 c07` all but these."""
 
@@ -176,7 +180,7 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
 async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_is_judged_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies in the middle of the evaluation, then after the verdict and before what follows from it, then after that."""
+    """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
     run = await opened(tmp_path)
     await judge_served(run)
     publish(run, 1, 0, "bad")
@@ -184,21 +188,16 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
     run.registry.set_state(1, VersionState.SERVING)
     await run.served.swap(run.registry.get(2))
 
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
+    def die(*_: object, **__: object) -> None:
+        raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run.player, "say", die)
-        run.player.script = die
-        with pytest.raises(BaseException):  # noqa: B017
-            await judge_served(run)
-    assert read_verdict(tmp_path, 2) is None and rollback.pending(tmp_path / "versions", run.registry) is None
-    equip(run)
-    for point in ("agentrl.run.gate._follow", "agentrl.run.gate.rollback.ask"):
+    points = ("agentrl.compare.results.commit_folder", "agentrl.run.gate._follow", "agentrl.run.gate.rollback.ask")
+    for point in points:
         with monkeypatch.context() as patch:
             patch.setattr(point, die)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(Killed):
                 await judge_served(run)
+        assert (read_verdict(tmp_path, 2) is None) == (point == points[0])
         assert rollback.pending(tmp_path / "versions", run.registry) is None
     asked = run.player.asked
     await judge_served(run)
