@@ -24,7 +24,7 @@ class GateConfig(Section):
     confirm: int = Field(24, ge=0, le=1000)
     """Further attempts at a case that looks worse, before it may block; 0: only the suite as a whole may. Needs 3 repeats or more."""
     alpha: float = Field(0.05, gt=0, lt=0.5)
-    """Largest chance that a version that is no worse is blocked. Half is for the suite, half for single cases."""
+    """Largest share of judgements, over a run, that block a version that is no worse. Half is for the suite, half for single cases."""
     margin: float = Field(0.0, ge=0, lt=1)
     """A drop of the suite's mean score of no more than this never blocks."""
     threshold: float = 1.0

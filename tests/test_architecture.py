@@ -21,7 +21,21 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"protocols", "codec", "toml", "usercode", "causes", "runlock"}),
     frozenset({"section", "gating", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
     frozenset(
-        {"task", "sandbox", "agent", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "compare", "observe", "testing"}
+        {
+            "task",
+            "sandbox",
+            "agent",
+            "rollout",
+            "serving",
+            "reward",
+            "experience",
+            "objective",
+            "version",
+            "failure",
+            "compare",
+            "observe",
+            "testing",
+        }
     ),
     frozenset({"learner", "supervised", "model"}),
     frozenset({"run", "cluster"}),

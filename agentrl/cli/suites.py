@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,16 +163,26 @@ def described(found: Comparison, first: Results, second: Results, changed: list[
     ]
     if found.unscored:
         lines.append(f"left out {found.unscored} pairs of attempts that one side has no score of")
-    for what, cases in (("lower", found.lost), ("higher", found.gained), ("only on one side", found.unpaired), ("changed", tuple(changed))):
-        if cases:
-            more = f", and {len(cases) - _CASES_SHOWN} more" if len(cases) > _CASES_SHOWN else ""
-            lines.append(f"{what}: {', '.join(map(_shown, cases[:_CASES_SHOWN]))}{more}")
+    ones, others = first.scores(), second.scores()
+    for what, cases in (("lower", found.lost), ("higher", found.gained)):
+        lines += [f"{what}: {_shown(case)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
+        if len(cases) > _CASES_SHOWN:
+            lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
+    for what, named in (("only on one side", found.unpaired), ("changed", tuple(changed))):
+        if named:
+            more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
+            lines.append(f"{what}: {', '.join(map(_shown, named[:_CASES_SHOWN]))}{more}")
     apart = [
         name for name in ("suite_sha256", "sampling", "threshold", "repeats") if getattr(first.about, name) != getattr(second.about, name)
     ]
     if apart:
         lines.append(f"the evaluations differ in {', '.join(apart)}")
     return "\n".join(lines)
+
+
+def _mean(scores: Sequence[float | None]) -> str:
+    counted = [score for score in scores if score is not None]
+    return f"{sum(counted) / len(counted):.2f} of {len(counted)}" if counted else "unscored"
 
 
 def _shown(text: str) -> str:

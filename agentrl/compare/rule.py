@@ -1,13 +1,15 @@
 """The gate's rule: when a candidate is worse than the reference, on the suite or on a case, and an unchanged policy passes.
 
-Two questions share the chance `alpha` of a false alarm, half each.
+Two questions share the chance of a false alarm, half each. Together they spend seven tenths of `alpha`: a reference that was lucky is
+kept while it refuses candidates, so in a run of many evaluations alarms come more often than in one. For a single exact test, repeated
+with a reference that each candidate replaces when it passes, a chance of 0.035 each becomes 0.05 in the long run.
 
 The suite: a one-sided sign-flip test of the case differences. One significant drop of more than `margin` blocks.
 
 A case: attempts that went badly are no proof, since among many cases some always do. Cases that look worse are tried again, and the
 test (Fisher's, one-sided) is of all the candidate's attempts together. Looking worse is a condition on top of that test, so it can
 only make false alarms rarer; Holm's correction is over every case of the suite, tried again or not. With too few attempts for any
-case to be significant, the suite has the whole of `alpha`.
+case to be significant, the suite has both halves.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from agentrl.compare.exact import fisher_less, holm, sign_flips
 from agentrl.compare.paired import Scores, paired
 from agentrl.fields import Record
 
+_SPENT = 0.7
+"""Share of `alpha` that one evaluation may spend."""
 _LOOKS_WORSE = 0.1
 """One-sided p-value of the first attempts from which a case is tried again."""
 MOST_AGAIN = 32
@@ -40,11 +44,16 @@ class Rule(Record):
     def names_cases(self, cases: int) -> bool:
         """Whether a single case can block in a suite of so many: one that always passed and now never does would be significant."""
         best = 1 / math.comb(2 * self.repeats + self.confirm, self.repeats)
-        return fisher_less(0, self.repeats, self.repeats, self.repeats) <= _LOOKS_WORSE and best <= self.alpha / 2 / max(cases, 1)
+        return fisher_less(0, self.repeats, self.repeats, self.repeats) <= _LOOKS_WORSE and best <= self.case_alpha / max(cases, 1)
+
+    @property
+    def case_alpha(self) -> float:
+        """What the cases together may spend of `alpha`."""
+        return _SPENT * self.alpha / 2
 
     def suite_alpha(self, cases: int) -> float:
-        """The suite's share of `alpha`."""
-        return self.alpha / 2 if self.names_cases(cases) else self.alpha
+        """What the suite as a whole may spend of `alpha`."""
+        return self.case_alpha if self.names_cases(cases) else 2 * self.case_alpha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +130,7 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     looked = set(suspicious(rule, before, now)) & again.keys()
     drops = [_drop(rule, case, before, now, again) for case in sorted(looked)]
     unknown = len(before) - len(drops)  # not tried again: as if their p-values were 1
-    rejected = holm([*(drop.p_value for drop in drops), *[1.0] * unknown], rule.alpha / 2)
+    rejected = holm([*(drop.p_value for drop in drops), *[1.0] * unknown], rule.case_alpha)
     found = [replace(drop, blocks=block) for drop, block in zip(drops, rejected, strict=False)]
     found.sort(key=lambda one: (one.p_value, one.case))
     return Judgement(

@@ -56,12 +56,12 @@ def test_the_interval_covers_and_the_verdict_errs_as_seldom_as_it_says(cases: in
     monkeypatch.setattr("agentrl.compare.intervals.RESAMPLES", 300)
     rng, covered, wrong = random.Random(11), 0, 0
     rates = [(0.9, 0.8), (0.6, 0.5), (0.95, 0.85), (0.3, 0.2)] * (cases // 4)
-    for _ in range(200):
+    for _ in range(150):
         found = compare(tried([a for a, _ in rates], repeats, rng), tried([b for _, b in rates], repeats, rng))
         assert found is not None
         covered += found.low <= -0.1 <= found.high
         wrong += found.verdict in (Verdict.BETTER, Verdict.SAME)
-    assert covered / 200 > 0.92 and wrong / 200 < 0.05
+    assert covered / 150 >= 0.93 and wrong / 150 < 0.05
 
 
 def test_the_rate_has_wilsons_interval_where_cases_were_tried_once_and_repeats_that_agree_add_nothing() -> None:
@@ -100,13 +100,13 @@ def test_impossible_plans_are_refused() -> None:
 
 def test_looking_after_every_case_raises_no_more_alarms_than_promised() -> None:
     rng, alarms, caught = random.Random(8), 0, 0
-    for _ in range(300):
+    for _ in range(200):
         seen: list[float] = []
         unchanged = [float(rng.randint(-1, 1)) for _ in range(60)]
         alarms += any(e_value(unchanged[:n]) >= 20 for n in range(1, 61))
         seen += [-1.0 if rng.random() < 0.3 else 0.0 if rng.random() < 0.9 else 1.0 for _ in range(60)]
         caught += e_value(seen) >= 20
-    assert alarms / 300 <= 0.05 and caught / 300 > 0.5
+    assert alarms / 200 <= 0.05 and caught / 200 > 0.5
     assert e_value([]) == pytest.approx(1.0) and e_value([0.0] * 9) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="within"):
         e_value([1.5])

@@ -14,8 +14,8 @@ MIXED = [1.0, 0.95, 0.8, 0.5, 0.05] * 10
     [(RULE, [0.95] * 50), (RULE, MIXED), (Rule(repeats=1, confirm=0), [0.95] * 50), (Rule(repeats=8, confirm=24), MIXED)],
 )
 def test_an_unchanged_policy_passes(rule: Rule, rates: list[float]) -> None:
-    assert block_rate(rule, rates, rates, evaluations=100, seed=1) <= 0.05
-    assert block_rate_in_a_run(rule, rates, evaluations=100, seed=2) <= 0.05
+    """One evaluation after the other, as in a run: this is where alarms are more frequent."""
+    assert block_rate_in_a_run(rule, rates, evaluations=200, seed=2) <= 0.05
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_an_unchanged_policy_passes(rule: Rule, rates: list[float]) -> None:
     ],
 )
 def test_a_drop_of_ten_points_is_seen_as_often_as_is_stated(rule: Rule, before: list[float], now: list[float], stated: float) -> None:
-    assert block_rate(rule, before, now, evaluations=150, seed=3) >= stated
+    assert block_rate(rule, before, now, evaluations=100, seed=3) >= stated
 
 
 def test_a_case_that_was_lost_is_tried_again_and_named_and_one_that_was_unlucky_is_not() -> None:
@@ -56,4 +56,4 @@ def test_nothing_is_concluded_from_too_few_scored_cases() -> None:
 
 def test_what_cannot_name_a_case_leaves_alpha_to_the_suite() -> None:
     assert Rule(repeats=4).names_cases(50) and not Rule(repeats=2).names_cases(5) and not Rule(repeats=4, confirm=0).names_cases(50)
-    assert Rule(repeats=1, confirm=0).suite_alpha(50) == 0.05 and Rule().suite_alpha(50) == 0.025
+    assert Rule(repeats=1, confirm=0).suite_alpha(50) == pytest.approx(0.035) and Rule().suite_alpha(50) == pytest.approx(0.0175)
