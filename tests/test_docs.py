@@ -180,7 +180,7 @@ def test_the_table_of_recipe_keys_is_up_to_date() -> None:
 def test_the_impossible_combinations_are_all_there_and_refused() -> None:
     _, _, after = (ROOT / "docs" / "recipes.md").read_text().partition("## Impossible combinations")
     rows = re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE)
-    raised = (ROOT / "agentrl" / "recipe.py").read_text().count("raise ValueError(")
+    raised = sum((ROOT / "agentrl" / name).read_text().count("raise ValueError(") for name in ("recipe.py", "gating.py"))
     assert len(rows) == raised
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     messages = set()
@@ -196,6 +196,12 @@ def test_the_recipe_example_loads(project: Path) -> None:
     assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
     shown = "from recipes.longer import base, recipe; print(recipe.learner.lora.rank, recipe.steps, recipe.but(name='mine') == base)"
     assert run(project, "-c", shown).split() == ["4", "60", "False"]
+
+
+def test_the_gate_example_loads(project: Path) -> None:
+    write_examples("gate.md", project)
+    shown = "from recipes.held import recipe; print(recipe.gate.suite, recipe.gate.every, recipe.gate.action)"
+    assert run(project, "-c", shown).split() == ["evals/pricing", "4", "rollback"]
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ async def opened(run_dir: Path) -> Any:
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
-        **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16)},
+        **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16), "suite": None},
     )
 
 
