@@ -69,6 +69,10 @@ class LearnerHalted(LearnerError):
     """The learner stopped at a limit of the recipe; restarted, it would stop again."""
 
 
+class JudgeError(InfrastructureError):
+    """A judge's endpoint stayed down or refused to answer, or what it may spend is spent."""
+
+
 class StoreError(InfrastructureError):
     """The experience store or version registry is unreadable, full or inconsistent."""
 

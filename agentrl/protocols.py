@@ -139,6 +139,24 @@ class Verifier(Protocol):
     async def __call__(self, task: Task, episode: Episode) -> Score: ...
 
 
+class PreparedVerifier(Verifier, Protocol):
+    """A verifier that may refuse to be used, keeps something in the run folder, or takes longer than others."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that one score may take."""
+        ...
+
+    def prepare(self, *, root: Path, folder: Path | None) -> None:
+        """Called once before the first episode; `UserError` keeps the run from starting.
+
+        Args:
+            root: the project.
+            folder: the run folder, which may not exist yet; None: there is no run.
+        """
+        ...
+
+
 class SandboxVerifier(Protocol):
     """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
 

@@ -229,6 +229,16 @@ def test_the_verifier_example_is_proven_in_real_sandboxes(project: Path) -> None
     assert "1 verifier: " in output and "FAIL" not in output, output
 
 
+def test_the_judge_examples_work_in_a_new_project(project: Path) -> None:
+    tests = write_examples("judges.md", project)
+    assert "1 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    shown = "from rewards.panel import panel; from rewards.polite import judge; print(bool(panel.identity), judge.form.criteria[0].high)"
+    assert run(project, "-c", shown).split() == ["True", "4"]
+    refused = "import sys; from pathlib import Path; from agentrl.reward import TaskScorer; TaskScorer().load(['rewards.trusted:correct'])"
+    with pytest.raises(AssertionError, match=r"no calibration calibrations/correct\.json"):
+        run(project, "-c", refused)
+
+
 @pytest.mark.slow
 def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path) -> None:
     tests = write_examples("task-families.md", project)

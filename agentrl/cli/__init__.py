@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import fuzz, machine, model, prove, runs, sandboxes, suites, train, tune
+from agentrl.cli import fuzz, judging, machine, model, prove, runs, sandboxes, suites, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -30,12 +30,14 @@ app.command("fuzz", epilog="Example: agentrl fuzz frames calls --minutes 5 --job
 app.command("doctor", epilog="Example: agentrl doctor --json")(machine.doctor)
 app.command("init", epilog="Example: agentrl init my-agent && cd my-agent && agentrl train recipes/quickstart.py")(machine.init)
 app.command("report", epilog="Example: agentrl report runs/quickstart")(runs.report)
+app.command("label", epilog="Example: agentrl label runs/quickstart --by anna --phase after")(judging.label)
 app.command("versions", epilog="Example: agentrl versions runs/quickstart --json")(runs.versions)
 sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(prove.sandbox_check)
 sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(prove.sandbox_attack)
 sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes.sandbox_ls)
 sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")(sandboxes.sandbox_prune)
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(judging.judge_app, name="judge")
 app.add_typer(model.model_app, name="model")
 app.add_typer(tune.tune_app, name="tune")
 

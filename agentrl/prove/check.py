@@ -109,7 +109,9 @@ async def check_family(
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
             tasks = list(_tasks(family, wanted))
-            prover = _Prover(family=family, sandboxes=sandboxes, scorer=TaskScorer(sandboxes=sandboxes), parallel=parallel)
+            prover = _Prover(
+                family=family, sandboxes=sandboxes, scorer=TaskScorer(sandboxes=sandboxes, root=source.root), parallel=parallel
+            )
             prover.scorer.load(sorted({name for task in tasks for name in task.verifiers}))
             progress.update(bar, description=f"images on {sandboxes.name}")
             cases = await _prepare(tasks, sandboxes)

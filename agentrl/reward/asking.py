@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agentrl import usercode
@@ -87,6 +88,18 @@ def checked(given: object, turns: Sequence[int], *, bounds: tuple[float, float] 
 
 def needs_sandboxes(verifier: object) -> bool:
     return bool(getattr(verifier, "needs_sandboxes", False))
+
+
+def limit_of(verifier: object, default_s: float) -> float:
+    """Seconds that a verifier may take: what it says itself (`PreparedVerifier.timeout_s`), as one does that waits for a server."""
+    said = getattr(verifier, "timeout_s", None)
+    return float(said) if isinstance(said, int | float) and 0 < said < math.inf else default_s
+
+
+def prepare(verifier: object, *, root: Path, folder: Path | None) -> None:
+    """Prepares a `PreparedVerifier`; nothing for any other. Raises `UserError` where it refuses to be used."""
+    if (ready := getattr(verifier, "prepare", None)) is not None:
+        ready(root=root, folder=folder)
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:

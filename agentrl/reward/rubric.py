@@ -17,13 +17,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from agentrl import usercode
 from agentrl.errors import PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.asking import ask, bounds_of, needs_sandboxes
+from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""
@@ -47,7 +49,7 @@ class Rubric:
         caps: name of a part -> the most that the whole can be when that part is less than 1; or (least, most): when less than `least`.
         optional: names of parts that may lack a value. The others' weights then count alone; the score's part `NAME/unscored` is 1, and its
             evidence has the reason.
-        part_s: deadline of a part that needs no sandboxes, in seconds.
+        part_s: deadline of a part that needs no sandboxes and says nothing of its own, in seconds.
 
     Raises:
         PluginError: a reference that does not resolve, a name that is no part's, or a number outside its range.
@@ -81,6 +83,17 @@ class Rubric:
             raise PluginError(f"{sorted(useless)[0]!r} is a gate and optional", fix="a gate must have a value: drop one of the two")
         self.needs_sandboxes = any(needs_sandboxes(verifier) for verifier in self._verifiers.values())
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that the whole may take: one gate after the other, then the rest together."""
+        rest = max((self._limit(name) for name in self._verifiers if name not in self._gates), default=0.0)
+        return sum(map(self._limit, self._gates)) + rest + usercode.GRACE_S
+
+    def prepare(self, *, root: Path, folder: Path | None) -> None:
+        """Prepares the parts that want it, such as judges. Raises `UserError` where one refuses to be used."""
+        for verifier in self._verifiers.values():
+            prepare(verifier, root=root, folder=folder)
+
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend | None = None) -> Score:
         """Raises `InfrastructureError` of a part, so that the whole is asked again."""
         scores: dict[str, Score] = {}
@@ -100,11 +113,14 @@ class Rubric:
 
     async def _ask(self, name: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Score:
         verifier = self._verifiers[name]
-        limit = SANDBOX_PART_S if needs_sandboxes(verifier) else self._part_s
-        score = await ask(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=limit)
+        score = await ask(verifier, f"part {name} of a rubric", task, episode, sandboxes, timeout_s=self._limit(name))
         if score.value is not None and not BOUNDS[0] <= score.value <= BOUNDS[1]:
             return Score(value=None, reason=f"verifier gave {score.value:g}, and a rubric's parts go from 0 to 1")
         return score
+
+    def _limit(self, name: str) -> float:
+        verifier = self._verifiers[name]
+        return SANDBOX_PART_S if needs_sandboxes(verifier) else limit_of(verifier, self._part_s)
 
     def _combined(self, scores: Mapping[str, Score]) -> Score:
         """The score of an episode that passed every gate."""
@@ -185,7 +201,8 @@ def _named(scores: Mapping[str, Score]) -> dict[str, float]:
 
 def _unscored(scores: Mapping[str, Score]) -> Score:
     blame = next((score.blame for score in scores.values() if score.blame is not None), None)
-    return Score(value=None, reason="; ".join(f"part {name}: {score.reason}" for name, score in scores.items()), blame=blame)
+    reason = "; ".join(f"part {name}: {score.reason}" for name, score in scores.items())
+    return Score(value=None, reason=reason, evidence=_evidence(scores), blame=blame)
 
 
 def _evidence(scores: Mapping[str, Score], *notes: str) -> str:

@@ -11,13 +11,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agentrl import usercode
 from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import ask, needs_sandboxes
+from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +31,22 @@ class TaskScorer:
     sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
     sandbox_timeout_s: float = 9000.0  # of such a verifier, which sets its own deadlines for what it runs
     max_retries: int = 2  # after infrastructure failures
+    root: Path = Path()  # the project, and the run folder where there is a run: for verifiers that are prepared
+    folder: Path | None = None
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
-        """Resolves verifiers in advance. Raises `PluginError` for one that does not resolve or is not callable."""
+        """Resolves verifiers in advance, and prepares those that are `PreparedVerifier`.
+
+        Raises `PluginError` for one that does not resolve or is not callable, and `UserError` for one that refuses to be used.
+        """
         for reference in references:
             if reference in self._verifiers:
                 continue
             verifier = resolve(reference)
             if not callable(verifier):
                 raise PluginError(f"verifier {reference!r} is not callable", fix="write async def score(task, episode) -> Score")
+            prepare(verifier, root=self.root, folder=self.folder)
             self._verifiers[reference] = verifier
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
@@ -50,7 +57,9 @@ class TaskScorer:
         unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
         if unscored or not scores:
             blames = [score.blame for score in scores.values() if score.blame is not None]
-            return Score(value=None, reason="; ".join(unscored) or "the task names no verifier", blame=next(iter(blames), None))
+            said = "\n".join(score.evidence for score in scores.values() if score.evidence)
+            reason = "; ".join(unscored) or "the task names no verifier"
+            return Score(value=None, reason=reason, evidence=said, blame=next(iter(blames), None))
         parts = {name: score.value for name, score in scores.items() if score.value is not None}
         for name, score in scores.items():
             parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
@@ -73,7 +82,7 @@ class TaskScorer:
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
-        limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else self.timeout_s
+        limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else limit_of(verifier, self.timeout_s)
         return await ask(verifier, what, task, episode, self.sandboxes, timeout_s=limit)
 
 

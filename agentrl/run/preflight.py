@@ -55,7 +55,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
-    family, scorer = open_tasks(recipe, root=root)
+    family, scorer = open_tasks(recipe, root=root, folder=folder)
     suite = open_gate(recipe, scorer, root=root)
     gpus = place(recipe)
     _check_installed(recipe)
@@ -121,9 +121,9 @@ def _check_known(kind: str) -> None:
         )
 
 
-def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
+def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
     """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
-    scorer = TaskScorer()
+    scorer = TaskScorer(root=root, folder=folder)
     try:
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     except AgentRLError:

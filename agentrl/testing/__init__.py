@@ -1,6 +1,10 @@
-"""Scripted stand-ins for a policy and a sandbox, for tests of the loop around them. Real parts are tested with real parts."""
+"""Scripted stand-ins for a policy, a sandbox, a chat endpoint and a clock, for tests of what goes on around them. Real parts are tested
+with real parts.
+"""
 
+from agentrl.testing.chat_server import ChatServer, Says
+from agentrl.testing.clock import JumpingClock
 from agentrl.testing.policies import ScriptedPolicy, byte_tokenizer
 from agentrl.testing.sandboxes import ScriptedSandboxes
 
-__all__ = ["ScriptedPolicy", "ScriptedSandboxes", "byte_tokenizer"]
+__all__ = ["ChatServer", "JumpingClock", "Says", "ScriptedPolicy", "ScriptedSandboxes", "byte_tokenizer"]

@@ -1,0 +1,184 @@
+"""`agentrl judge` and `agentrl label`: whether a judge can be trusted, and the labels of people that tell."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import JsonFlag
+from agentrl.cli.recipes import project_root
+from agentrl.errors import PluginError, UserError
+from agentrl.files import sha256_file, write
+from agentrl.plugins import add_project_root, resolve
+
+if TYPE_CHECKING:
+    from agentrl.prove.judging.calibrate import Report
+
+judge_app = typer.Typer(no_args_is_help=True, help="Judges: measure one on people's labels, correct the rates that it gives.")
+
+
+@judge_app.callback()
+def judges() -> None:
+    """Judges: measure one on people's labels, correct the rates that it gives."""
+
+
+@judge_app.command(
+    epilog="Example: agentrl judge calibrate rewards.mine:helpful runs/mine/labels/anna.jsonl --out calibrations/helpful.json"
+)
+def calibrate(
+    judge: Annotated[str, typer.Argument(help="The judge, or any verifier: module:attr or ./file.py:attr.")],
+    labels: Annotated[list[Path], typer.Argument(help="Files of labels (agentrl label). Of several labellers the majority counts.")],
+    out: Annotated[Path | None, typer.Option(help="File to write, which Judge(calibration=...) names; its picture goes beside it.")] = None,
+    threshold: Annotated[float, typer.Option(help="A score of at least this says right.")] = 0.5,
+    parallel: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 8,
+    cache: Annotated[str | None, typer.Option(help="File that keeps the judge's answers, so that a second time costs nothing.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and place, reliability, cost.
+
+    Exits with 1 for a judge that is not shown to be better than chance.
+    """
+    from agentrl.prove.judging.calibrate import calibrate as measure
+    from agentrl.prove.judging.labels import read_labels
+    from agentrl.prove.judging.telling import data, picture, told
+    from agentrl.reward.judges.calibration import save
+
+    root = project_root(Path.cwd() / "x")
+    add_project_root(root)
+    found = resolve(judge)
+    if not callable(found):
+        raise PluginError(f"{judge!r} is not callable", fix="name a judge, or async def score(task, episode) -> Score")
+    labelled = read_labels(labels)
+    report: Report = asyncio.run(
+        measure(
+            found,
+            labelled,
+            reference=judge,
+            labels_sha256=",".join(sha256_file(path) for path in labels),
+            root=root,
+            threshold=threshold,
+            parallel=parallel,
+            ledger=cache,
+            progress=_progress,
+        )
+    )
+    if out is not None:
+        save(out, report.calibration, data(report))
+        write(out.with_suffix(".svg"), picture(report))
+    print(json.dumps({**asdict(report.calibration), "more": data(report)}) if as_json else told(report))
+    if out is not None:
+        print(f"{out} and {out.with_suffix('.svg')} are written", file=sys.stderr)
+        if not report.calibration.identity:
+            print("this verifier has no identity, so that no judge can demand this file", file=sys.stderr)
+    raise typer.Exit(1 if report.calibration.by_chance else 0)
+
+
+@judge_app.command(epilog="Example: agentrl judge correct calibrations/helpful.json 830 1000")
+def correct(
+    calibration: Annotated[Path, typer.Argument(help="File of agentrl judge calibrate.")],
+    passed: Annotated[int, typer.Argument(help="Answers that the judge called right ...")],
+    total: Annotated[int, typer.Argument(help="... of so many that it gave a verdict on.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """The success rate behind the one that a judge gives, by its sensitivity and specificity."""
+    from agentrl.prove.judging.agreement import corrected
+    from agentrl.reward.judges.calibration import load
+
+    rate = corrected(passed, total, load(calibration))
+    if as_json:
+        print(json.dumps({"judged": passed / total, **asdict(rate)}))
+        return
+    print(f"the judge says {passed / total:.3f}; corrected {rate.value:.3f}, 95% interval {rate.low:.3f} to {rate.high:.3f}")
+
+
+def label(
+    run: Annotated[Path | None, typer.Argument(help="Run folder, whose episodes are shown.")] = None,
+    by: Annotated[str, typer.Option(help="Who labels. Default: the user's name.")] = "",
+    out: Annotated[Path | None, typer.Option(help="File of labels. Default: RUN/labels/BY.jsonl.")] = None,
+    phase: Annotated[str, typer.Option(help="Only episodes of this phase, such as after.")] = "",
+    blind: Annotated[bool, typer.Option("--blind", help="Do not show the reference.")] = False,
+    agreement: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Two labellers' files: tell how far they agree, and stop.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Label a run's answers: each is shown, a key is the verdict, every verdict is kept at once and the next time goes on there.
+
+    A line of the file: {"question": ..., "answer": ..., "label": "right" or "wrong", "by": ..., "reference": ..., "messages": [...]}.
+    """
+    if agreement is not None:
+        _agreement(*agreement, as_json=as_json)
+        return
+    if run is None:
+        raise UserError("whose episodes are to be labelled?", fix="agentrl label RUN, or agentrl label --agreement A B")
+    from agentrl.prove.judging.labelling import Session, episodes, labels_file
+
+    by = by or getpass.getuser()
+    path = labels_file(run, by) if out is None else out
+    session = Session(items=episodes(run, phase=phase), path=path, by=by, blind=blind)
+    with _keys() as keys:
+        session.run(keys, print)
+    counts = {name: list(session.done.values()).count(name) for name in ("right", "wrong", "skip")}
+    if as_json:
+        print(json.dumps({"file": str(path), **counts}))
+        return
+    print(f"{path}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
+
+
+def _agreement(first: Path, second: Path, *, as_json: bool) -> None:
+    from agentrl.prove.judging import agreement as stats
+    from agentrl.prove.judging.labels import read_labels
+
+    one, other = ({item.item.id: item.right for item in read_labels([path])} for path in (first, second))
+    pairs = [(mine, theirs) for key, mine in one.items() if mine is not None and (theirs := other.get(key)) is not None]
+    if not pairs:
+        raise UserError(f"{first} and {second} have no answer in common", fix="label the same run, in the same phase")
+    table = stats.Table.of(pairs)
+    agree = stats.agreement(table)
+    try:
+        kappa = stats.kappa(table)
+    except ValueError:
+        kappa = None
+    if as_json:
+        print(json.dumps({"agreement": asdict(agree), "kappa": None if kappa is None else asdict(kappa), "table": asdict(table)}))
+        return
+    print(f"{table.n} answers that both have labelled: both right {table.right_right}, both wrong {table.wrong_wrong},")
+    print(f"only {first.stem} says right {table.right_wrong}, only {second.stem} says right {table.wrong_right}")
+    print(f"  agreement      {agree.value:.3f}   95% interval {agree.low:.3f} to {agree.high:.3f}")
+    if kappa is None:
+        print("  Cohen's kappa: none, since both give one verdict on everything")
+    else:
+        print(f"  Cohen's kappa  {kappa.value:.3f}   95% interval {kappa.low:.3f} to {kappa.high:.3f}")
+
+
+@contextmanager
+def _keys() -> Iterator[Iterator[str]]:
+    """Keys as they are pressed; where nobody sits at a terminal, the characters of standard input."""
+    pressed = iter(lambda: sys.stdin.read(1), "")
+    if not sys.stdin.isatty():
+        yield pressed
+        return
+    import termios
+    import tty
+
+    handle = sys.stdin.fileno()
+    before = termios.tcgetattr(handle)
+    tty.setcbreak(handle, termios.TCSADRAIN)  # for the whole sitting: between two keys a third one would be lost
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(handle, termios.TCSADRAIN, before)
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty() or done == total:
+        print(f"\r{done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,189 @@
+"""How far two opinions agree, with 95% intervals that stay honest for few answers and for perfect agreement."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from agentrl.errors import UserError
+from agentrl.observe.stats import Rate
+from agentrl.reward.judges.calibration import Calibration, Measured
+
+_Z = NormalDist().inv_cdf(0.975)
+_DRAWS = 4000  # of a posterior; its quantiles are then known to about a hundredth of the interval's width
+_TAIL = 0.025
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Two opinions on the same answers. The first one is the label, where one of them is."""
+
+    right_right: int
+    right_wrong: int
+    wrong_right: int
+    wrong_wrong: int
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Table:
+        counts = {key: sum(pair == key for pair in pairs) for key in ((True, True), (True, False), (False, True), (False, False))}
+        return cls(
+            right_right=counts[True, True],
+            right_wrong=counts[True, False],
+            wrong_right=counts[False, True],
+            wrong_wrong=counts[False, False],
+        )
+
+    @property
+    def n(self) -> int:
+        return self.right_right + self.right_wrong + self.wrong_right + self.wrong_wrong
+
+    @property
+    def rights(self) -> int:
+        return self.right_right + self.right_wrong
+
+    @property
+    def wrongs(self) -> int:
+        return self.wrong_right + self.wrong_wrong
+
+
+def share(part: int, of: int) -> Measured:
+    """A share with Wilson's interval."""
+    rate = Rate.from_successes(part, of)
+    return Measured(value=rate.value, low=rate.ci_low, high=rate.ci_high, n=of)
+
+
+def agreement(table: Table) -> Measured:
+    return share(table.right_right + table.wrong_wrong, table.n)
+
+
+def kappa(table: Table) -> Measured:
+    """Cohen's kappa (Cohen 1960): agreement beyond that of chance, 1 at most, 0 for chance.
+
+    The interval is the central 95% of its posterior, by 4,000 seeded draws of the four shares from a Dirichlet distribution with
+    Jeffreys' prior of 1/2; unlike the usual one of the delta method it has a width where agreement is perfect.
+
+    Raises `ValueError` where both say the same of everything: there is no chance to compare with.
+    """
+    cells = (table.right_right, table.right_wrong, table.wrong_right, table.wrong_wrong)
+    value = _kappa(cells)
+    if value is None:
+        raise ValueError("both give one verdict on everything")
+    draw = random.Random(0)
+    drawn = []
+    for _ in range(_DRAWS):
+        found = _kappa([draw.gammavariate(cell + 0.5, 1.0) for cell in cells])
+        if found is not None:
+            drawn.append(found)
+    drawn.sort()
+    low, high = drawn[int(_TAIL * len(drawn))], drawn[int((1 - _TAIL) * len(drawn))]
+    return Measured(value=value, low=min(low, value), high=max(high, value), n=table.n)
+
+
+def informedness(table: Table) -> Measured:
+    """Sensitivity + specificity - 1 (Youden 1950): 0 for any judge that does not look at the answer.
+
+    The interval puts those of the two shares together (Newcombe 1998, the hybrid score method).
+    """
+    sensitivity, specificity = share(table.right_right, table.rights), share(table.wrong_wrong, table.wrongs)
+    value = sensitivity.value + specificity.value - 1
+    below = math.hypot(sensitivity.value - sensitivity.low, specificity.value - specificity.low)
+    above = math.hypot(sensitivity.high - sensitivity.value, specificity.high - specificity.value)
+    return Measured(value=value, low=max(-1.0, value - below), high=min(1.0, value + above), n=table.n)
+
+
+def corrected(passed: int, total: int, calibration: Calibration) -> Measured:
+    """The true success rate behind one that a judge gives (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
+
+    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113): the delta method on counts to which a few
+    are added; it knows how uncertain rate, sensitivity and specificity are. It holds where the judge errs on these answers as it does
+    on the labelled ones: labels of another family or of a much weaker policy say little.
+
+    Args:
+        passed: answers that the judge calls right, of `total` that it gave a verdict on.
+
+    Raises:
+        UserError: the judge is not shown to be better than chance, so that nothing can be inferred.
+    """
+    if not 0 <= passed <= total or total == 0:
+        raise UserError(f"{passed} of {total} is no rate", fix="give how many passed, and how many were judged")
+    if calibration.by_chance:
+        raise UserError(f"judge {calibration.judge} is not shown to be better than chance: its rates say nothing", fix="use another judge")
+    se, sp, rights, wrongs = _added(calibration)
+    rate = (passed + _Z**2 / 2) / (total + _Z**2)
+    informed = se + sp - 1
+    estimate = (rate + sp - 1) / informed
+    errors = (estimate**2 * se * (1 - se) / rights, (1 - estimate) ** 2 * sp * (1 - sp) / wrongs)
+    half = _Z * math.sqrt(rate * (1 - rate) / (total + _Z**2) + sum(errors)) / informed
+    shift = 2 * _Z**2 * (estimate * se * (1 - se) / rights - (1 - estimate) * sp * (1 - sp) / wrongs)
+    plain = passed / total + calibration.specificity.value - 1
+    value = _clip(plain / calibration.informedness.value)
+    return Measured(value=value, low=min(_clip(estimate + shift - half), value), high=max(_clip(estimate + shift + half), value), n=total)
+
+
+def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[bool]) -> Measured | None:
+    """Pearson's correlation within the groups, with Fisher's interval; None for fewer than 10 points, or without any spread."""
+    centred: list[tuple[float, float]] = []
+    for group in (True, False):
+        inside = [(x, y) for x, y, one in zip(xs, ys, groups, strict=True) if one is group]
+        if inside:
+            mean_x, mean_y = statistics.fmean(x for x, _ in inside), statistics.fmean(y for _, y in inside)
+            centred += [(x - mean_x, y - mean_y) for x, y in inside]
+    spread = math.sqrt(math.fsum(x * x for x, _ in centred) * math.fsum(y * y for _, y in centred))
+    if len(centred) < 10 or spread < 1e-12:
+        return None
+    value = max(-0.999999, min(0.999999, math.fsum(x * y for x, y in centred) / spread))
+    half = _Z / math.sqrt(len(centred) - 4)  # one more than for a plain correlation: the groups' means were fitted
+    return Measured(value=value, low=math.tanh(math.atanh(value) - half), high=math.tanh(math.atanh(value) + half), n=len(centred))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bin:
+    """Answers whose scores lie together: what they were on average, and how many of them are right."""
+
+    score: float
+    right: Measured
+
+
+def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:
+    """The reliability curve: a bin for each score where there are at most `most` different ones, else bins of equal width."""
+    different = sorted(set(scores))
+    low, high = different[0], different[-1]
+
+    def place(score: float) -> int:
+        return different.index(score) if len(different) <= most else min(int((score - low) / (high - low) * most), most - 1)
+
+    bins: dict[int, list[tuple[float, bool]]] = {}
+    for score, label in zip(scores, labels, strict=True):
+        bins.setdefault(place(score), []).append((score, label))
+    return tuple(
+        Bin(score=statistics.fmean(score for score, _ in one), right=share(sum(label for _, label in one), len(one)))
+        for _, one in sorted(bins.items())
+    )
+
+
+def calibration_error(bins: Sequence[Bin]) -> float:
+    """The mean distance between score and share of right answers over all answers (Naeini et al. 2015), for scores from 0 to 1."""
+    return sum(one.right.n * abs(one.score - one.right.value) for one in bins) / sum(one.right.n for one in bins)
+
+
+def _kappa(cells: Sequence[float]) -> float | None:
+    total = math.fsum(cells)
+    both, first, second, neither = (cell / total for cell in cells)
+    says, other = both + first, both + second
+    chance = says * other + (1 - says) * (1 - other)
+    return None if chance >= 1 else (both + neither - chance) / (1 - chance)
+
+
+def _added(calibration: Calibration) -> tuple[float, float, int, int]:
+    """Sensitivity and specificity with one success and one failure added, and of how many they are then."""
+    rights = calibration.right_right + calibration.right_wrong + 2
+    wrongs = calibration.wrong_right + calibration.wrong_wrong + 2
+    return (calibration.right_right + 1) / rights, (calibration.wrong_wrong + 1) / wrongs, rights, wrongs
+
+
+def _clip(value: float) -> float:
+    return max(0.0, min(1.0, value))

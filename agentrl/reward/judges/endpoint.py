@@ -1,0 +1,314 @@
+"""An OpenAI-compatible chat endpoint: one question, one bounded answer. A server that is down or busy is waited for, within a patience."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from agentrl.errors import JudgeError, UserError
+from agentrl.fields import text as encodable
+from agentrl.reward.judges.backoff import TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
+from agentrl.usercode import describe, printable
+
+if TYPE_CHECKING:
+    import httpx
+
+log = logging.getLogger(__name__)
+
+_EXCERPT = 300  # characters of a refusal that are quoted
+_LONGEST_KEY = 8192
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens than too few
+_MOST_TOKENS = 1 << 31  # that are believed of one answer
+_SCHEMA_REFUSED = (400, 404, 415, 422, 501)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a million tokens cost, in one currency: `Prices(prompt=0.4, completion=1.6)`."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.prompt < math.inf and 0 <= self.completion < math.inf):
+            raise UserError(f"prices are numbers from 0, got {self.prompt} and {self.completion}", fix="give them a million tokens")
+
+    def of(self, prompt_tokens: int, completion_tokens: int) -> float:
+        return (self.prompt * prompt_tokens + self.completion * completion_tokens) / 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What an endpoint said, and what it cost. `problem` says why `text` cannot be a verdict; empty: it may be one."""
+
+    text: str
+    problem: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    counted: bool = True  # by the server; False: estimated from the number of characters
+    tries: int = 1
+
+
+@dataclass(slots=True)
+class _Wire:
+    """The connections of one event loop, and until when the server wants to be left alone."""
+
+    http: httpx.AsyncClient
+    slots: asyncio.Semaphore
+    resume_at: float = 0.0  # of the clock
+    down: bool = False  # as far as the log knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Endpoint:
+    """Where a judge model answers: `Endpoint(url="http://127.0.0.1:8000/v1", model="qwen3-8b")`.
+
+    Several judges may share one: then they share its connections and its pauses.
+    """
+
+    url: str | Callable[[], str]  # up to and without /chat/completions; a function is asked before each request, for a server of the run
+    model: str
+    key_env: str = ""  # environment variable that holds the key, read before each request; empty: the server wants none
+    revision: str = ""  # what tells weights of one name apart: a judge with another one has to be calibrated again
+    temperature: float | None = 0.0  # None: the server's own
+    max_tokens: int = 1024
+    tokens_name: str = "max_tokens"  # some servers call it max_completion_tokens
+    seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # further keys of the request, such as {"reasoning_effort": "low"}
+    structured: Literal["auto", "always", "never"] = "auto"  # whether to ask for a JSON schema; auto: as long as the server takes it
+    timeout_s: float = 120.0  # of one request
+    patience_s: float = 1800.0  # of one question, waiting and all requests included
+    max_bytes: int = 1 << 20  # of one answer
+    concurrency: int = 16
+    prices: Prices = field(default_factory=Prices)
+    clock: Clock = field(default_factory=SystemClock, repr=False)
+    _wires: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wire] = field(default_factory=WeakKeyDictionary, init=False, repr=False)
+    _takes_no_schema: list[str] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.url, str):
+            _checked_url(self.url)
+        if not self.model:
+            raise UserError("a judge's endpoint needs the name of a model", fix='Endpoint(url=..., model="...")')
+        for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
+
+    def identity(self) -> dict[str, Any]:
+        """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for."""
+        return {
+            "model": self.model,
+            "revision": self.revision,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "options": dict(self.options),
+            "structured": self.structured,
+        }
+
+    async def ask(self, messages: Sequence[Mapping[str, str]], *, schema: Mapping[str, Any] | None = None) -> Reply:
+        """The model's answer, readable or not.
+
+        Busy and broken servers (408, 425, 429, 5xx, no connection, no answer in time, an answer that breaks off) are asked again after
+        the wait that their headers ask for. All questions of an endpoint wait together.
+
+        Raises:
+            JudgeError: nothing came within `patience_s`, or the server refuses such requests.
+        """
+        wire, began, tries, why, refused = self._wire(), self.clock.monotonic(), 0, "", ""
+        if self.structured == "never" or self._takes_no_schema:
+            schema = None
+        while True:
+            left = self.patience_s - (self.clock.monotonic() - began)
+            pause = wire.resume_at - self.clock.monotonic()
+            if left <= 0 or pause > left:
+                raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{why and ': ' + why}")
+            if pause > 0:
+                await self.clock.sleep(pause)
+                continue
+            tries += 1
+            async with wire.slots:
+                got = await self._once(wire, messages, schema, limit_s=min(self.timeout_s, left))
+            if isinstance(got, _Later):
+                why = got.why
+                self._pause(wire, wait_s(tries, got.wait_s), why)
+            elif isinstance(got, _NoSchema):
+                schema, refused = None, got.why
+            else:
+                self._learn(wire, refused)
+                return replace(got, tries=tries)
+
+    async def close(self) -> None:
+        """Closes the connections of this event loop; the next question opens new ones."""
+        wire = self._wires.pop(asyncio.get_running_loop(), None)
+        if wire is not None:
+            await wire.http.aclose()
+
+    def _learn(self, wire: _Wire, refused: str) -> None:
+        """What an answer shows: that the server is back, or that it answers once it is asked for no schema."""
+        if refused and not self._takes_no_schema:
+            self._takes_no_schema.append(refused)
+            log.warning("%s takes no JSON schema (%s); its answers are parsed as they come", self._where(), refused)
+        if wire.down:
+            wire.down = False
+            log.warning("%s answers again", self._where())
+
+    def _pause(self, wire: _Wire, seconds: float, why: str) -> None:
+        wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
+        if not wire.down:
+            wire.down = True
+            log.warning("%s: %s; asked again in %.1f s", self._where(), why, seconds)
+
+    def _wire(self) -> _Wire:
+        import httpx  # half a second that a recipe's loading does without
+
+        loop = asyncio.get_running_loop()
+        for other in [one for one in self._wires if one.is_closed()]:
+            del self._wires[other]
+        if loop not in self._wires:
+            limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency, keepalive_expiry=10.0)
+            local = isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK
+            http = httpx.AsyncClient(limits=limits, timeout=None, follow_redirects=False, trust_env=not local)
+            self._wires[loop] = _Wire(http=http, slots=asyncio.Semaphore(self.concurrency))
+        return self._wires[loop]
+
+    async def _once(
+        self, wire: _Wire, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any] | None, *, limit_s: float
+    ) -> Reply | _Later | _NoSchema:
+        import httpx
+
+        key = self._key()
+        try:
+            async with asyncio.timeout(limit_s), self._posted(wire, self._body(messages, schema), key) as response:
+                if response.status_code == 200:
+                    return _reply(await _bounded(response, self.max_bytes), self.max_bytes, messages)
+                said = _without(key, printable((await _bounded(response, 4 * _EXCERPT)).decode(errors="replace"), _EXCERPT))
+                return self._refusal(response, " ".join(said.split()), schema)
+        except TimeoutError:
+            return _Later(why=f"no answer within {limit_s:g} s")
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            return _Later(why=_without(key, describe(error)))
+
+    def _refusal(self, response: httpx.Response, said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
+        """What to do about a status that is no 200. Raises `JudgeError` where asking again would not help."""
+        status = response.status_code
+        if status in TRANSIENT and not (status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto"):
+            return _Later(why=f"status {status}: {said}", wait_s=asked_wait_s(response.headers, now=self.clock.time()))
+        if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
+            return _NoSchema(why=f"status {status}: {said}")
+        if 300 <= status < 400:
+            raise JudgeError(f"{self._where()} redirects, and a judge's prompt and key go nowhere but where the recipe says: {status}")
+        hint = f"; look at the key in {self.key_env or 'Endpoint.key_env'}" if status in (401, 403) else ""
+        raise JudgeError(f"{self._where()} refuses: status {status}: {said}{hint}")
+
+    @asynccontextmanager
+    async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str) -> AsyncIterator[httpx.Response]:
+        # No compression: a small answer could otherwise unpack to gigabytes.
+        headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
+        async with wire.http.stream("POST", f"{self._base()}/chat/completions", json=body, headers=headers) as response:
+            yield response
+
+    def _body(self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any] | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages), self.tokens_name: self.max_tokens, **self.options}
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        if self.seed is not None:
+            body["seed"] = self.seed
+        if schema is not None:
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+        return body
+
+    def _base(self) -> str:
+        return _checked_url(self.url if isinstance(self.url, str) else self.url()).rstrip("/")
+
+    def _key(self) -> str:
+        if not self.key_env:
+            return ""
+        key = os.environ.get(self.key_env, "").strip()
+        if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
+            raise JudgeError(f"the environment variable {self.key_env} holds no key for {self._where()}")
+        return key
+
+    def _where(self) -> str:
+        """For messages: the model and the host, and nothing that may be secret."""
+        host = urlsplit(self.url).netloc if isinstance(self.url, str) else "a server of the run"
+        return f"judge {printable(self.model, 80)} at {host}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Later:
+    """Asking again may help, after `wait_s` where the server says so."""
+
+    why: str
+    wait_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NoSchema:
+    why: str
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
+        raise UserError(
+            "a judge's url is http(s)://HOST/PATH without a user, a password or a query",
+            fix='such as "https://api.example.org/v1"; the key comes from the environment variable that key_env names',
+        )
+    return url
+
+
+async def _bounded(response: httpx.Response, most: int) -> bytes:
+    """The first `most` bytes of an answer and one more where there are more; the rest is not read."""
+    parts, size = [], 0
+    async for part in response.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            break
+    return b"".join(parts)[: most + 1]
+
+
+def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, str]]) -> Reply:
+    """The answer in the body of a 200. What cannot be read is kept as it came, with the problem."""
+    asked = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN
+    text = content[:most].decode(errors="replace")
+    guess: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": len(text) // _CHARS_PER_TOKEN, "counted": False}
+    if len(content) > most:
+        return Reply(text=text, problem=f"an answer of more than {most:,} bytes", **guess)
+    try:
+        body = json.loads(text)
+        choice = body["choices"][0]
+        said, refusal, ended = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return Reply(text=text, problem="an answer that is no chat completion", **guess)
+    cost = _usage(body.get("usage"), asked, said)
+    if not isinstance(said, str):
+        problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
+        return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
+    problem = "the answer was cut off by its length" if ended == "length" else ""
+    return Reply(text=encodable(said), problem=problem, **cost)
+
+
+def _usage(usage: Any, asked: int, said: Any) -> dict[str, Any]:
+    """Tokens as the server counts them where it does so credibly, else an estimate."""
+    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else []
+    if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
+        return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
+    length = len(said) if isinstance(said, str) else 0
+    return {"prompt_tokens": asked, "completion_tokens": length // _CHARS_PER_TOKEN, "counted": False}
+
+
+def _without(key: str, text: str) -> str:
+    """A server may quote the key that it refuses."""
+    return text.replace(key, "[key]") if key else text

@@ -1,0 +1,42 @@
+"""Answers that say nothing. Judges have given full marks for a colon, or for "Let's solve this step by step." (Zhao et al. 2025, "One
+Token to Fool LLM-as-a-Judge"), so such answers are wrong without asking one.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_LONGEST = 400  # characters of an answer that may be nothing but an opening
+_OPENINGS = (
+    r"(?:my |the |final )*(?:answer|solution|thought process|reasoning|response|result|conclusion|verdict|score)",
+    r"(?:let'?s|let us|i will|i'?ll|we will|we can|we) (?:now )?(?:solve|think|work|reason|begin|start|answer|go)"
+    r"(?: (?:this|the|about|through|on|it|that|by|problem|question|task|out|carefully|step by step|step-by-step))*",
+    "\u89e3|\u7b54\u6848|\u7b54|\u304b\u3044\u305b\u3064|respuesta|soluci\u00f3n|l\u00f6sung|antwort|r\u00e9ponse|\u043e\u0442\u0432\u0435\u0442",
+)
+_OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
+_SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols that mean something
+_WORDLESS = re.compile(r"[^\w' -]+|_+")
+
+
+def hollow(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
+    """Why an answer cannot be right whatever the question is; empty when it has to be judged.
+
+    An answer that is the reference itself is never hollow, nor one that holds a letter, a digit or a symbol and is no known opening.
+    """
+    if answer is None:
+        return "no answer was handed in"
+    plain = _plain(answer[:_LONGEST])
+    if reference is not None and (answer.strip() == reference.strip() or plain == _plain(reference[:_LONGEST]) != ""):
+        return ""
+    if not any(unicodedata.category(char) in _SAYING for char in answer):
+        return "the answer holds no letter, digit or symbol"
+    if len(answer) <= _LONGEST and _OPENING.fullmatch(plain):
+        return "the answer is an opening without anything after it"
+    if question.strip() and answer.strip() == question.strip():
+        return "the answer repeats the question"
+    return ""
+
+
+def _plain(text: str) -> str:
+    return " ".join(_WORDLESS.sub(" ", text.casefold()).split())

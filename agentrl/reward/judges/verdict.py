@@ -1,0 +1,119 @@
+"""A judge's words as a verdict, or as unreadable. Nothing is guessed: a verdict is one JSON object with exactly the numbers asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+MAX_REASONING = 4000
+"""Characters kept of what a judge gives as its reasons."""
+
+_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
+_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+
+
+class Unreadable(ValueError):
+    """What a judge said is no verdict; the message says why."""
+
+
+class Abstained(ValueError):
+    """The judge says that it cannot tell."""
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The one JSON object that a text is, alone or as its only fenced block; a thought in front of it is passed over.
+
+    Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN.
+    """
+    text = _THOUGHT.sub("", text, count=1).strip()
+    if fenced := _FENCE.fullmatch(text):
+        text = fenced[1].strip()
+    if not text:
+        raise Unreadable("says nothing")
+    if not text.startswith("{"):
+        raise Unreadable("is no JSON object")
+    try:
+        value = json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
+    except Unreadable:
+        raise
+    except (ValueError, RecursionError):
+        raise Unreadable("is broken JSON") from None
+    if not isinstance(value, dict):
+        raise Unreadable("is no JSON object")
+    return value
+
+
+def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
+    """A whole number within its range; texts, truth values and fractions are none. Raises `Unreadable`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unreadable(f"gives no number for {name}")
+    if not low <= value <= high:
+        raise Unreadable(f"gives a number outside of {low} to {high} for {name}")
+    if value != int(value):
+        raise Unreadable(f"gives no whole number for {name}")
+    return int(value)
+
+
+def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """The number of each criterion, by name. Raises `Abstained` or `Unreadable`.
+
+    Args:
+        wanted: lowest and highest number of each.
+    """
+    _may_abstain(verdict)
+    scores = verdict.get("scores")
+    if not isinstance(scores, dict) or set(scores) != set(wanted):
+        raise Unreadable(f"does not hold scores for {', '.join(wanted)}, and for nothing else")
+    return {name: whole_number(scores[name], low=low, high=high, name=name) for name, (low, high) in wanted.items()}
+
+
+def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
+    """One of a few words. Raises `Abstained` or `Unreadable`."""
+    _may_abstain(verdict)
+    if verdict.get(key) not in among or not isinstance(verdict[key], str):
+        raise Unreadable(f"gives none of {', '.join(among)} for {key}")
+    return str(verdict[key])
+
+
+def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """The numbers 1 to `count`, each once, best first. Raises `Abstained` or `Unreadable`."""
+    _may_abstain(verdict)
+    order = verdict.get("ranking")
+    if not isinstance(order, list) or len(order) != count:
+        raise Unreadable(f"does not rank {count} answers")
+    places = tuple(whole_number(one, low=1, high=count, name="a place") for one in order)
+    if len(set(places)) != count:
+        raise Unreadable("ranks an answer twice")
+    return places
+
+
+def reasoning(verdict: Mapping[str, Any]) -> str:
+    said = verdict.get("reasoning")
+    return said[:MAX_REASONING] if isinstance(said, str) else ""
+
+
+def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a verdict: reasons first, so that they are written before the numbers, and the way to abstain last."""
+    every = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
+    return {"type": "object", "properties": every, "required": list(every), "additionalProperties": False}
+
+
+def _may_abstain(verdict: Mapping[str, Any]) -> None:
+    abstains = verdict.get("abstain", False)
+    if abstains is True:
+        raise Abstained("the judge abstains")
+    if abstains is not False:
+        raise Unreadable("gives neither true nor false for abstain")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Unreadable("gives a key twice")
+    return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise Unreadable(f"holds {text}")
