@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import fuzz, machine, model, prove, runs, sandboxes, train, tune
+from agentrl.cli import failures, fuzz, machine, model, prove, runs, sandboxes, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend 
 sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes.sandbox_ls)
 sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")(sandboxes.sandbox_prune)
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(failures.failures_app, name="failures")
 app.add_typer(model.model_app, name="model")
 app.add_typer(tune.tune_app, name="tune")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,8 @@ from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.failure.triage import load_rules
+from agentrl.failure.twins import withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.protocols import TaskFamily
@@ -42,6 +44,7 @@ class Checked:
     family: TaskFamily
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
+    withheld: Container[Task] = ()  # what is never trained on
 
 
 def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
@@ -54,10 +57,12 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
     family, scorer = open_tasks(recipe, root=root)
+    kept_away = withheld(recipe.tasks.withhold, root=root)
+    load_rules(recipe.capture.rules)
     gpus = place(recipe)
     _check_installed(recipe)
     _try_objective(recipe)
-    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus)
+    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus, withheld=kept_away)
 
 
 def check_parts(recipe: Recipe) -> None:
