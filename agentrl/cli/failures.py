@@ -91,7 +91,7 @@ def show(
         found = collection.get(trace)
     if found is None:
         raise UserError(f"{run} has no trace {trace!r}", fix=f"agentrl failures list {run} shows them")
-    print(codec.to_json(found).decode() if as_json else told(found))
+    print(json.dumps(json.loads(codec.to_json(found))) if as_json else told(found))
 
 
 @failures_app.command("tag", epilog="Example: agentrl failures tag runs/quickstart g000012-3-a0 --as misread_output --turn 2")
@@ -174,9 +174,9 @@ def cluster(
         return
     for one in found[:most]:
         tags = "  ".join(f"{line(name, 40) or '-'} {times}" for name, times in one.tags[:4])
-        print(
-            f"{len(one.ids):6}  {tags}\n        {line('; '.join(one.about), 130)}\n        {'  '.join(line(each, 40) for each in one.ids[:4])}"
-        )
+        print(f"{len(one.ids):6}  {tags}")
+        print(f"        {line('; '.join(one.about), 130)}")
+        print(f"        {'  '.join(line(each, 40) for each in one.ids[:4])}")
     if len(found) > most:
         print(f"and {len(found) - most} smaller clusters, of {sum(len(one.ids) for one in found[most:])} traces")
     if not found:

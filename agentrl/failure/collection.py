@@ -333,5 +333,5 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeEncodeError) as error:  # the last: half of a surrogate pair, from a command line
         raise StoreError(f"{path}: {error}") from error

@@ -12,6 +12,7 @@ from agentrl.failure.view import Step, View, clip, view
 LONGEST = 60_000
 """Characters of a whole trace."""
 _OF_A_TEXT = 4000
+_LEAST = 160  # of a text where there are many; the failing turn is always shown with `_OF_A_TEXT`
 _OF_A_LINE = 300
 _MARK = ">>"
 
@@ -21,7 +22,9 @@ def told(trace: Trace) -> str:
     seen = view(trace)
     tag = _decisive(trace.tags)
     failing = None if tag is None else (tag.trajectory, tag.turn)
-    parts = [*_head(trace, seen), *(line for step in seen.steps for line in _turn(step, seen, failing))]
+    texts = sum(2 + 2 * len(step.calls) + len(step.malformed) for step in seen.steps)
+    room = min(_OF_A_TEXT, max(_LEAST, LONGEST // (1 + texts)))  # for each text, so that no turn is cut out where there are many
+    parts = [*_head(trace, seen), *(line for step in seen.steps for line in _turn(step, seen, failing, room))]
     if seen.more_turns:
         parts.append(f"... {seen.more_turns} more turns are not shown ...")
     return clip("\n".join([*parts, *_foot(trace, seen)]), LONGEST)
@@ -53,24 +56,25 @@ def _head(trace: Trace, seen: View) -> Iterator[str]:
     yield from ("", "question", *_body(seen.asked or "(none)"))
 
 
-def _turn(step: Step, seen: View, failing: tuple[int, int | None] | None) -> Iterator[str]:
+def _turn(step: Step, seen: View, failing: tuple[int, int | None] | None, room: int) -> Iterator[str]:
     marked = failing == (step.trajectory, step.turn)
+    most = _OF_A_TEXT if marked else room
     several = any(other.trajectory != 0 for other in seen.steps)
     who = f" of {line(step.agent, 40) or 'agent'} ({step.trajectory})" if several else ""
     yield ""
     yield f"{_MARK if marked else '  '} turn {step.turn}{who}{'  (cut: out of tokens)' if step.cut else ''}"
     if step.said.strip():
-        yield from _body(step.said)
+        yield from _body(step.said, most)
     for call in step.calls:
         yield f"     call {line(call.tool, 80)}"
         single = next(iter(call.arguments.values())) if len(call.arguments) == 1 else None
-        yield from _body(single if isinstance(single, str) else call.shown, deep=True)
+        yield from _body(single if isinstance(single, str) else call.shown, most, deep=True)
         ended = {True: "gave", False: "failed", None: "gave (nothing says how it ended)" if call.output else "was not answered"}[call.ok]
         yield f"     {ended}"
-        yield from _body(call.output, deep=True) if call.output.strip() else ()
+        yield from _body(call.output, most, deep=True) if call.output.strip() else ()
     for error in step.malformed:
         yield "     a call that could not be read"
-        yield from _body(error, deep=True)
+        yield from _body(error, most, deep=True)
     if not step.said.strip() and not step.calls and not step.malformed:
         yield "     (nothing)"
 
@@ -96,7 +100,7 @@ def _foot(trace: Trace, seen: View) -> Iterator[str]:
         yield f"tag     {line(tag.name, 60)}{where}  {tag.confidence:.0%} by {line(tag.by, 60)}{f'  {line(tag.note)}' if tag.note else ''}"
 
 
-def _body(text: str, *, deep: bool = False) -> Iterator[str]:
+def _body(text: str, most: int = _OF_A_TEXT, *, deep: bool = False) -> Iterator[str]:
     indent = "       " if deep else "     "
-    shown = usercode.printable(clip(text, _OF_A_TEXT), _OF_A_TEXT + 100)
+    shown = usercode.printable(clip(text, most).expandtabs(4), 2 * most + 100)
     return (f"{indent}{row}" for row in shown.rstrip("\n").split("\n"))
