@@ -17,8 +17,10 @@ import typer.main
 from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import RecipeError
+from agentrl.failure.triage import load_rules
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.section import section_of
+from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -197,6 +199,14 @@ def test_the_recipe_example_loads(project: Path) -> None:
     assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
     shown = "from recipes.longer import base, recipe; print(recipe.learner.lora.rank, recipe.steps, recipe.but(name='mine') == base)"
     assert run(project, "-c", shown).split() == ["4", "60", "False"]
+
+
+def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
+    write_examples("failures.md", project)
+    (rule,) = load_rules([f"{project}/triage/units.py:wrong_unit"])[:1]
+    looked = traces.turn(traces.python("print(412)", "412"))
+    tags = [rule(traces.trace(looked, traces.turn(traces.submit(text)), answer=text)) for text in ("412000", "0.412", "421", "", "x")]
+    assert [tag and (tag.name, tag.turn) for tag in tags] == [("wrong_unit", 1), ("wrong_unit", 1), None, None, None]
 
 
 @pytest.mark.slow
