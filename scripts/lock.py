@@ -77,7 +77,8 @@ def main() -> int:
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
     write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu and dev.", full, installed)
     more = {name: users for name, users in wanted.items() if name not in full}
-    write("models.lock", "What a pretrained model and tasks of others need besides cpu.lock: extras models, reasoning and clusters.", more, installed)
+    title = "What a pretrained model and tasks of others need besides cpu.lock: extras models, reasoning and clusters."
+    write("models.lock", title, more, installed)
     return 0
 
 

@@ -25,6 +25,7 @@ Audit = Callable[[Task, ScoredEpisode], str]
 KINDS = 200
 """Kinds of tasks counted apart; the rest are counted together."""
 OTHERS = "others"
+_BUSY_S = 2.0  # for another process that writes tags: all episodes wait meanwhile
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
@@ -153,7 +154,9 @@ class Capture:
     def _opened(self) -> Collection:
         if self._collection is None:
             config = self._config
-            self._collection = Collection(self._run_dir, keep=config.keep, keep_bytes=config.keep_mb << 20, make=True)
+            self._collection = Collection(
+                self._run_dir, keep=config.keep, keep_bytes=config.keep_mb << 20, make=True, busy_timeout_s=_BUSY_S
+            )
             self._kinds = {kind for (kind,) in self._collection.counts("kind")}
         return self._collection
 

@@ -58,18 +58,27 @@ class Collection:
             happens all the time never displaces what is rare. One that a person has tagged stays.
         keep_bytes: the same for their compressed size.
         make: make the file where there is none; otherwise that is a `UserError`.
+        busy_timeout_s: longest wait for another process's write.
 
     Every method raises `StoreError` when the file is damaged, locked for long or cannot be written.
     """
 
-    def __init__(self, folder: Path, *, keep: int | None = None, keep_bytes: int | None = None, make: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int | None = None,
+        keep_bytes: int | None = None,
+        make: bool = False,
+        busy_timeout_s: float = 30.0,
+    ) -> None:
         self.folder, self.path = folder, folder / FILE
         self._keep, self._keep_bytes = keep, keep_bytes
         if not make and not self.path.is_file():
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
+            self._db = sqlite3.connect(self.path, timeout=busy_timeout_s, isolation_level=None)
         try:
             with _translated(self.path):
                 self._prepare()
@@ -151,7 +160,7 @@ class Collection:
             if old != name:
                 for one, by in ((old, -1), (name, 1)):
                     _add_count(db, Count(phase=phase, step=step, version=version, why=why, tag=one, kind=kind, n=by))
-        self._held[phase].retag(old, name)
+        self._of(phase).retag(old, name)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
         """How many episodes there were, kept or not: values of the fields of `Count` that `by` names -> episodes."""
@@ -221,8 +230,7 @@ class Collection:
     def _make_room(self, db: sqlite3.Connection, phase: str, held: _Held) -> bool:
         for tag, _ in held.tags.most_common():
             found = db.execute(
-                'SELECT seq FROM traces WHERE phase = ? AND tag = ? AND tags NOT LIKE \'%"by":"person:%\' ORDER BY seq LIMIT 1',
-                (phase, tag),
+                "SELECT seq FROM traces WHERE phase = ? AND tag = ? AND tags NOT LIKE ? ORDER BY seq LIMIT 1", (phase, tag, _BY_A_PERSON)
             ).fetchone()
             if found is not None:
                 self._remove(db, "seq = ?", found[0])
@@ -236,7 +244,13 @@ class Collection:
         seq, phase, tag, size, key = found
         db.execute("DELETE FROM traces WHERE seq = ?", (seq,))
         db.execute("DELETE FROM tasks WHERE key = ? AND NOT EXISTS (SELECT 1 FROM traces WHERE task_key = ?)", (key, key))
-        self._held[phase].add(tag, -size, by=-1)
+        self._of(phase).add(tag, -size, by=-1)
+
+    def _of(self, phase: str) -> _Held:
+        """What is kept of a phase; another process may have begun it."""
+        if phase not in self._held:
+            self._held[phase] = _Held(self._db, phase)
+        return self._held[phase]
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

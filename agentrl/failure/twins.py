@@ -72,7 +72,7 @@ class Withheld:
     def find(self, task: Task) -> tuple[Case, Likeness] | None:
         """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""
         twin = None
-        for case in self._by_prompt.get(_digest(task), ()):
+        for case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
             found = likeness(case.task, task)
             if found is Likeness.SAME:
                 return case, found
