@@ -10,6 +10,7 @@ handed to other people. `keep` bounds what that takes.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -228,12 +229,12 @@ class Collection:
         return True
 
     def _make_room(self, db: sqlite3.Connection, phase: str, held: _Held) -> bool:
-        for tag, _ in held.tags.most_common():
-            found = db.execute(
-                "SELECT seq FROM traces WHERE phase = ? AND tag = ? AND tags NOT LIKE ? ORDER BY seq LIMIT 1", (phase, tag, _BY_A_PERSON)
-            ).fetchone()
-            if found is not None:
-                self._remove(db, "seq = ?", found[0])
+        """Removes the oldest trace of the most frequent tags that no person has tagged; False when there is none."""
+        query = "SELECT MIN(seq) FROM traces WHERE phase = ? AND tag IN (SELECT value FROM json_each(?)) AND tags NOT LIKE ?"
+        for tags in held.by_frequency():
+            (seq,) = db.execute(query, (phase, json.dumps(tags), _BY_A_PERSON)).fetchone()
+            if seq is not None:
+                self._remove(db, "seq = ?", seq)
                 return True
         return False
 
@@ -300,6 +301,13 @@ class _Held:
     def retag(self, old: str, new: str) -> None:
         self.tags[old] -= 1
         self.tags[new] += 1
+
+    def by_frequency(self) -> list[list[str]]:
+        """Tags that are equally frequent together, the most frequent first."""
+        found: dict[int, list[str]] = {}
+        for tag, times in self.tags.most_common():
+            found.setdefault(times, []).append(tag)
+        return list(found.values())
 
     def over(self, keep: int | None, keep_bytes: int | None) -> bool:
         number = self.tags.total()

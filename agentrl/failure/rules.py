@@ -68,7 +68,7 @@ def infrastructure(trace: Trace) -> Tag | None:
     for failure in trace.episode.failures if trace.episode is not None else ():
         if failure.blame is Blame.INFRASTRUCTURE:
             return Tag(name="infrastructure", by="rules", turn=None, note=f"{failure.stage} {failure.kind}: {failure.message}"[:400])
-    if trace.score is not None and trace.score.value is None and trace.score.blame is not Blame.TASK:
+    if task_fault(trace) is None and trace.score is not None and trace.score.value is None:
         return Tag(name="infrastructure", by="rules", note=trace.score.reason[:400])
     if trace.episode is None and (found := _last_call(view(trace))) is not None:
         step, call = found

@@ -11,6 +11,7 @@ from agentrl.observe.transcripts import Attempt, shown_failure
 
 _COLORS = ("c1", "c2", "c3", "c4")
 _TAGS_DRAWN = len(_COLORS)
+_EXAMPLES = 8
 _COLUMNS = 10  # of phases, and of versions
 _SIZE = (1030, 240)
 
@@ -52,13 +53,16 @@ def told(failures: Mapping[str, Any]) -> Failures | None:
     names = list(tags)
     kept, dropped = (failures.get(key) if isinstance(failures.get(key), int) else 0 for key in ("kept", "dropped"))
     steps, phases, versions = (_lines(failures.get(f"{name}s"), name) for name in ("step", "phase", "version"))
-    examples = failures.get("examples")
+    listed = failures.get("examples")
+    examples = [
+        one for one in (listed if isinstance(listed, list) else ()) if isinstance(one, dict) and isinstance(one.get("messages"), list)
+    ]
     return Failures(
         note=f"{sum(tags.values()):,} episodes of training and evaluations failed. The first thing that went wrong in each, as rules"
         f" or people name it; {kept:,} traces are kept, {dropped:,} made room. agentrl failures shows them.",
         chart=_chart(steps, names[:_TAGS_DRAWN]),
         tables=tuple(table for table in (_table("phase", phases, names), _table("version, in training", versions, names)) if table.rows),
-        examples=tuple(shown_failure(one) for one in (examples if isinstance(examples, list) else ())[:8] if isinstance(one, dict)),
+        examples=tuple(map(shown_failure, examples[:_EXAMPLES])),
     )
 
 

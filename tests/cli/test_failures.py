@@ -124,7 +124,7 @@ def test_cluster_tells_of_every_trace(run: Path) -> None:
 def hostile() -> list[Trace]:
     """Traces as nobody should write them: control characters everywhere, huge, empty, with missing parts."""
     nasty: Any = {HOSTILE: HOSTILE, "deep": [[[[HOSTILE] * 50] * 3]]}
-    steps = tuple(turn((HOSTILE, nasty, HOSTILE * 2000, False), said=HOSTILE * 3000, malformed=(HOSTILE,) * 90) for _ in range(30))
+    steps = tuple(turn((HOSTILE, nasty, HOSTILE * 700, False), said=HOSTILE * 700, malformed=(HOSTILE,) * 90) for _ in range(8))
     asked = task(HOSTILE * 5000, truth=HOSTILE, data={"kind": HOSTILE, "answer": HOSTILE}, id=f"t{HOSTILE}")
     whole = trace(*steps, of=asked, answer=HOSTILE * 100, ended=HOSTILE, name="a" + HOSTILE)
     score = Score(value=0.0, evidence=HOSTILE * 500, parts={HOSTILE: 0.0})
@@ -133,7 +133,7 @@ def hostile() -> list[Trace]:
     words += [said("assistant", "", ToolCall(name=HOSTILE, arguments=nasty))]
     return [
         replace(whole, score=score, tags=tags, phase=HOSTILE, origin={HOSTILE: HOSTILE}, missing=(HOSTILE,) * 99),
-        replace(heard(*words * 500), id="b", phase=HOSTILE),
+        replace(heard(*words * 60), id="b", phase=HOSTILE),
         Trace(id="c", why=Why.IMPORTED, phase="imported"),
         Trace(
             id="d", why=Why.IMPORTED, spoken=(Spoken(message=Message(role="", content=""), agent=HOSTILE),), tools=({}, {"name": 3}, nasty)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import StoreError, UserError
@@ -215,6 +215,7 @@ def test_nothing_is_captured_where_nothing_is_to_be_kept(tmp_path: Path) -> None
     assert not (tmp_path / "failures").exists() and capture.lost == 0
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=24), st.integers(1, 6))
 def test_counts_are_of_all_and_never_fewer_than_what_is_kept(
     tmp_path_factory: pytest.TempPathFactory, failures: list[tuple[str, bool]], keep: int
