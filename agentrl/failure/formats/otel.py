@@ -1,0 +1,263 @@
+"""OpenTelemetry's conventions for generative AI, all of them still in development: model calls as spans, agents and tools around them.
+
+Read are the form up to v1.36 (a log record for each message, https://github.com/open-telemetry/semantic-conventions, docs/gen-ai at that
+tag) and the newer one (`gen_ai.input.messages` and `gen_ai.output.messages` with their parts, on spans or on the one log record of a
+call). Every call repeats the conversation before it; `otel_lines` makes one conversation of them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.failure.formats import openai
+from agentrl.failure.formats.files import Document, Unreadable
+from agentrl.failure.formats.otel_lines import Agent, Call, Entry, ToolRun, Unit, trace
+from agentrl.failure.formats.otlp import Event, Key, Span, entries
+from agentrl.failure.formats.values import Gaps, as_text, call, kind, label, objects, spoken, string, tools
+from agentrl.failure.trace import Spoken, Trace
+
+MOST_SPANS = 250_000
+"""Spans of all kinds in one reading, and log records."""
+MOST_MESSAGES = 5_000_000
+"""Messages of all calls together, each as often as a call repeats it."""
+MOST_CHARS = 512 << 20
+"""Characters of all that was said, each message once."""
+
+DETAILS = "gen_ai.client.inference.operation.details"
+CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+_MESSAGE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
+_CHOICE = "gen_ai.choice"
+_CALLS = ("chat", "generate_content", "text_completion")
+_INPUT, _OUTPUT, _SYSTEM = "gen_ai.input.messages", "gen_ai.output.messages", "gen_ai.system_instructions"
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The spans of one reading: those of a conversation may lie in several files, and its messages in others."""
+
+    calls: dict[Key, Call] = field(default_factory=dict)
+    agents: dict[Key, Agent] = field(default_factory=dict)
+    runs: dict[Key, ToolRun] = field(default_factory=dict)
+    parents: dict[Key, str] = field(default_factory=dict)
+    seen: dict[bytes, Entry] = field(default_factory=dict)  # every message once
+    heard: set[tuple[Key, str, int, bytes]] = field(default_factory=set)  # records, which an exporter may send twice
+    records: int = 0
+    messages: int = 0
+    chars: int = 0
+
+    def add(self, document: Document) -> Iterator[Unreadable]:
+        """Takes an export in; what of it is no span or record is told. Raises `UserError` where it gets too much."""
+        for one in entries(document):
+            if isinstance(one, Unreadable):
+                yield one
+                continue
+            self.records += 1
+            if self.records > MOST_SPANS:
+                fix = "keep only spans of generative AI and those above them, or import the files one by one"
+                raise UserError(f"{document.place.path} and what came before hold more than {MOST_SPANS} spans and records", fix=fix)
+            try:
+                if isinstance(one, Span):
+                    self._span(one)
+                else:
+                    self._event(one)
+            except UserError:
+                raise
+            except (ValueError, RecursionError) as error:
+                what = "span" if isinstance(one, Span) else "record of span"
+                yield one.place.unreadable(error, where=f"{what} {label(one.key[1])}", fix="export it again; other spans are read")
+
+    def traces(self) -> Iterator[Trace | Unreadable]:
+        """What the spans tell, conversation by conversation, in the order of their beginning."""
+        for unit in self._units():
+            place = unit.calls[0].place
+            where = f"trace {label(unit.id)}"
+            try:
+                yield trace(unit, {"file": place.name, **({"place": place.where} if place.where else {})}, self.parents)
+            except (ValueError, RecursionError) as error:
+                yield place.unreadable(error, where=where, fix=f"let the emitter write messages ({CAPTURE}=true) and their spans")
+
+    def _units(self) -> list[Unit]:
+        """What belongs together: by the conversation's id, else by the trace's. Lone calls of one service are told apart later."""
+        counts: dict[str, int] = {}
+        for key in (*self.calls, *self.agents, *self.runs):
+            counts[key[0]] = counts.get(key[0], 0) + 1
+        conversations = {key[0]: one.conversation for key, one in self.calls.items() if one.conversation}
+        found: dict[tuple[str, str], Unit] = {}
+        for key, one in sorted(self.calls.items(), key=lambda item: (item[1].start, item[1].number)):
+            conversation = conversations.get(key[0], "")
+            lone = not conversation and counts[key[0]] == 1 and not one.parent
+            name = ("calls of", one.service) if lone else ("conversation", conversation) if conversation else ("trace", key[0])
+            unit = found.setdefault(name, Unit(id=conversation or key[0], lone=lone))
+            unit.calls.append(one)
+            unit.trace_ids.add(key[0])
+        by_trace = {trace_id: unit for unit in found.values() for trace_id in unit.trace_ids}
+        for key, agent in self.agents.items():
+            if key[0] in by_trace:
+                by_trace[key[0]].agents[key] = agent
+        for key, run in self.runs.items():
+            if key[0] in by_trace:
+                by_trace[key[0]].runs[key] = run
+        return [part for unit in found.values() for part in unit.parts()]
+
+    def _span(self, span: Span) -> None:
+        if span.key in self.parents:
+            if span.parent != self.parents[span.key]:
+                raise ValueError("is there twice, with another parent; the first is kept")
+            return
+        self.parents[span.key] = span.parent
+        attributes = span.attributes
+        operation = attributes.get("gen_ai.operation.name")
+        if operation == "execute_tool":
+            self.runs[span.key] = _run(span)
+        elif operation in ("invoke_agent", "create_agent"):
+            self.agents[span.key] = Agent(key=span.key, name=label(attributes.get("gen_ai.agent.name")), start=span.start)
+        if operation not in _CALLS and _INPUT not in attributes and _OUTPUT not in attributes:
+            return
+        one = self._call(span)
+        one.parent, one.start, one.end, one.error, one.has_span = span.parent, span.start, span.end, span.error, True
+        one.of_agent = operation == "invoke_agent"
+        self._take(one, attributes)
+
+    def _call(self, of: Span | Event) -> Call:
+        if of.key not in self.calls:
+            self.calls[of.key] = Call(key=of.key, number=len(self.calls), service=of.service, place=of.place)
+        return self.calls[of.key]
+
+    def _event(self, event: Event) -> None:
+        if event.name == DETAILS:
+            one = self._call(event)
+            self._take(one, event.attributes)
+        elif event.name in _MESSAGE_EVENTS or event.name == _CHOICE:
+            one = self._call(event)
+            self._message_event(one, event)
+        else:
+            return
+        if not one.has_span:
+            one.start = min(filter(None, (one.start, event.at)), default=0)
+            one.end = max(one.end, event.at)
+
+    def _message_event(self, one: Call, event: Event) -> None:
+        """A message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
+        body = event.body if isinstance(event.body, dict) else {}
+        if event.name == _CHOICE:
+            if body.get("index") not in (None, 0):
+                one.gaps.add("choices besides the first")
+                return
+            told, into = body.get("message"), one.outputs
+            message = {"role": "assistant", **(told if isinstance(told, dict) else {})}
+        else:
+            message, into = {"role": _MESSAGE_EVENTS[event.name], **body}, one.inputs
+        message["tool_call_id"] = message.pop("id", None) if message["role"] == "tool" else None
+        entry = self._kept(openai.message(message, event.name, one.gaps))
+        again = (event.key, event.name, event.at, entry.whole)
+        if not event.at or again not in self.heard:
+            self.heard.add(again)
+            into.append(entry)
+
+    def _take(self, one: Call, attributes: Mapping[str, Any]) -> None:
+        """Takes over what the attributes of a call's span, or of its record, say."""
+        one.model = one.model or label(attributes.get("gen_ai.response.model") or attributes.get("gen_ai.request.model"))
+        one.conversation = one.conversation or label(attributes.get("gen_ai.conversation.id"))
+        one.agent_name = one.agent_name or label(attributes.get("gen_ai.agent.name"))
+        if not one.inputs:
+            told = [*_instructions(attributes.get(_SYSTEM), one.gaps), *_messages(attributes, _INPUT, one.gaps)]
+            one.inputs = [self._kept(message) for message in told]
+        if not one.outputs:
+            said = list(_messages(attributes, _OUTPUT, one.gaps))
+            if len(said) > 1 and all(message.message.role == "assistant" for message in said):
+                one.gaps.add("choices besides the first", len(said) - 1)
+                said = said[:1]
+            one.outputs = [self._kept(message) for message in said]
+        if not one.tools and "gen_ai.tool.definitions" in attributes:
+            one.tools = tools(_decoded(attributes["gen_ai.tool.definitions"]), one.gaps)
+
+    def _kept(self, message: Spoken) -> Entry:
+        """The one entry of this message."""
+        self.messages += 1
+        entry = Entry.of(message)
+        if entry.whole not in self.seen:
+            self.seen[entry.whole] = entry
+            self.chars += len(message.message.content) + len(message.reasoning)
+        if self.messages > MOST_MESSAGES or self.chars > MOST_CHARS:
+            raise UserError("the spans hold more messages than can be read at once", fix="import the files one by one")
+        return self.seen[entry.whole]
+
+
+def _run(span: Span) -> ToolRun:
+    attributes = span.attributes
+    arguments = attributes.get("gen_ai.tool.call.arguments")
+    result = attributes.get("gen_ai.tool.call.result")
+    return ToolRun(
+        key=span.key,
+        name=label(attributes.get("gen_ai.tool.name")),
+        id=string(attributes.get("gen_ai.tool.call.id"), "gen_ai.tool.call.id"),
+        arguments=None if arguments is None else _decoded(arguments),
+        result=None if result is None else as_text(result, "gen_ai.tool.call.result"),
+        failed=bool(span.error),
+        start=span.start,
+        end=span.end,
+    )
+
+
+def _decoded(value: Any) -> Any:
+    """JSON text as its value; anything else, and text that is none, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[Spoken]:
+    """The messages of an attribute, JSON text or structured. One that was cut off by the emitter is a gap, not an error."""
+    value = _decoded(attributes.get(name))
+    if isinstance(value, str):
+        gaps.add(f"{name} of a call: it is no JSON, perhaps cut by the emitter's limit")
+        return
+    for number, item in enumerate(objects(value, name)):
+        yield from _message(item, f"{name}[{number}]", gaps)
+
+
+def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Spoken]:
+    """A message in parts. Answers of tools are messages of their own, whatever message they came in."""
+    if "parts" not in item:
+        yield openai.message(item, what, gaps)
+        return
+    role = string(item.get("role"), f"{what}.role")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls, ids, answers = [], [], []
+    for number, part in enumerate(objects(item["parts"], f"{what}.parts")):
+        sort, at = part.get("type"), f"{what}.parts[{number}]"
+        if sort == "text":
+            texts.append(string(part.get("content"), at))
+        elif sort == "reasoning":
+            thoughts.append(string(part.get("content"), at))
+        elif sort == "tool_call":
+            calls.append(call(part.get("name"), part.get("arguments"), at, gaps))
+            ids.append(string(part.get("id"), f"{at}.id"))
+        elif sort == "tool_call_response":
+            result = part.get("response", part.get("result"))
+            answers.append(spoken("tool", as_text("" if result is None else result, at), answers=string(part.get("id"), f"{at}.id")))
+        else:
+            gaps.add(f"parts of type {label(sort) or 'unknown'}: only text, reasoning and tools are kept")
+    if texts or calls or thoughts or not answers:
+        yield spoken(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(thoughts))
+    yield from answers
+
+
+def _instructions(value: Any, gaps: Gaps) -> Sequence[Spoken]:
+    """`gen_ai.system_instructions`, which are apart from the messages."""
+    parts = _decoded(value)
+    if parts is None:
+        return ()
+    if isinstance(parts, str):
+        return (spoken("system", parts),)
+    if not isinstance(parts, list):
+        raise ValueError(f"{_SYSTEM} is {kind(parts)}, not a list")
+    return tuple(_message({"role": "system", "parts": parts}, _SYSTEM, gaps))

@@ -1,0 +1,166 @@
+"""Spans and log records of OTLP in its JSON form, as collectors and the SDKs' file exporters write them.
+
+Described at https://opentelemetry.io/docs/specs/otlp/ and in opentelemetry/proto/trace/v1/trace.proto. Only what tells of generative AI
+is kept: attributes that begin with `gen_ai.`, and how spans hang together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.failure.formats.files import Document, Place, Unreadable
+from agentrl.failure.formats.values import an_object, kind, label, names, objects
+
+Key = tuple[str, str]
+"""Trace id and span id, as they are written: in hex, or in base64 by those who do not follow the specification."""
+
+_KEPT = ("gen_ai.", "error.", "event.")
+_DEEPEST = 70
+_LONGEST_ID = 64
+_WHOLE = re.compile(r"-?[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a span says."""
+
+    key: Key
+    parent: str  # span id in the same trace; empty: none
+    start: int  # ns since 1970; 0: not said
+    end: int
+    attributes: Mapping[str, Any]
+    error: str  # what went wrong, in its own words; empty: nothing
+    service: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a log record says of a span."""
+
+    key: Key
+    name: str
+    at: int  # ns since 1970; 0: not said
+    attributes: Mapping[str, Any]
+    body: Any
+    service: str
+    place: Place
+
+
+def recognises(value: Any) -> bool:
+    """Whether a JSON document claims to be an export of spans or log records."""
+    return isinstance(value, dict) and ("resourceSpans" in value or "resourceLogs" in value)
+
+
+def entries(document: Document) -> Iterator[Span | Event | Unreadable]:
+    """The spans and events of one export. One that is none is told, the others are read."""
+    whole, place = document.value, document.place
+    fix = "export spans as OTLP JSON, ids in hex"
+    for outer, scope, inner, make in (("resourceSpans", "scopeSpans", "spans", _span), ("resourceLogs", "scopeLogs", "logRecords", _event)):
+        try:
+            for resource in objects(whole.get(outer), outer):
+                service = _service(resource)
+                for scoped in objects(resource.get(scope), scope):
+                    items = scoped.get(inner)
+                    if items is not None and not isinstance(items, list):
+                        raise ValueError(f"{inner} is {kind(items)}, not a list")
+                    for number, item in enumerate(items or []):
+                        try:
+                            found = make(an_object(item, inner), service, place)
+                        except (ValueError, RecursionError) as error:
+                            yield place.unreadable(error, where=f"{inner}[{number}]", fix=fix)
+                            continue
+                        if found is not None:
+                            yield found
+        except ValueError as error:
+            yield place.unreadable(error, fix=fix)
+
+
+def _service(resource: Mapping[str, Any]) -> str:
+    found = names(resource.get("resource")).get("attributes")
+    for item in found if isinstance(found, list) else []:
+        if isinstance(item, dict) and item.get("key") == "service.name":
+            return label(names(item.get("value")).get("stringValue"))
+    return ""
+
+
+def _span(span: Mapping[str, Any], service: str, place: Place) -> Span:
+    status = names(span.get("status"))
+    attributes = _attributes(span.get("attributes"))
+    failed = status.get("code") in (2, "STATUS_CODE_ERROR")
+    error = label(attributes.get("error.type")) or label(status.get("message")) or "error" if failed else ""
+    return Span(
+        key=(_id(span.get("traceId"), "traceId"), _id(span.get("spanId"), "spanId")),
+        parent=_id(span.get("parentSpanId") or "-", "parentSpanId").strip("-"),
+        start=_time(span.get("startTimeUnixNano")),
+        end=_time(span.get("endTimeUnixNano")),
+        attributes=attributes,
+        error=error,
+        service=service,
+        place=place,
+    )
+
+
+def _event(record: Mapping[str, Any], service: str, place: Place) -> Event | None:
+    """A log record that tells of generative AI, else None."""
+    attributes = _attributes(record.get("attributes"))
+    name = record.get("eventName") or attributes.get("event.name")
+    if not isinstance(name, str) or not name.startswith("gen_ai."):
+        return None
+    return Event(
+        key=(_id(record.get("traceId"), "traceId"), _id(record.get("spanId"), "spanId")),
+        name=name,
+        at=_time(record.get("timeUnixNano")) or _time(record.get("observedTimeUnixNano")),
+        attributes=attributes,
+        body=any_value(record.get("body")),
+        service=service,
+        place=place,
+    )
+
+
+def _attributes(found: Any) -> dict[str, Any]:
+    kept = {}
+    for item in objects(found, "attributes"):
+        key = item.get("key")
+        if isinstance(key, str) and key.startswith(_KEPT):
+            kept[key] = any_value(item.get("value"))
+    return kept
+
+
+def any_value(value: Any, levels: int = _DEEPEST) -> Any:
+    """A plain value of an `AnyValue`. Raises `ValueError`."""
+    if value is None or value == {}:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"a value is {kind(value)}, not an object such as {{'stringValue': ...}}")
+    if levels <= 0:
+        raise ValueError(f"a value is nested deeper than {_DEEPEST} levels")
+    if "arrayValue" in value:
+        return [any_value(item, levels - 1) for item in objects(names(value["arrayValue"]).get("values"), "values")]
+    if "kvlistValue" in value:
+        items = objects(names(value["kvlistValue"]).get("values"), "values")
+        return {item["key"]: any_value(item.get("value"), levels - 1) for item in items if isinstance(item.get("key"), str)}
+    if "intValue" in value:
+        return _whole(value["intValue"])
+    return next((value[key] for key in ("stringValue", "boolValue", "doubleValue", "bytesValue") if key in value), None)
+
+
+def _id(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= _LONGEST_ID or not value.isascii():
+        raise ValueError(f"{what} is {kind(value)} that is no id")
+    return value.lower() if len(value) in (16, 32) else value
+
+
+def _time(value: Any) -> int:
+    number = _whole(value)
+    return number if isinstance(number, int) and 0 < number < 1 << 63 else 0
+
+
+def _whole(value: Any) -> Any:
+    """A number that OTLP may write as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    return int(value) if isinstance(value, int) or _WHOLE.fullmatch(value) else None

@@ -1,0 +1,154 @@
+"""ATIF: there and back again, and our own episodes as documents that the format's models take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from atif import Trajectory as Atif
+
+from agentrl.errors import UserError
+from agentrl.failure.formats import read_all, write
+from agentrl.failure.formats.atif_export import document
+from agentrl.failure.trace import Tag, Trace, Why
+from agentrl.records import Episode, Message, Parent, Score, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
+from agentrl.testing.samples import sample_task
+
+DATA = Path(__file__).parent / "data"
+
+
+def test_a_document_with_sub_agents_comes_back_as_it_was(tmp_path: Path) -> None:
+    (trace,), told = read_all(DATA / "atif.json")
+    assert not told and not trace.missing
+    speakers = [one.agent for one in trace.spoken]
+    assert speakers == ["desk"] * 3 + ["checker"] * 4 + ["desk"] + ["checker 2"] * 3 + ["checker 3"] * 4 + ["checker 2"] * 2 + ["desk"] * 2
+    write([trace], tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads((DATA / "atif.json").read_text())
+
+
+def test_what_a_trace_cannot_hold_is_said_and_no_path_is_followed() -> None:
+    (trace,), _ = read_all(DATA / "atif_rich.jsonl")
+    for gap in (
+        "type image",
+        "exact tokens",
+        "cost",
+        "final metrics",
+        "stub-2",
+        "copied",
+        "sub-agent's trajectory, which is elsewhere",
+        "its continuation",
+        "time of",
+    ):
+        assert any(gap in what for what in trace.missing), gap
+    assert "root:" not in str(trace)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if "silent" not in path.name))
+def test_every_import_is_written_as_the_format_demands_and_says_the_same(name: str, tmp_path: Path) -> None:
+    traces, _ = read_all(DATA / name)
+    assert write(traces, tmp_path / "out.jsonl") == len(traces)
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        Atif.model_validate_json(line)
+    back, _ = read_all(tmp_path / "out.jsonl")
+    for was, now in zip(traces, back, strict=True):
+        assert [(one.message, one.call_ids, one.answers, one.failed, one.reasoning) for one in was.spoken] == [
+            (one.message, one.call_ids, one.answers, one.failed, one.reasoning) for one in now.spoken
+        ]
+        assert [one.at_s for one in now.spoken] == pytest.approx([one.at_s for one in was.spoken], abs=2e-6)
+        assert len({one.agent for one in was.spoken}) == len({one.agent for one in now.spoken})
+
+
+def turn(*ids: int, calls: tuple[str, ...] = (), results: tuple[str, ...] = (), logprob: float = -0.5) -> Turn:
+    made = tuple(ToolCall(name=name, arguments={"n": 1}) for name in calls)
+    return Turn(
+        prompt_ids=ids,
+        completion_ids=(7, 8),
+        logprobs=(logprob, -0.25),
+        versions=(VersionSpan(version=3, start=0, end=2),),
+        message=Message(role="assistant", content="é<|im_end|>", tool_calls=made),
+        finish_reason="stop",
+        tool_results=tuple(ToolResult(name="t", output=text, ok=text != "bad") for text in results),
+    )
+
+
+def own() -> Trace:
+    """An episode with two calls at once, one of which started a sub-agent, and an agent that went on in a new context."""
+    task = sample_task()
+    main = Trajectory(agent="main", turns=(turn(1, 2, calls=("python", "ask"), results=("bad", "fine")), turn(4, logprob=float("-inf"))))
+    helper = Trajectory(
+        agent="helper", turns=(turn(5),), parent=Parent(trajectory=0, turn=0, call=1), prompt=(Message(role="user", content="h"),)
+    )
+    later = Trajectory(agent="main", turns=(turn(6), turn(9)), parent=Parent(trajectory=0, turn=1), inherited=("e0",))
+    episode = Episode(id="e1", task_id=task.id, task_key=task.key, trajectories=(main, helper, later), answer="4")
+    score = Score(value=0.0, parts={"exact": 0.0})
+    return Trace(id="run:../x", why=Why.FAILED, task=task, episode=episode, score=score, tags=(Tag(name="gave_up", by="rules"),))
+
+
+def test_our_own_episodes_are_written_with_their_tokens_and_their_tree() -> None:
+    trace = own()
+    made = Atif.model_validate(document(trace))
+    assert trace.task is not None and made.session_id == "e1"
+    said = made.steps[len(trace.task.prompt) :]
+    first, last = said
+    assert first.metrics is not None and last.metrics is not None
+    assert (first.metrics.prompt_token_ids, first.metrics.completion_token_ids, first.metrics.logprobs) == ([1, 2], [7, 8], [-0.5, -0.25])
+    assert (last.metrics.prompt_token_ids, last.metrics.logprobs) == ([1, 2, 7, 8, 4], None)  # infinity is no JSON number
+    assert first.tool_calls is not None and first.observation is not None
+    bad, fine = first.observation.results
+    assert [bad.source_call_id, fine.source_call_id] == [call.tool_call_id for call in first.tool_calls]
+    assert bad.extra is not None and bad.extra["agentrl"]["failed"] is True
+    helper, later = made.subagent_trajectories or []
+    assert [ref.trajectory_id for ref in fine.subagent_trajectory_ref or []] == [helper.trajectory_id]
+    assert helper.agent.name == "helper" and later.agent.name == "main" and later.extra is not None
+    assert later.extra["agentrl"]["continues"] == {"trajectory_id": made.trajectory_id, "turn": 1}
+    assert [step.is_copied_context for step in later.steps][-2:] == [True, None]
+    assert made.extra is not None and made.extra["agentrl"]["score"]["value"] == 0.0
+
+
+def test_our_own_episodes_are_read_back_as_what_was_said(tmp_path: Path) -> None:
+    assert write([own(), own()], tmp_path / "out") == 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run-..-x-2.json", "run-..-x.json"]
+    (back,), told = read_all(tmp_path / "out")
+    assert len(told) == 1 and "is the same as" in told[0].message
+    assert [one.agent for one in back.spoken if one.message.role == "assistant"] == ["main", "helper", "main", "main 2", "main 2"]
+    assert [one.failed for one in back.spoken if one.message.role == "tool"] == [True, False]
+    assert any("exact tokens" in gap for gap in back.missing)
+    assert write([own()], tmp_path / "chat.jsonl", format="openai") == 3  # a conversation for each agent and context
+    with pytest.raises(UserError, match="more than one document"):
+        write([own()], tmp_path / "chat.json", format="openai")
+    with pytest.raises(UserError, match="is not written"):
+        write([own()], tmp_path / "x", format="otel")
+
+
+def test_however_often_an_agent_goes_on_its_document_stays_flat(tmp_path: Path) -> None:
+    task = sample_task()
+    contexts = [Trajectory(agent="main", turns=(turn(1),), parent=Parent(trajectory=at - 1, turn=0) if at else None) for at in range(300)]
+    calls = turn(1, calls=("ask",), results=("fine",))
+    nested = [Trajectory(agent="a", turns=(calls,), parent=Parent(trajectory=at - 1, turn=0, call=0) if at else None) for at in range(300)]
+    for trajectories in (contexts, nested):
+        episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=tuple(trajectories))
+        trace = Trace(id="t", why=Why.FAILED, task=task, episode=episode)
+        Atif.model_validate(document(trace))
+        write([trace], tmp_path / "out.json")
+        (back,), _ = read_all(tmp_path / "out.json")
+        assert len({one.agent for one in back.spoken}) == 300
+
+
+def test_hostile_documents_end_in_an_error(tmp_path: Path) -> None:
+    agent = {"name": "a", "version": "1"}
+    steps = [{"step_id": 1, "source": "user", "message": "q"}]
+
+    def nested(depth: int) -> dict[str, Any]:
+        whole: dict[str, Any] = {"schema_version": "ATIF-v1.8", "trajectory_id": "x", "agent": agent, "steps": steps}
+        return whole | ({"subagent_trajectories": [nested(depth - 1)]} if depth else {})
+
+    (tmp_path / "deep.json").write_text(json.dumps(nested(60)))
+    with pytest.raises(UserError, match="levels of sub-agents"):
+        read_all(tmp_path / "deep.json")
+    twice = nested(0) | {"subagent_trajectories": [nested(0), nested(0)]}
+    (tmp_path / "twice.json").write_text(json.dumps(twice))
+    (trace,), _ = read_all(tmp_path / "twice.json")
+    assert [one.agent for one in trace.spoken] == ["a", "a 2", "a 3"] and any("another's too" in gap for gap in trace.missing)
+    Atif.model_validate(document(trace))

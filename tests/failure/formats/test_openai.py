@@ -1,0 +1,78 @@
+"""Chat messages: what a real client exchanged, and odd forms of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.failure.formats import read_all, write
+from agentrl.failure.formats.values import UNPARSED
+from agentrl.failure.trace import Trace
+
+DATA = Path(__file__).parent / "data"
+
+
+def one(document: Any, path: Path) -> Trace:
+    path.write_text(json.dumps(document))
+    (trace,), told = read_all(path)
+    assert not told
+    return trace
+
+
+def test_a_conversation_with_two_calls_at_once_an_error_and_arguments_that_are_none() -> None:
+    (whole, asked), _ = read_all(DATA / "openai.jsonl")
+    roles = [said.message.role for said in whole.spoken]
+    assert roles == ["system", "user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
+    assert "Zoë 🦊 says \u201csoon\u201d,\u2028naïve \u202e<|im_end|>" in whole.spoken[1].message.content
+    both, broken = whole.spoken[2], whole.spoken[5]
+    assert [call.arguments for call in both.message.tool_calls] == [{"order": "A-1"}, {"order": "A-2"}]
+    assert both.call_ids == tuple(said.answers for said in whole.spoken[3:5]) == ("call_1", "call_2")
+    assert broken.message.tool_calls[0].arguments == {UNPARSED: '{"order": A-2}'}
+    assert any(UNPARSED in gap for gap in whole.missing) and len(whole.tools) == 2
+    assert (asked.origin["model"], len(asked.spoken)) == ("stub-1", 3)
+
+
+def test_what_is_written_is_the_conversation_again(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (DATA / "openai.jsonl").read_text().splitlines()]
+    traces, _ = read_all(DATA / "openai.jsonl")
+    assert write(traces, tmp_path / "again.jsonl", format="openai") == 2
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    for message, said in zip(again[0]["messages"], lines[0]["messages"], strict=True):
+        assert {key: value for key, value in message.items() if value is not None} == said
+    assert again[0]["tools"] == lines[0]["tools"]
+    back, _ = read_all(tmp_path / "again.jsonl")
+    assert [trace.spoken for trace in back] == [trace.spoken for trace in traces]
+
+
+def test_each_speaker_keeps_its_name_and_all_stay_in_one_conversation(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "q"}, *({"role": "assistant", "name": name, "content": name} for name in ("planner", "coder"))]
+    trace = one(said, tmp_path / "a.json")
+    assert [told.agent for told in trace.spoken] == ["", "planner", "coder"]
+    for format in ("openai", "atif"):
+        assert write([trace], tmp_path / "b.json", format=format) == 1
+        (back,), _ = read_all(tmp_path / "b.json")
+        assert back.spoken == trace.spoken
+
+
+@pytest.mark.parametrize(
+    ("message", "gap"),
+    [
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]},
+            "image_url",
+        ),
+        ({"role": "tool", "content": "a"}, "which call"),
+        ({"role": "assistant", "content": "a", "audio": {"data": "x"}}, "audio"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}, "arguments of a tool call"),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": '{"a": NaN}'}}, UNPARSED),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": "[" * 5000}}, UNPARSED),
+        ({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": '{"a": "\ud83d"}'}}, UNPARSED),
+    ],
+)
+def test_what_is_not_there_or_not_kept_is_said(message: dict[str, Any], gap: str, tmp_path: Path) -> None:
+    trace = one([message], tmp_path / "a.json")
+    assert trace.spoken[0].message.content == "a"
+    assert any(gap in what for what in trace.missing), trace.missing

@@ -1,0 +1,127 @@
+"""Spans: conversations put together again from what real instrumentations exported, and from spans that lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.failure.formats import Unreadable, otel_lines, read, read_all
+from agentrl.failure.formats.otel import CAPTURE
+from agentrl.failure.trace import Trace
+
+DATA = Path(__file__).parent / "data"
+
+
+def said(trace: Trace) -> list[Any]:
+    return [(one.message, one.call_ids, one.answers) for one in trace.spoken]
+
+
+@pytest.mark.parametrize("name", ["otel_events", "otel_parts.jsonl", "otel_parts_events", "otel_openllmetry.jsonl"])
+def test_every_emitter_tells_the_conversation_that_took_place(name: str) -> None:
+    """The same agent as in openai.jsonl; up to v1.36 a repeated message that calls tools has lost its text."""
+    (trace,), told = read_all(DATA / name)
+    (whole, _), _ = read_all(DATA / "openai.jsonl")
+    assert not told and said(trace) == said(whole)
+    times = [one.at_s for one in trace.spoken if one.at_s is not None]
+    assert len(times) == 8 and times == sorted(times) and times[0] == 0.0
+    assert trace.origin["service"] == "support" and trace.origin["started"].startswith("20")
+
+
+def test_agents_keep_who_speaks_and_a_tools_error_is_kept() -> None:
+    (trace,), _ = read_all(DATA / "otel_agents.jsonl")
+    assert [(one.agent, one.message.role) for one in trace.spoken] == [
+        *(("desk", role) for role in ("system", "user", "assistant")),
+        *(("checker", role) for role in ("system", "user", "assistant", "tool", "assistant")),  # before the answer that came of it
+        *(("desk", role) for role in ("tool", "assistant")),
+    ]
+    assert [one.failed for one in trace.spoken if one.message.role == "tool"] == [True, False]
+    assert not trace.missing
+
+
+def test_contents_that_were_not_captured_are_not_made_up() -> None:
+    for one in read(DATA / "otel_silent.jsonl"):
+        assert isinstance(one, Unreadable) and CAPTURE in one.fix and "trace" in one.where
+
+
+def text(role: str, words: str) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": "text", "content": words}]}
+
+
+def span(id: int, parent: int = 0, operation: str = "chat", **told: Any) -> dict[str, Any]:
+    attributes = {"gen_ai.operation.name": operation, **{f"gen_ai.{name.replace('_', '.')}": value for name, value in told.items()}}
+    values = [
+        {"key": key, "value": {"stringValue": item if isinstance(item, str) else json.dumps(item)}} for key, item in attributes.items()
+    ]
+    return {
+        "traceId": "a" * 32, "spanId": f"{id:016x}", "parentSpanId": f"{parent:016x}" if parent else "", "attributes": values,
+        "startTimeUnixNano": str(id * 10), "endTimeUnixNano": str(id * 10 + 5),
+    }  # fmt: skip
+
+
+def export(path: Path, *spans: Any) -> list[Trace | Unreadable]:
+    path.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": list(spans)}]}]}))
+    return list(read(path))
+
+
+def test_spans_that_call_each_other_in_a_circle_are_told_once(tmp_path: Path) -> None:
+    spans = [span(number, number % 3 + 1, "invoke_agent", agent_name=f"agent{number}") for number in (1, 2, 3)]
+    calls = [
+        span(10 + number, number, input_messages=[text("user", f"q{number}")], output_messages=[text("assistant", "a")])
+        for number in (1, 2, 3)
+    ]
+    loop = [{**span(20, 21), "attributes": []}, {**span(21, 20), "attributes": []}, span(22, 21, input_messages=[text("user", "q")])]
+    (trace,) = export(tmp_path / "a.json", *spans, *calls, *loop)
+    assert isinstance(trace, Trace) and len(trace.spoken) == 7
+    assert {one.agent for one in trace.spoken} == {"", "agent1", "agent2", "agent3"}
+    assert any("cycle" in gap for gap in trace.missing)
+
+
+def test_agents_without_end_within_agents_are_told_all(tmp_path: Path) -> None:
+    depth = otel_lines.DEEPEST * 40
+    agents = [span(number, number - 1, "invoke_agent", agent_name="a") for number in range(1, depth)]
+    calls = [span(depth + number, number, input_messages=[text("user", str(number))]) for number in range(1, depth)]
+    (trace,) = export(tmp_path / "a.json", *agents, *calls)
+    assert isinstance(trace, Trace) and len({one.agent for one in trace.spoken}) == len(trace.spoken) == depth - 1
+
+
+def test_duplicates_gaps_and_wrong_types_do_not_lose_the_rest(tmp_path: Path) -> None:
+    good = span(1, input_messages=[text("user", "q")], output_messages=[text("assistant", "a")])
+    cut = span(2, input_messages='[{"role": "user", "parts": [{"ty', output_messages=[text("assistant", "b")])
+    odd = [7, {"traceId": "../x" * 40}, {**span(3), "attributes": 3}, {**good, "parentSpanId": "9" * 16}, {**span(4), "spanId": None}]
+    failed = {**span(5, 99, input_messages=[text("user", "q"), text("assistant", "a"), text("user", "r")]), "status": {"code": 2}}
+    found = export(tmp_path / "a.json", good, good, cut, *odd, failed)
+    (trace,) = [one for one in found if isinstance(one, Trace)]
+    told = [one for one in found if isinstance(one, Unreadable)]
+    assert len(told) == len(odd) and "is there twice, with another parent" in str(told[3]) and all(one.fix for one in told)
+    assert [one.message.content for one in trace.spoken] == ["q", "a", "r", "b"]  # each conversation by itself
+    for gap in ("cut by the emitter", "the call failed, error", "a span above others", "conversations of one agent"):
+        assert any(gap in what for what in trace.missing), gap
+
+
+def test_a_tools_span_tells_of_the_last_answer_that_no_call_repeats(tmp_path: Path) -> None:
+    calls = {"role": "assistant", "parts": [{"type": "tool_call", "id": "c", "name": "f", "arguments": {"a": 1}}]}
+    asks = span(1, 9, input_messages=[text("user", "q")], output_messages=[calls])
+    run = {**span(2, 9, "execute_tool", tool_name="f", tool_call_id="x"), "status": {"code": 2}}
+    run["attributes"][-1] = {"key": "gen_ai.tool.call.id", "value": {"stringValue": "c"}}
+    run["attributes"].append({"key": "gen_ai.tool.call.result", "value": {"stringValue": "it broke"}})
+    (trace,) = export(tmp_path / "a.json", asks, run)
+    assert isinstance(trace, Trace)
+    last = trace.spoken[-1]
+    assert (last.message.content, last.answers, last.failed) == ("it broke", "c", True)
+
+
+def test_conversations_of_one_service_are_told_apart(tmp_path: Path) -> None:
+    """Calls with nothing around them: each has a trace id of its own, and only what was said tells what goes on with what."""
+    spans = []
+    for number in range(6):
+        talk, turn = divmod(number, 2) if number < 4 else (number, 0)
+        history = [text("user", f"q{talk}"), text("assistant", "a"), text("user", "more")][: 1 + 2 * turn]
+        one = span(number + 1, input_messages=history, output_messages=[text("assistant", "a" if turn == 0 else "b")])
+        spans.append({**one, "traceId": f"{number:032x}"})
+    traces = [one for one in export(tmp_path / "a.json", *spans) if isinstance(one, Trace)]
+    assert [[one.message.content for one in trace.spoken] for trace in traces] == [
+        ["q0", "a", "more", "b"], ["q1", "a", "more", "b"], ["q4", "a"], ["q5", "a"],
+    ]  # fmt: skip

@@ -1,0 +1,141 @@
+"""What is no trace is told with its place and a fix, in bounded time and memory, and never costs the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import UserError
+from agentrl.failure.formats import Unreadable, files, otel, read, read_all
+from agentrl.failure.trace import Trace, Why
+
+DATA = Path(__file__).parent / "data"
+CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+AGENT = {"name": "a", "version": "1"}
+ATIF: dict[str, Any] = {"schema_version": "ATIF-v1.8", "agent": AGENT, "steps": [{"step_id": 1, "source": "user", "message": "q"}]}
+
+
+def refused(path: Path, document: Any) -> Unreadable:
+    """The one thing told of a document that gives no trace."""
+    path.write_text(document if isinstance(document, str) else json.dumps(document))
+    (one,) = read(path)
+    assert isinstance(one, Unreadable) and one.fix and str(one).startswith(str(path))
+    return one
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if "silent" not in path.name))
+def test_what_real_emitters_write_is_known_by_its_content(name: str) -> None:
+    traces, told = read_all(DATA / name)
+    assert not told
+    for trace in traces:
+        assert trace.why is Why.IMPORTED and trace.source == name.partition("_")[0].partition(".")[0] and trace.origin["file"]
+        assert codec.from_json(Trace, codec.to_json(trace)) == trace
+
+
+def test_a_folder_is_read_whole_and_the_same_again_is_told() -> None:
+    traces, told = read_all(DATA)
+    assert len({trace.id for trace in traces}) == len(traces) == 9
+    assert [one.message.partition(": ")[2] for one in told] == ["tells no contents of messages"] * 3  # of otel_silent.jsonl
+    again, _ = read_all(DATA)
+    assert again == traces
+
+
+def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
+    other = {"messages": [{"role": "user", "content": "r"}]}
+    lines = [
+        b"{",
+        json.dumps(CHAT).encode(),
+        b"\xff",
+        b"",
+        b'{"messages": 3}',
+        b'{"a": 1}',
+        json.dumps(CHAT).encode(),
+        json.dumps(other).encode(),
+    ]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found = list(read(path))
+    assert [one.origin["place"] for one in found if isinstance(one, Trace)] == ["line 2", "line 8"]
+    told = {one.where: one.message.partition(": ")[2] for one in found if isinstance(one, Unreadable)}
+    assert list(told) == ["line 1", "line 3", "line 5", "line 6", "line 7"]
+    assert "not JSON" in told["line 1"] and "UTF-8" in told["line 3"] and "not a list" in told["line 5"]
+    assert told["line 6"] == "is of no format that is known: an object with 'a'" and told["line 7"] == "is the same as some.jsonl, line 2"
+    path.rename(tmp_path / "some.json")  # a file of lines that is named otherwise, and whose first line is broken
+    (tmp_path / "some.json").write_bytes(b"{3}\n" + b"\n".join(lines))
+    assert sum(isinstance(one, Trace) for one in read(tmp_path / "some.json")) == 2
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({**ATIF, "schema_version": "ATIF-v2.0"}, r"'ATIF-v2\.0'; known are ATIF-v1\.0 to"),
+        ({**ATIF, "schema_version": "ATIF-v1.9"}, "known are"),
+        ({**ATIF, "schema_version": None}, "has no schema_version"),
+        ({**ATIF, "steps": []}, "has no steps"),
+        ({**ATIF, "steps": {}}, "steps is an object, not a list"),
+        ({**ATIF, "steps": [{"step_id": 1, "source": "robot", "message": ""}]}, "step 1: source"),
+        ({**ATIF, "steps": [{"step_id": 1, "source": "user", "message": 3}]}, "step 1: message is a number"),
+        ([{"role": "user", "content": {"a": 1}}], r"messages\[0\].content is an object"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": None}}]}], "names no function"),
+        ([{"role": "\u202e", "content": ""}], "role"),
+        ([{"type": "function_call", "call_id": "c", "name": "n", "arguments": "{}"}], "Responses API"),
+        ({"name": "chat", "context": {"trace_id": "0x1"}}, "console exporter"),
+        ("[" * 200_000, "nested too deep"),
+        ('{"messages": ' + "9" * 5000 + "}", "integer"),
+        ("", "is empty"),
+        ("3", "no format that is known"),
+        ('"\x1b[2J\u202e"', "is not JSON"),
+    ],
+)
+def test_a_document_that_is_none_says_why(document: Any, said: str, tmp_path: Path) -> None:
+    one = refused(tmp_path / "one.json", document)
+    assert re.search(said, one.message), one.message
+    assert all(letter.isprintable() for letter in one.message)
+
+
+def test_sizes_are_bounded_before_anything_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LARGEST", 1000)
+    path = tmp_path / "long.jsonl"
+    path.write_text("\n".join([json.dumps(CHAT), '{"messages": "' + "x" * 5000 + '"}', json.dumps(CHAT["messages"][:1])]))
+    first, long, last = read(path)
+    assert isinstance(first, Trace) and isinstance(last, Trace)
+    assert isinstance(long, Unreadable) and long.where == "line 2" and "longer than" in long.message
+    monkeypatch.setattr(files, "LARGEST", 1 << 20)
+    monkeypatch.setattr(files, "LARGEST_IN_MEMORY", 1 << 20)
+    assert "too many values" in refused(tmp_path / "bomb.json", "[" + "{}," * 200_000 + "{}]").message
+
+
+def test_a_million_spans_are_refused_before_they_fill_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(otel, "MOST_SPANS", 1000)
+    span = {"traceId": "a" * 32, "parentSpanId": "", "name": "GET"}
+    spans = [{**span, "spanId": f"{number:016x}"} for number in range(400)]
+    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]})
+    path = tmp_path / "many.jsonl"
+    path.write_text("\n".join([line] * 5))
+    with pytest.raises(UserError, match=r"more than 1000 spans") as raised:
+        list(read(path))
+    assert raised.value.fix
+
+
+def test_a_path_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not there"):
+        read(tmp_path / "none.json")
+    with pytest.raises(UserError, match="holds no files"):
+        list(read(tmp_path))
+    with pytest.raises(UserError, match="no format 'xml'"):
+        read(DATA, "xml")
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "link.json").symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match="holds no files"):  # neither waited for nor followed
+        list(read(tmp_path))
+    (tmp_path / "a.json").write_text("{}")
+    with pytest.raises(UserError, match=r"a\.json: is of no format"):
+        read_all(tmp_path)
+    with pytest.raises(UserError, match="is of no format"):
+        read_all(DATA / "openai.jsonl", "atif")
