@@ -8,9 +8,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -34,6 +35,9 @@ OfVersion = Annotated[int | None, typer.Option("--version", help="Only those who
 OfWhy = Annotated[str, typer.Option("--why", help="Only those kept for this: failed, hacked, timeout, limit, regressed, fault, imported.")]
 Rules = Annotated[list[str] | None, typer.Option("--rules", help="Rules of yours, module:attr or ./file.py:attr, asked first.")]
 _TELL_EVERY = 500  # traces between two words of progress
+_BATCH = 100  # traces that are in memory at once
+_TOLD = 20  # of what could not be read
+T = TypeVar("T")
 
 
 @failures_app.command("list", epilog="Example: agentrl failures list runs/quickstart --tag misread_output --phase after")
@@ -221,6 +225,68 @@ def promote_failures(
     else:
         print("\n".join(one.told for one in done))
         print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
+
+
+@failures_app.command("import", epilog="Example: agentrl failures import runs/support spans.jsonl --format otel")
+def import_failures(
+    run: Annotated[Path, typer.Argument(help="Folder that takes the traces: a run's, or any; made where there is none.")],
+    path: Annotated[Path, typer.Argument(help="File of traces, or a folder of them.")],
+    form: Annotated[str | None, typer.Option("--format", help="openai, otel or atif. Default: known by the content.")] = None,
+    rules: Rules = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take in traces of other people's agents, named by rules. What cannot be read is told, and the rest is taken."""
+    from agentrl.failure.collection import Collection
+    from agentrl.failure.digest import write_digest
+    from agentrl.failure.formats import Unreadable, read
+    from agentrl.failure.tell import line
+    from agentrl.failure.triage import by_rules
+
+    asked, told, kept, seen = _rules(rules), 0, 0, 0
+    for some in _batches(read(path, form)):
+        traces = [one for one in some if not isinstance(one, Unreadable)]
+        for one in some:
+            if isinstance(one, Unreadable):
+                told += 1
+                if told <= _TOLD:
+                    print(f"left out: {line(str(one))}", file=sys.stderr)
+        seen += len(traces)
+        if traces:
+            with Collection(run, make=True) as collection:
+                kept += collection.add(replace(one, phase=one.phase or "imported", tags=one.tags or by_rules(one, asked)) for one in traces)
+    if told > _TOLD:
+        print(f"left out: {told - _TOLD} more", file=sys.stderr)
+    if seen:
+        write_digest(run)
+    lost = told + seen - kept
+    print(json.dumps({"kept": kept, "left_out": lost}) if as_json else f"{kept} traces are in {run}, {lost} were left out")
+    raise typer.Exit(0 if kept else 1)
+
+
+@failures_app.command("export", epilog="Example: agentrl failures export runs/quickstart loops.jsonl --tag looped --format atif")
+def export_failures(
+    run: RunFolder,
+    path: Annotated[Path, typer.Argument(help="A .jsonl file gets a document a line, any other name a folder with a file each.")],
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: all that the filters leave.")] = None,
+    form: Annotated[str, typer.Option("--format", help="atif or openai.")] = "atif",
+    tag: OfTag = "",
+    kind: OfKind = "",
+    phase: OfPhase = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write traces in a format that other people's programs read."""
+    from agentrl.failure.formats import write
+
+    with _opened(run) as collection:
+        some = _each(collection, _wanted(tag=tag, kind=kind, phase=phase, ids=traces), "written")
+        number = write((trace for _, trace in some), path, form)
+    print(json.dumps({"documents": number}) if as_json else f"{number} documents in {path}")
+    raise typer.Exit(0 if number else 1)
+
+
+def _batches(found: Iterator[T]) -> Iterator[list[T]]:
+    while some := list(islice(found, _BATCH)):
+        yield some
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Whatever the trace holds, a view is bounded: long texts keep head and tail, and 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,11 @@ MAX_CHARS = 16_000
 """Characters of one text."""
 
 _ENDS_OTHERWISE = ("submitted", "answered", "failed", "")  # stop reasons that name no limit
-UNANSWERED = "no answer to this call"
+_ERROR = re.compile(
+    r"(?:error|exception|failed|failure|fatal)\b\s*[:!-]|traceback \(most recent|\W{0,4}\"?(?:is_?)?error\"?\s*:(?!\s*(?:null|false|\"\"))",
+    re.IGNORECASE,
+)
+_RAISED = re.compile(r"(?:\w+\.){0,8}\w{0,60}(?:Error|Exception)(?::|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +220,7 @@ def _of_words(trace: Trace) -> View:
             prompt.append(one.message)
     for index, one in enumerate(spoken):
         calls = tuple(
-            _call(call, "" if found is None else found.message.content, None if found is None else not found.failed)
+            _call(call, "" if found is None else found.message.content, None if found is None else _went_well(found))
             for place, call in enumerate(one.message.tool_calls[:MAX_CALLS])
             for found in (answered[index].get(place),)
         )
@@ -232,6 +237,12 @@ def _of_words(trace: Trace) -> View:
         more_turns=more,
         _places=_placed(steps),
     )
+
+
+def _went_well(answer: Spoken) -> bool:
+    """Whether a tool's answer is none of an error; most formats do not mark them, so that its words must say."""
+    words = answer.message.content.strip()
+    return not answer.failed and not _ERROR.match(words[:200]) and not _RAISED.match(words[-400:].rpartition("\n")[2])
 
 
 def _next_open(spoken: Sequence[Spoken], answered: Sequence[Mapping[int, Spoken]]) -> tuple[int, int]:

@@ -31,7 +31,7 @@ def call(*arguments: str, wrong: bool = False) -> str:
         assert isinstance(done.exception, UserError) or done.exit_code == 2, done.output
         return str(done.exception)
     assert done.exit_code == 0, f"{done.output}{done.exception!r}"
-    return done.output
+    return done.stdout if "--json" in arguments else done.output
 
 
 @pytest.fixture
@@ -119,6 +119,30 @@ def test_cluster_tells_of_every_trace(run: Path) -> None:
     found = json.loads(call("cluster", str(run), "--json"))
     assert sorted(name for one in found for name in one["ids"]) == ["g000000-0-a0", "g000001-0-a0", "g000002-0-a0"]
     assert "wrong_tool 1" in call("cluster", str(run), "--tag", "wrong_tool")
+
+
+def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "How many rows?"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "cout", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "error: no such tool"},
+        {"role": "assistant", "content": "I cannot do that."},
+    ]
+    given = tmp_path / "chats.jsonl"
+    given.write_text(json.dumps({"messages": chat}) + "\n" + HOSTILE + "\n")
+    into = tmp_path / "support"
+    assert json.loads(call("import", str(into), str(given), "--json")) == {"kept": 1, "left_out": 1}
+    (row,) = json.loads(call("list", str(into), "--json"))["traces"]
+    assert (row["why"], row["phase"], row["question"]) == ("imported", "imported", "How many rows?")
+    assert row["tag"] == "wrong_tool", "no format says that this answer is an error, but its words do"
+    assert "no such tool" in call("show", str(into), row["id"])
+    assert call("import", str(into), str(given)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
+    assert "holds no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
+    out = tmp_path / "out.jsonl"
+    assert json.loads(call("export", str(run), str(out), "--tag", "misread_output", "--json")) == {"documents": 1}
+    assert "421" in out.read_text()
+    back = tmp_path / "back"
+    assert json.loads(call("import", str(back), str(out), "--format", "atif", "--json"))["kept"] == 1
 
 
 def hostile() -> list[Trace]:

@@ -60,6 +60,11 @@ POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
         0,
     ),
     "bad_arguments, of a program": ("bad_arguments", trace(GOOD, turn(BAD_CODE), WRONG, answer="97", of=task(truth="5")), 1),
+    "bad_arguments, in words": (
+        "bad_arguments",
+        heard(said("assistant", "", count(path="a")), said("tool", '{"error": "path: field required"}'), said("assistant", "Sorry.")),
+        0,
+    ),
     "bad_arguments, by schema": ("bad_arguments", heard(said("assistant", "", count(file="a.csv")), tools=(COUNT,)), 0),
     "misread_output": ("misread_output", trace(GOOD, turn(submit("421")), answer="421"), 1),
     "misread_output, heard": (
@@ -114,6 +119,10 @@ NEAR: dict[str, tuple[str, Trace]] = {
         trace(turn(python("import x", "ModuleNotFoundError: No module named 'x'", False)), WRONG, answer="97"),
     ),
     "bad_arguments: got over": ("bad_arguments", trace(turn(BAD_CODE), GOOD, WRONG, answer="97")),
+    "bad_arguments: no error": (
+        "bad_arguments",
+        heard(said("assistant", "", count(path="a")), said("tool", '{"error": null, "rows": 12, "note": "field required"}')),
+    ),
     "bad_arguments: no such tool": ("bad_arguments", trace(turn(NO_TOOL), WRONG, answer="97")),
     "misread_output: the code was wrong": ("misread_output", trace(turn(python("print(97)", "97")), WRONG, answer="97")),
     "misread_output: a digit of it": ("misread_output", trace(turn(python("p", "14123")), WRONG, answer="97")),
