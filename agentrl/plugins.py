@@ -22,7 +22,24 @@ from agentrl.section import describe
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 PACKAGE = Path(__file__).resolve().parent
-CONTENT = ("sandboxes/tables", "rewards/tables.py", "recipes/quickstart.py", "recipes/base_policy.py", "recipes/models/tables-base")
+CONTENT = (
+    "sandboxes/tables",
+    "rewards/exact.py",
+    "rewards/form.py",
+    "rewards/hidden_tests.py",
+    "rewards/json_schema.py",
+    "rewards/mathematics.py",
+    "rewards/numeric.py",
+    "rewards/outputs.py",
+    "rewards/pattern.py",
+    "rewards/sql.py",
+    "rewards/tables.py",
+    "rewards/tool_use.py",
+    "rewards/units.py",
+    "recipes/quickstart.py",
+    "recipes/base_policy.py",
+    "recipes/models/tables-base",
+)
 """What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
 
 

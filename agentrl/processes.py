@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_SPINS = 20_000  # looks at a flag, a fraction of a millisecond
 
 
 def die_with_parent(parent: int) -> None:
@@ -30,6 +31,22 @@ def die_with_parent(parent: int) -> None:
 def importing_from(folder: Path) -> dict[str, str]:
     """This process's environment, for a Python child that looks for modules in `folder` first."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def openmp(threads: int, *, alone: bool) -> dict[str, str]:
+    """The environment of a process that computes with OpenMP (GNU's or Intel's runtime).
+
+    Args:
+        threads: of a team.
+        alone: nobody else computes meanwhile, so threads that wait for each other look again for a moment before they sleep: a small
+            model has hundreds of such waits in a token. Beside others that moment is taken from them, and they sleep at once.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "active" if alone else "passive",
+        "GOMP_SPINCOUNT": str(_SPINS if alone else 0),
+        "KMP_BLOCKTIME": "1" if alone else "0",  # milliseconds
+    }
 
 
 def age_s() -> float:

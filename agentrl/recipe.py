@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl import parts, section
+from agentrl.gating import GateConfig
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
 from agentrl.sections import CaptureConfig as CaptureConfig
@@ -110,8 +111,7 @@ class RolloutConfig(Section):
     """Only the so many likeliest tokens are sampled; 0 (or None): off. What each token could have been is kept with it, and the learner
     scores it over the same tokens: docs/objectives.md says what that means."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Of these, only the fewest likeliest that together have this share of their probability; 1: off. Needs top_k, which bounds what is
-    kept."""
+    """Of these, only the fewest likeliest that together have this share of their probability; 1: off. Needs top_k, which bounds them."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Only tokens with at least this share of the likeliest one's probability; 0: off. Needs top_k, which bounds what is kept."""
     max_retries: int = Field(2, ge=0)
@@ -426,6 +426,8 @@ class Recipe(Section):
     critic: CriticConfig | None = None
     """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
+    gate: GateConfig | None = None
+    """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
 
     @model_validator(mode="after")
     def _parts_are_named(self) -> Recipe:

@@ -41,7 +41,7 @@ recipe = Recipe(
     evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=2.0),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=2e-5, ranks=1, max_tokens_per_microbatch=4096),
+    learner=LearnerConfig(lr=2e-5, zero_stage=0, ranks=1, max_tokens_per_microbatch=4096),
 )
 
 if __name__ == "__main__":

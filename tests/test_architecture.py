@@ -19,9 +19,23 @@ LONGEST_FILE = 600
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "sampling", "fields", "errors", "destinations", "files", "processes"}),
     frozenset({"protocols", "codec", "toml", "usercode", "causes", "runlock"}),
-    frozenset({"section", "sections", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
+    frozenset({"section", "sections", "gating", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
     frozenset(
-        {"task", "sandbox", "agent", "rollout", "serving", "reward", "experience", "objective", "version", "failure", "observe", "testing"}
+        {
+            "task",
+            "sandbox",
+            "agent",
+            "rollout",
+            "serving",
+            "reward",
+            "experience",
+            "objective",
+            "version",
+            "failure",
+            "compare",
+            "observe",
+            "testing",
+        }
     ),
     frozenset({"learner", "supervised", "model"}),
     frozenset({"run", "cluster"}),

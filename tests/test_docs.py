@@ -182,7 +182,7 @@ def test_the_table_of_recipe_keys_is_up_to_date() -> None:
 def test_the_impossible_combinations_are_all_there_and_refused() -> None:
     _, _, after = (ROOT / "docs" / "recipes.md").read_text().partition("## Impossible combinations")
     rows = re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE)
-    sections = (ROOT / "agentrl" / name for name in ("recipe.py", "sections.py"))
+    sections = (ROOT / "agentrl" / name for name in ("recipe.py", "sections.py", "gating.py"))
     raised = sum(path.read_text().count("raise ValueError(") for path in sections)
     assert len(rows) == raised
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
@@ -209,10 +209,16 @@ def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
     assert [tag and (tag.name, tag.turn) for tag in tags] == [("wrong_unit", 1), ("wrong_unit", 1), None, None, None]
 
 
+def test_the_gate_example_loads(project: Path) -> None:
+    write_examples("gate.md", project)
+    shown = "from recipes.held import recipe; print(recipe.gate.suite, recipe.gate.every, recipe.gate.action)"
+    assert run(project, "-c", shown).split() == ["evals/pricing", "4", "rollback"]
+
+
 @pytest.mark.slow
 def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     tests = write_examples("verifiers.md", project)
-    assert "9 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert "16 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     used = """
 from pathlib import Path
 from agentrl.cli.prove import open_target

@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import failures, fuzz, machine, model, prove, runs, sandboxes, train, tune
+from agentrl.cli import failures, fuzz, machine, model, prove, runs, sandboxes, suites, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -22,6 +22,9 @@ sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance che
 
 app.command("train", epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")(train.train)
 app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")(train.evaluate)
+app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05")(
+    suites.compare_evaluations
+)
 app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(prove.check)
 app.command("fuzz", epilog="Example: agentrl fuzz frames calls --minutes 5 --jobs 2")(fuzz.fuzz)
 app.command("doctor", epilog="Example: agentrl doctor --json")(machine.doctor)

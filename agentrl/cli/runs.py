@@ -11,6 +11,9 @@ import typer
 
 from agentrl.cli.options import JsonFlag
 from agentrl.errors import StoreError, UserError
+from agentrl.usercode import printable
+
+_LONGEST = 1000  # characters of a reason
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
@@ -28,16 +31,31 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None
 
 
 def versions(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json: JsonFlag = False) -> None:
-    """List the policy versions of a run with their states and evaluations."""
+    """List the policy versions of a run: their states and evaluations, and what the gate said of them, with the cases and turns."""
     from agentrl import codec
+    from agentrl.compare.verdict import read_verdicts
     from agentrl.version import FolderRegistry
 
     if not (run_dir / "versions").is_dir():
         raise UserError(f"{run_dir} has no versions", fix="give the folder of a run, such as runs/quickstart")
     found = FolderRegistry(run_dir / "versions").versions()
+    verdicts = {(one.version, one.sha256): one for one in read_verdicts(run_dir)}
     if as_json:
-        print(json.dumps([codec.to_data(item) for item in found]))
+        told = [(item, verdicts.get((item.number, item.sha256))) for item in found]
+        print(json.dumps([codec.to_data(item) | {"gate": verdict and codec.to_data(verdict)} for item, verdict in told]))
         return
     for item in found:
         evals = "  ".join(f"{name} {value:.3f}" for name, value in item.evals.items())
-        print(f"{item.number:6d}  {item.state:<11} {item.sha256[:12]}  {evals}")
+        back = item.parent is not None and item.parent != item.number - 1
+        origin = f"the weights of version {item.parent} again" if back else ""
+        print("  ".join(part for part in (f"{item.number:6d}", f"{item.state:<11}", item.sha256[:12], evals, origin) if part))
+        verdict = verdicts.get((item.number, item.sha256))
+        if verdict is not None:
+            print(f"        gate: {_line(verdict.outcome)}: {_line(verdict.reason)}")
+            for one in verdict.regressions:
+                turn = "they say the same" if one.turn is None else f"turn {one.turn} is the first that differs"
+                print(f"        case {_line(one.case)}: {turn} ({_line(one.before_episode)} passed, {_line(one.episode)} did not)")
+
+
+def _line(text: str) -> str:
+    return " ".join(printable(text, _LONGEST).split())

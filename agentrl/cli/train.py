@@ -13,6 +13,8 @@ import typer
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import loading, run_folder
+from agentrl.cli.suites import evaluate_suite, open_suite
+from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -51,19 +53,27 @@ def train(
 
 
 def evaluate(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file whose tasks, sandbox and verifier are used.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose model, sandbox, sampling and (without --suite) tasks are used.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder or id. Default: the recipe's policy.model.")] = None,
+    suite: Annotated[Path | None, typer.Option(help="Folder of a suite: its cases in place of the held-out tasks.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the suite says.")] = None,
+    threshold: Annotated[float, typer.Option(help="Score from which an attempt at a case has passed.")] = 1.0,
+    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION. Default: the recipe's policy.model.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval, -eval-2, ...")] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Evaluate a model on the held-out tasks of a recipe."""
+    """Evaluate a model on the held-out tasks of a recipe, or on a suite of cases (--suite)."""
+    if suite is None and (repeats is not None or threshold != 1.0):
+        raise UserError("--repeats and --threshold are for cases, and there is no suite", fix="name one: --suite evals/SUITE")
     root, written = load_recipe(recipe, [])
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     if model is not None:
-        chosen = str(Path(model).resolve()) if Path(model).is_dir() else model
-        given = (*given, f"policy.model={json.dumps(chosen)}")
+        given = (*given, f"policy.model={json.dumps(_model(model))}")
+    if suite is not None:
+        cases, tries = open_suite(suite, repeats)
+        evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=tries, threshold=threshold, as_json=as_json)
+        return
     with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
         with loading():
             from agentrl.run.held_out import evaluate_only
@@ -74,6 +84,20 @@ def evaluate(
         return
     for split, rate in results.items():
         print(f"{split:14} {rate['value']:.3f}  95% interval [{rate['ci_low']:.3f}, {rate['ci_high']:.3f}]  n={rate['n']}")
+
+
+def _model(named: str) -> str:
+    """What `--model` names: a folder, a version of a run (RUN@VERSION), or an id."""
+    run, at, number = named.rpartition("@")
+    if at and number.isdecimal() and len(number) < 10 and (Path(run) / "versions").is_dir():
+        folder = Path(run) / "versions" / f"{int(number):06d}"
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"{run} keeps no whole model of version {int(number)}: it is none, an adapter, or its weights were removed",
+                fix=f"choose another (agentrl versions {run}), or raise learner.keep_versions",
+            )
+        return str(folder.resolve())
+    return str(Path(named).resolve()) if Path(named).is_dir() else named
 
 
 def describe(summary: Summary, folder: Path) -> str:

@@ -77,35 +77,39 @@ class Capture:
         elif group.fault.kind != "quarantined":  # its episodes are alike and empty: one stands for them
             self._look(task, group.episodes[:1], phase="train", step=step)
 
-    def episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> None:
-        """Looks at an episode of an evaluation."""
-        self._look(task, (scored,), phase=phase, step=step, evaluating=True)
+    def episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
+        """Looks at an episode of an evaluation.
 
-    def begin(self, phase: str) -> None:
-        """An evaluation begins, maybe again: what there is of it goes."""
+        Args:
+            place: which evaluation it is, where several are of one phase: a task that another passed and this one fails has regressed.
+        """
+        self._look(task, (scored,), phase=phase, step=step, place=place or phase)
+
+    def begin(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+        """An evaluation begins, maybe again: what there is of it goes, of a phase or of one step of it."""
         if self._config.keep:
-            self._guarded(lambda collection: collection.forget(phase))
+            self._guarded(lambda collection: collection.forget(phase, step=step, place=place))
 
     def close(self) -> None:
         if self._collection is not None:
             self._collection.close()
             self._collection = None
 
-    def _look(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, evaluating: bool = False) -> None:
+    def _look(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "") -> None:
         if not self._config.keep:
             return
         started = time.thread_time()
-        self._guarded(lambda collection: self._keep(collection, task, episodes, phase, step, evaluating))
+        self._guarded(lambda collection: self._keep(collection, task, episodes, phase, step, place))
         self.spent_s += time.thread_time() - started
 
     def _keep(
-        self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, evaluating: bool
+        self, collection: Collection, task: Task | None, episodes: Sequence[ScoredEpisode], phase: str, step: int, place: str
     ) -> None:
         traces: list[Trace] = []
         counts: list[Count] = []
         passed: list[tuple[str, str]] = []
         for scored in episodes:
-            trace = None if task is None else self._trace(collection, task, scored, phase, step, evaluating)
+            trace = None if task is None else self._trace(collection, task, scored, phase, step, place)
             if trace is not None:
                 traces.append(trace)
                 counts.append(replace(count_of(trace), kind=self._kind(task)))
@@ -113,13 +117,13 @@ class Capture:
             found = why(scored, below=self._config.below) if task is None else None
             tag, version = "task_fault" if found else "", newest_version(scored.episode)
             counts.append(Count(phase=phase, step=step, version=version, why=str(found or ""), tag=tag, kind=self._kind(task), n=1))
-            if found is None and evaluating:
-                passed.append((scored.episode.task_key, phase))
+            if found is None and place:
+                passed.append((scored.episode.task_key, place))
         collection.add(traces, counts=counts, passed=passed)
 
-    def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, evaluating: bool) -> Trace | None:
+    def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         audit = self._audit(task, scored)
-        passed = collection.passed_in(scored.episode.task_key, but=phase) if evaluating else ""
+        passed = collection.passed_in(scored.episode.task_key, but=place) if place else ""
         found = why(scored, below=self._config.below, audit=audit, passed_before=bool(passed))
         if found is None:
             return None

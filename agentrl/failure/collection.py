@@ -177,11 +177,18 @@ class Collection:
         with _translated(self.path):
             return dict(self._db.execute("SELECT phase, n FROM dropped"))
 
-    def forget(self, phase: str) -> None:
-        """Removes all there is of a phase, which is about to be made again; what others passed stays."""
+    def forget(self, phase: str, *, step: int | None = None, place: str = "") -> None:
+        """Removes all there is of a phase, or of one step of it, which is about to be made again; what others passed stays.
+
+        Args:
+            place: under what its successes were remembered; empty: the phase.
+        """
         with self._transaction() as db:
-            for table in ("traces", "counts", "dropped", "passed"):
-                db.execute(f"DELETE FROM {table} WHERE phase = ?", (phase,))
+            for table in ("traces", "counts"):
+                db.execute(f"DELETE FROM {table} WHERE phase = ? AND step = coalesce(?, step)", (phase, step))
+            if step is None:
+                db.execute("DELETE FROM dropped WHERE phase = ?", (phase,))
+            db.execute("DELETE FROM passed WHERE phase = ?", (place or phase,))
             db.execute("DELETE FROM tasks WHERE key NOT IN (SELECT task_key FROM traces)")
         self._held.pop(phase, None)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,10 @@ class Checkpoint:
 
 
 def save(
-    root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None, spare: int | None = None
+    root: Path, engine: PolicyEngine, meta: CheckpointMeta, *, keep: int, critic: Critic | None = None, spare: Collection[int] = ()
 ) -> Path:
-    """Writes `root/000012` durably, then removes all but the newest `keep` and number `spare`. All ranks call it. Returns the folder.
+    """Writes `root/000012` durably, then removes all but the newest `keep` and those numbered `spare`. All ranks call it, and rank 0's
+    `spare` counts. Returns the folder.
 
     Raises `DiskFull` or `LearnerError` when the disk refuses; earlier checkpoints stay.
     """
@@ -161,9 +162,9 @@ def _intact(folder: Path) -> bool:
     return bool(actual == manifest)
 
 
-def _prune(root: Path, keep: int, spare: int | None) -> None:
+def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
     for folder in _folders(root)[:-keep]:
-        if int(folder.name) != spare:
+        if int(folder.name) not in spare:
             shutil.rmtree(folder)
 
 

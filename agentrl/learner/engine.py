@@ -179,10 +179,11 @@ def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[T
     groups = parameter_groups(parameters, learner.weight_decay)
     if head and recipe.critic is not None:
         groups.append({"params": list(head), "weight_decay": 0.0, RATE_SCALE: recipe.critic.lr / learner.lr})
+    on_cpu = learner.offload != "none" or parameters[0].device.type == "cpu"
+    fused = on_cpu or None  # where the fused step is seven times faster than torch's default
     if _zero_stage(recipe) == 0:
-        return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm)
-    offloaded = learner.offload != "none"  # on the CPU the fused step is eight times faster than torch's default
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS, fused=offloaded or None)
+        return GuardedAdamW(groups, lr=learner.lr, max_norm=learner.max_grad_norm, fused=fused)
+    return torch.optim.AdamW(groups, lr=learner.lr, betas=BETAS, eps=EPS, fused=fused)
 
 
 def _zero_stage(recipe: Recipe) -> int:

@@ -23,8 +23,8 @@ class GuardedAdamW(torch.optim.AdamW):
     norm is not finite changes neither weights nor moments: clipping alone would spread one NaN over all weights.
     """
 
-    def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float) -> None:
-        super().__init__(params, lr=lr, betas=BETAS, eps=EPS)
+    def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float, fused: bool | None = None) -> None:
+        super().__init__(params, lr=lr, betas=BETAS, eps=EPS, fused=fused)
         self.max_norm = max_norm
         self.grad_norm = float("nan")  # before clipping, of the latest step
         self.refuse_above = math.inf  # a gradient with a larger norm is not applied either

@@ -13,6 +13,7 @@ from agentrl.causes import in_log
 from agentrl.errors import LearnerError
 from agentrl.files import tail
 from agentrl.learner.exit_reason import Mailbox
+from agentrl.processes import openmp
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
 
@@ -131,9 +132,8 @@ class LearnerProcess:
         return {
             **os.environ,
             **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
-            "OMP_NUM_THREADS": str(threads),
-            # Server and learner share the cores: threads that spin while they wait were measured to make a step 2 to 9 times longer.
-            "OMP_WAIT_POLICY": "PASSIVE",
+            # Where server and learner compute side by side, threads that spin were measured to make a step 2 to 9 times longer.
+            **openmp(threads, alone=self.recipe.max_staleness == 0),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }

@@ -28,7 +28,7 @@ from agentrl.weights import deltas
 log = logging.getLogger("agentrl.learner")
 _DELTA_PAYS = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
 PROBE_ROWS = 4
-_PROBE_TOKENS = 512
+_PROBE_TOKENS = 128  # of a row: both sides compute them beside everything else of a swap, and a wrong tensor shows at any token
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
 _OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
 
@@ -38,15 +38,16 @@ def version_folder(run_dir: Path, number: int) -> Path:
 
 
 def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
-    """Up to `PROBE_ROWS` contexts from different groups; a fixed row when the groups hold no tokens.
+    """Ends of up to `PROBE_ROWS` contexts from different groups; a fixed row when the groups hold no tokens.
 
-    Rows are shorter than the model's context, because a server must sample one more token to return a row's logprobs.
+    Ends, because contexts of one family often begin alike. Rows are shorter than the model's context, because a server must sample
+    one more token to return a row's logprobs.
     """
     longest = min(_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
     for group in groups:
         contexts = (
-            tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))[:longest]
+            tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))[-longest:]
             for scored in group.episodes
             for trajectory in scored.episode.trajectories
         )

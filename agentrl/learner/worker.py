@@ -2,7 +2,7 @@
 
 A step: take its groups from the store, build the batch, update, checkpoint, commit the consumption, publish the new version. The
 checkpoint's rename is the moment at which the step happened; if the process dies after it, the rest is repaired from the
-checkpoint.
+checkpoint. A step before which the driver's gate has refused a version is a step back instead: no update, older weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import transformers
 
 from agentrl import plugins
 from agentrl import recipe as recipes
-from agentrl.errors import LearnerHalted, StoreError
+from agentrl.errors import LearnerError, LearnerHalted, StoreError
 from agentrl.experience import open_store
+from agentrl.gating import GATE
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
 from agentrl.learner.broadcast import Broadcaster
@@ -31,6 +32,7 @@ from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.failures import FailureLog
+from agentrl.learner.guard import ROLLBACK, Setback
 from agentrl.learner.publish import probe_rows, publish, version_folder
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
@@ -39,7 +41,7 @@ from agentrl.objective import Assembled, assemble, counted_samples
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
-from agentrl.version import FolderRegistry
+from agentrl.version import FolderRegistry, rollback
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.05
@@ -75,25 +77,19 @@ class Worker:
             if groups is None:
                 log.info("stopped before step %d", self.next_step)
                 return
-            self._step(groups)
+            refused = self._refused(self.next_step)
+            self._step(groups, refused)
         log.info("all %d steps are done", self.recipe.steps)
 
     def close(self) -> None:
         self.store.close()
         self.registry.close()
 
-    def _step(self, groups: tuple[Group, ...]) -> None:
+    def _step(self, groups: tuple[Group, ...], refused: bool = False) -> None:
         start = time.perf_counter()
-        step, parent = self.next_step, self.next_step
-        made, metrics = self._update(step, groups)
-        if self.updater.guard.sound:
-            self.good = step
-        if self.updater.guard.rolling_back:
-            parent = self._roll_back(step)
-            metrics |= {"rollbacks": 1.0, "weights_changed": float(parent < step)}
-        elif self.good == step and not metrics["weights_changed"]:
-            self.good = step + 1  # the same weights under the next number, for instance while a critic warms up
-        self.consumed[step] = made.batch.group_indices
+        step = self.next_step
+        self.consumed[step] = tuple(group.index for group in groups)
+        parent, metrics = self._go_back(step, groups) if refused else self._go_on(step, groups)
         rows = probe_rows(
             groups, vocabulary=self.engine.lm.config.get_text_config().vocab_size, max_model_len=self.recipe.policy.max_model_len
         )
@@ -102,17 +98,48 @@ class Worker:
         name = self._save(meta)
         publishing = time.perf_counter()
         if self.ranks.first:
-            self.store.commit(step, made.batch.group_indices, name)
+            self.store.commit(step, self.consumed[step], name)
         self._publish(meta)
         self.next_step = step + 1
         end = time.perf_counter()
+        log.info(
+            "step %d: %d tokens trained; before the checkpoint %.2f s, checkpoint %.2f s, publish %.2f s, all %.2f s",
+            *(step, metrics.get("tokens_trained", 0), saving - start, publishing - saving, end - publishing, end - start),
+        )
+
+    def _go_on(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
+        """Makes the step's update, or what a limit of the recipe puts in its place; returns the parent of the version that it makes."""
+        made, metrics = self._update(step, groups)
         for index, reason in made.dropped.items():
             log.info("step %d: group %d has no samples: %s", step, index, reason)
-        log.info(
-            "step %d: %d samples, %d tokens trained; update %.2f s, checkpoint %.2f s, publish %.2f s, all %.2f s",
-            *(step, len(made.batch.samples), made.batch.denominator),
-            *(metrics["update_s"], publishing - saving, end - publishing, end - start),
-        )
+        if self.updater.guard.sound:
+            self.good = step
+        if self.updater.guard.rolling_back:
+            parent = self._roll_back(step, self.good)
+            return parent, metrics | {"rollbacks": 1.0, "weights_changed": float(parent < step)}
+        if self.good == step and not metrics["weights_changed"]:
+            self.good = step + 1  # the same weights under the next number, for instance while a critic warms up
+        return step, metrics
+
+    def _go_back(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float]]:
+        """Answers the gate's request: the groups of the step were sampled by what is undone, and count as consumed by an undone step."""
+        request = rollback.pending(self.run_dir / "versions", self.registry)
+        if request is None:
+            raise LearnerError(f"step {step}: the request to go back has gone from {self.run_dir / 'versions'}")
+        reason = f"the gate refused version {request.version}: {request.reason}"
+        parent = self._roll_back(step, request.to)
+        if self.ranks.first:
+            setback = Setback(
+                step=step,
+                action=ROLLBACK,
+                what="gate",
+                reasons=(reason,),
+                groups=self.consumed[step],
+                episodes=tuple(scored.episode.id for group in groups for scored in group.episodes),
+                metrics={},
+            )
+            self.failures.append((setback,))
+        return parent, {"rollbacks": 1.0, "weights_changed": 1.0}
 
     def _update(self, step: int, groups: tuple[Group, ...]) -> tuple[Assembled, dict[str, float]]:
         """Runs the update of a step, and records what was left out, also when the run halts because of it."""
@@ -136,22 +163,22 @@ class Worker:
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
         return made, metrics
 
-    def _roll_back(self, step: int) -> int:
-        """Undoes everything since the newest sound checkpoint; returns its number.
+    def _roll_back(self, step: int, to: int) -> int:
+        """Undoes everything since checkpoint `to`; returns its number.
 
         The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts
         move to them as to any other version.
         """
-        checkpoint = checkpoints.numbered(self.run_dir / "checkpoints", self.good)
+        checkpoint = checkpoints.numbered(self.run_dir / "checkpoints", to)
         if checkpoint is None:
-            raise LearnerHalted(f"step {step}: a limit demands a rollback, but checkpoint {self.good} is missing or damaged")
+            raise LearnerHalted(f"step {step}: a rollback is demanded, but checkpoint {to} is missing or damaged")
         checkpoints.restore(checkpoint, self.engine, critic=self.critic)
         guard = self.updater.guard
         guard.counts = replace(guard.counts, undone=step + 1 - (checkpoint.meta.step - checkpoint.meta.counts.undone))
-        self.rolled_back += tuple(number for number in range(self.good + 1, step + 1) if number not in self.rolled_back)
-        log.warning("step %d: rolled back to the weights of version %d", step, self.good)
-        parent, self.good = self.good, step + 1
-        return parent
+        self.rolled_back += tuple(number for number in range(to + 1, step + 1) if number not in self.rolled_back)
+        log.warning("step %d: rolled back to the weights of version %d", step, to)
+        self.good = step + 1
+        return to
 
     def _meta(self, step: int, *, parent: int, metrics: dict[str, float], rows: tuple[tuple[int, ...], ...]) -> CheckpointMeta:
         return CheckpointMeta(
@@ -169,7 +196,9 @@ class Worker:
 
     def _save(self, meta: CheckpointMeta) -> str:
         learner = self.recipe.learner
-        spare = self.good if learner.limits.roll_back else None
+        spare = {self.good} if learner.limits.roll_back else set()
+        if self.ranks.first:
+            spare |= self._gated()
         root = self.run_dir / "checkpoints"
         return checkpoints.save(root, self.engine, meta, keep=learner.keep_checkpoints, critic=self.critic, spare=spare).name
 
@@ -199,7 +228,7 @@ class Worker:
             self.updater.guard.counts = checkpoint.meta.counts
             self.good, self.rolled_back = checkpoint.meta.good, checkpoint.meta.rolled_back
             log.info("resumed after %d steps from %s", self.next_step, checkpoint.folder)
-        elif self.recipe.learner.limits.roll_back:
+        elif self.recipe.learner.limits.roll_back or (self.recipe.gate is not None and self.recipe.gate.rolls_back):
             self._save(self._meta(0, parent=0, metrics={}, rows=()))  # so that the first update can be undone too
         missing = False
         if self.ranks.first:
@@ -224,6 +253,31 @@ class Worker:
                 version = self.registry.get(number)
                 if version is not None and version.state is not VersionState.ROLLED_BACK:
                     self.registry.set_state(number, VersionState.ROLLED_BACK)
+
+    def _refused(self, step: int) -> bool:
+        """Whether the driver asks to go back before this step. Rank 0 decides for all ranks."""
+        return bool(self.ranks.decide(int(self.ranks.first and self._asked_back(step))))
+
+    def _asked_back(self, step: int) -> bool:
+        if self.recipe.gate is None:
+            return False
+        request = rollback.pending(self.run_dir / "versions", self.registry)
+        if request is None or request.version > step or request.version in self.rolled_back:
+            return False
+        to = self.registry.get(request.to)
+        if to is None or to.sha256 != request.to_sha256:
+            raise LearnerHalted(f"step {step}: the gate asks for version {request.to}, which is not the one that it judged")
+        return True
+
+    def _gated(self) -> set[int]:
+        """Checkpoints that the gate may ask for: of the last promoted version, and of later ones that it has yet to judge."""
+        gate = self.recipe.gate
+        if gate is None or not gate.rolls_back:
+            return set()
+        promoted = self.registry.latest(VersionState.PROMOTED)
+        first = promoted.number if promoted is not None else 0
+        due = (number for number in range(first + 1, self.next_step + 1) if number % gate.every == 0 and number not in self.rolled_back)
+        return {first, *(number for number in due if (found := self.registry.get(number)) is None or GATE not in found.evals)}
 
     def _published(self, number: int) -> bool:
         version = self.registry.get(number)

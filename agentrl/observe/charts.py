@@ -76,9 +76,10 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart over steps, in drawing units."""
+    """A chart over steps or versions, in drawing units."""
 
     title: str
+    x_name: str
     width: int
     height: int
     y_ticks: tuple[Tick, ...]
@@ -103,8 +104,9 @@ def line_chart(
     y_range: Point | None = None,
     y_format: Format = lambda value: f"{value:g}",
     whole: bool = False,
+    x_name: str = "step",
 ) -> Chart:
-    """A chart over steps. `y_range` None: from 0, or from the smallest value where that is negative, to the largest.
+    """A chart over steps, or what `x_name` says. `y_range` None: from 0, or from the smallest value where that is negative, to the largest.
 
     `whole` keeps the marks of the y axis at whole numbers, for counts.
 
@@ -120,11 +122,12 @@ def line_chart(
     frame = Frame(width=width, height=height, x_range=(x_low - pad, x_high + pad), y_range=(ticks[0], ticks[-1]))
     return Chart(
         title=title,
+        x_name=x_name,
         width=width,
         height=height,
         y_ticks=tuple(Tick(at=frame.y(tick), label=y_format(tick), zero=not tick) for tick in ticks),
         x_ticks=_steps(frame, x_low, x_high),
-        series=tuple(_drawn(frame, one, y_format) for one in series),
+        series=tuple(_drawn(frame, one, y_format, x_name) for one in series),
     )
 
 
@@ -135,7 +138,7 @@ def _steps(frame: Frame, low: float, high: float) -> tuple[Tick, ...]:
     return tuple(Tick(at=frame.x(x), label=f"{x:g}") for x in (first + n * every for n in range(count)))
 
 
-def _drawn(frame: Frame, series: Series, y_format: Format) -> Drawn:
+def _drawn(frame: Frame, series: Series, y_format: Format, x_name: str) -> Drawn:
     joined = series.line and len(series.points) > 1
     marked = series.points if not series.line or len(series.points) <= 60 else ()
     return Drawn(
@@ -144,7 +147,9 @@ def _drawn(frame: Frame, series: Series, y_format: Format) -> Drawn:
         line=series.line,
         path="M" + "L".join(f"{frame.x(x)},{frame.y(y)}" for x, y in series.points) if joined else "",
         whiskers=tuple(_whisker(frame, *interval, shift=series.shift) for interval in series.intervals),
-        marks=tuple(Mark(x=frame.x(x) + series.shift, y=frame.y(y), tip=f"step {x:g}, {series.label}: {y_format(y)}") for x, y in marked),
+        marks=tuple(
+            Mark(x=frame.x(x) + series.shift, y=frame.y(y), tip=f"{x_name} {x:g}, {series.label}: {y_format(y)}") for x, y in marked
+        ),
     )
 
 

@@ -14,6 +14,7 @@ from agentrl.files import write
 from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.formats import Format, duration, interval, maybe, on_a_scale, short
+from agentrl.observe.gate import read_gate
 from agentrl.observe.left_out import printable
 from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
@@ -76,13 +77,15 @@ def write_report(run_dir: Path) -> Path:
     summary = run.summary
     spent = {name: seconds for name, seconds in (summary.wall_s if summary else {}).items() if seconds > 0}
     episodes_note, episodes = _episodes(run)
+    gate = read_gate(run_dir)
     text = render(
         "report.html",
         run=run,
         summary=summary,
         facts=_facts(run),
         status=_status(summary),
-        notes=[*(summary.problems if summary else ()), *run.notes],
+        notes=[*(summary.problems if summary else ()), *run.notes, *gate.notes],
+        gate=gate,
         heads=_heads(summary) if summary else [],
         tiles=_tiles(summary) if summary else [],
         learning=_learning(run),

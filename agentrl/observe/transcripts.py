@@ -80,6 +80,11 @@ def shown_pair(before: Transcript, after: Transcript) -> tuple[Attempt, Attempt]
     return _attempt("before training", before), _attempt("after training", after)
 
 
+def shown_between(before_title: str, before: Transcript, after_title: str, after: Transcript) -> tuple[Attempt, Attempt]:
+    """One task, attempted by two versions."""
+    return _attempt(before_title, before), _attempt(after_title, after)
+
+
 def shown_alone(item: Transcript) -> tuple[Attempt]:
     return (_attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item),)
 

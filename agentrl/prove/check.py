@@ -29,6 +29,7 @@ from agentrl.prove.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.prove.findings import Proof, plural
 from agentrl.prove.image_files import ImageFiles, image_files
 from agentrl.prove.leaks import Leak, findings_of, leaks, truths
+from agentrl.prove.null_answers import prove_null_answers
 from agentrl.prove.purity import prove_purity
 from agentrl.prove.source import FamilySource, draw_name, sizes
 from agentrl.prove.splits import prove_splits
@@ -118,6 +119,7 @@ async def check_family(
             cases += await prover.cases(good, lambda: progress.advance(bar))
             progress.update(bar, description="verifiers, tools and files", total=None)
             proofs.append(await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel))
+            proofs.append(await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel))
             proofs.append(await prove_tools(good, sandboxes))
             proofs.append(await _prove_unreadable(good, prover.golden, sandboxes))
     finally:
@@ -203,6 +205,9 @@ def render(report: CheckReport) -> str:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         if any(not case.ok for case in report.cases):
             console.print(_wrong_cases(report.cases), markup=False)
+        for proof in report.proofs:
+            if proof.table:
+                console.print(_figures(proof), markup=False)
         findings = [line for proof in report.proofs for line in _findings(proof)]
         for line in (*findings, *([""] if findings else []), "not proven:"):
             console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
@@ -230,6 +235,14 @@ def _verdicts(report: CheckReport) -> list[str]:
         *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
     ]
     return [f"{'ok  ' if ok else 'FAIL'}  {name:<52} {printable(looked_at)}" for ok, name, looked_at in lines]
+
+
+def _figures(proof: Proof) -> Table:
+    header, *rows = proof.table
+    table = Table(header[0], *header[1:], title=proof.name)
+    for row in rows:
+        table.add_row(*map(printable, row))
+    return table
 
 
 def _wrong_cases(cases: Sequence[CaseResult]) -> Table:

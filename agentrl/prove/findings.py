@@ -29,6 +29,7 @@ class Proof:
     looked_at: str
     findings: tuple[Finding, ...] = ()
     unproven: tuple[str, ...] = ()  # what could not be looked at
+    table: tuple[tuple[str, ...], ...] = ()  # figures that the report shows, the header first
 
     @property
     def ok(self) -> bool:

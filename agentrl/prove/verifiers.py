@@ -40,7 +40,7 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
         async with slots:
             return await scorer(task, episode)
 
-    async with _quiet(), asyncio.TaskGroup() as asking:
+    async with quiet(), asyncio.TaskGroup() as asking:
         again = [(task, asking.create_task(ask(task, golden[task.id].episode))) for task in reversed(tasks) if task.id in golden]
         odd_ones = [
             (f"{what} for {task.id}", asking.create_task(ask(task, episode)))
@@ -62,9 +62,9 @@ async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], s
 
 
 @contextlib.asynccontextmanager
-async def _quiet() -> AsyncIterator[None]:
+async def quiet() -> AsyncIterator[None]:
     """Suppresses the tracebacks of verifiers that raise, since the finding has the text."""
-    log = logging.getLogger("agentrl.reward.scorer")
+    log = logging.getLogger("agentrl.reward")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

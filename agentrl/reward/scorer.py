@@ -10,21 +10,16 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from agentrl import usercode
-from agentrl.errors import InfrastructureError, PluginError, TaskError
+from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
+from agentrl.reward.asking import ask, needs_sandboxes
 
 log = logging.getLogger(__name__)
-
-MAX_EVIDENCE = 20_000
-"""Characters kept of a verifier's evidence."""
-MAX_PARTS = 1000
-_CLOSING_S = 30.0  # for a verifier to close its sandboxes at its deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +44,7 @@ class TaskScorer:
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         self.load(task.verifiers)
-        if self.sandboxes is None and (waiting := [name for name in task.verifiers if _needs_sandboxes(self._verifiers[name])]):
+        if self.sandboxes is None and (waiting := [name for name in task.verifiers if needs_sandboxes(self._verifiers[name])]):
             raise PluginError(f"verifier {waiting[0]!r} judges in sandboxes", fix="pass them as TaskScorer(sandboxes=...)")
         scores = {reference: await self._judge(reference, task, episode) for reference in task.verifiers}
         unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
@@ -78,60 +73,8 @@ class TaskScorer:
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
-        in_sandboxes = _needs_sandboxes(verifier)
-        limit, grace_s = (self.sandbox_timeout_s, _CLOSING_S) if in_sandboxes else (self.timeout_s, usercode.GRACE_S)
-        since = usercode.cancellations()
-        try:
-            given = await usercode.call(lambda: self._ask(verifier, task, episode), what=what, timeout_s=limit, grace_s=grace_s)
-            return _checked(given, [len(trajectory.turns) for trajectory in episode.trajectories])
-        except usercode.Overdue as error:
-            usercode.report(what, error, trace=False)
-            return Score(value=None, reason=f"verifier gave no score within {limit:g} s")
-        except NotAScore as error:
-            usercode.report(what, error, trace=False)
-            return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}")
-        except BaseException as error:  # user code may raise anything; the episode is then unscored
-            if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
-                raise
-            if (fault := usercode.cause(error, InfrastructureError)) is not None:
-                raise fault from None
-            if (broken := usercode.cause(error, TaskError)) is not None:
-                log.warning("%s: %s", what, broken)
-                return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
-            usercode.report(what, error)
-            return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}")
-
-    async def _ask(self, verifier: Any, task: Task, episode: Episode) -> Any:
-        if not _needs_sandboxes(verifier):
-            return await verifier(task, episode)
-        assert self.sandboxes is not None, "checked by __call__"
-        return await verifier(task, episode, self.sandboxes)
-
-
-class NotAScore(Exception):
-    """A verifier returned something that is not a valid score."""
-
-
-def _checked(given: object, turns: Sequence[int]) -> Score:
-    """The score, cut to its bounds. Raises `NotAScore`.
-
-    Args:
-        turns: number of turns of each trajectory.
-    """
-    if not isinstance(given, Score):
-        raise NotAScore(f"{type(given).__name__}, not a Score")
-    numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
-    if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
-        raise NotAScore(f"{odd} for a number")
-    if len(given.parts) > MAX_PARTS:
-        raise NotAScore(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
-    if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
-        raise NotAScore(f"turn rewards that do not fit the episode's turns {list(turns)}")
-    return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
-
-
-def _needs_sandboxes(verifier: object) -> bool:
-    return bool(getattr(verifier, "needs_sandboxes", False))
+        limit = self.sandbox_timeout_s if needs_sandboxes(verifier) else self.timeout_s
+        return await ask(verifier, what, task, episode, self.sandboxes, timeout_s=limit)
 
 
 def _mean_turns(scores: Sequence[Score]) -> tuple[tuple[float, ...], ...]:

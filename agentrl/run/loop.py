@@ -21,13 +21,13 @@ from agentrl.records import VersionState
 from agentrl.run import measure
 from agentrl.run.ending import kept_going
 from agentrl.run.folder import Start
+from agentrl.run.gate import concluded, first_to_serve, judge_served, result, serve_result
 from agentrl.run.held_out import evaluate_served
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked, export_model
 from agentrl.run.rollouts import make_group
 from agentrl.run.supervise import watch_learner
-from agentrl.run.versions import fall_back, finish_step, retracted
-from agentrl.serving.served import to_serve
+from agentrl.run.versions import fall_back, finish_step, record_missing, retracted
 
 _POLL_S = 0.05
 
@@ -55,26 +55,30 @@ async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, c
 
 async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
-    newest = to_serve(run.registry)
-    assert newest is not None, "version 0 was registered"
+    newest = first_to_serve(run)
     async with asyncio.TaskGroup() as parts:
-        needed = newest.number < run.recipe.steps
+        needed = newest.number < run.recipe.steps and not concluded(run)
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
         await run.start_serving(newest)
         run.registry.set_state(newest.number, VersionState.SERVING)
         watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
-        if newest.number == 0:
+        record_missing(run)
+        if newest.number == 0 and not concluded(run):
             await evaluate_served(run, "before", step=0)
-        await _learn(run, learning)
-        if run.served.version >= run.recipe.steps:
+        if not concluded(run):
+            await _learn(run, learning)
+        if concluded(run):
+            await serve_result(run)
+            await evaluate_served(run, "after", step=run.served.version)
+        elif run.recipe.gate is None and run.served.version >= run.recipe.steps:
             await evaluate_served(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
-    if not measure.learned(run.folder):
+    best = result(run)
+    if best is None or not measure.learned(run.folder):
         return  # a model that is version 0 under another name would look like a result; the summary says why there is none
-    versions = run.folder / "versions"
-    export_model(versions / f"{run.served.version:06d}", run.folder / "model", base=versions / "000000")
+    export_model(run.folder / best.folder, run.folder / "model", base=run.folder / "versions" / "000000")
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
@@ -109,7 +113,8 @@ async def _roll_out(run: Run) -> None:
 
 
 async def _swap_versions(run: Run) -> None:
-    """Takes each version the learner publishes into the server, in order, but for those it has rolled back."""
+    """Takes each version the learner publishes into the server, in order, but for those it has rolled back; the gate judges them there."""
+    await judge_served(run)
     number = run.served.version + 1
     while run.served.version < run.stop_at:
         if retracted(run):

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from agentrl.compare.verdict import read_verdicts
 from agentrl.failure import quarantine
 from agentrl.failure.digest import failures_by_tag
 from agentrl.files import append_lines, json_line, read_json_lines, write
@@ -84,7 +85,8 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         metrics["swap_stall_ms"] = report.stall_ms
         metrics["swap_total_ms"] = report.total_ms
         metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
-    update = json.loads((version_folder / "update.json").read_text())
+    learner = version_folder / "update.json"  # gone with the weights of an old version, whose step is recorded late
+    update = json.loads(learner.read_text()) if learner.exists() else {}
     # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
 
@@ -164,12 +166,14 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
 
     left_out = _left_out(folder, steps)
     setbacks = FailureLog(folder).read()
+    finished = len(steps) >= recipe.steps and "after" in phases
+    refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
     stalls, probes = ([line[name] for line in steps if line.get(name) is not None] for name in ("swap_stall_ms", "swap_probe_max_abs_diff"))
     return Summary(
         name=recipe.name,
-        finished=len(steps) >= recipe.steps and "after" in phases,
+        finished=finished,
         interrupted=interrupted,
-        problems=problems(steps, left_out, phases),
+        problems=(*problems(steps, left_out, phases), *refused),
         heldout_before=rate("before", Split.HELDOUT),
         heldout_after=rate("after", Split.HELDOUT),
         heldout_real_before=rate("before", Split.HELDOUT_REAL),
@@ -181,7 +185,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         failures=failures_by_tag(folder),
         tasks_quarantined=quarantine.count(folder),
         tokens_trained=total("tokens_trained"),
-        updates_left_out=sum(setback.what != "group" for setback in setbacks),
+        updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
         groups_left_out=sum(setback.what == "group" for setback in setbacks),
         rollbacks=sum(setback.action == "rollback" for setback in setbacks),
         weight_swaps=len(stalls),
@@ -206,6 +210,21 @@ def package_versions() -> dict[str, str]:
 def _steps(path: Path) -> list[dict[str, Any]]:
     """The last line of every step: a step that a resumed run made again counts once."""
     return list({line["step"]: line for line in read_json_lines(path) if "episodes" in line}.values())
+
+
+def recorded(folder: Path) -> frozenset[int]:
+    """The steps that have a line in `metrics.jsonl`."""
+    return frozenset(line["step"] for line in _steps(folder / "metrics.jsonl"))
+
+
+def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
+    """What makes the outcome of a finished run with a gate worthless: not one version but the base policy was promoted."""
+    verdicts = read_verdicts(folder)
+    base = {one.sha256 for one in verdicts if one.version == 0}
+    if not finished or any(one.promoted and one.sha256 not in base for one in verdicts):
+        return ()
+    last = verdicts[-1].reason if verdicts else "nothing was judged"
+    return (f"the gate promoted no version but the first, so there is no model; the last verdict: {last}",)
 
 
 def learned(folder: Path) -> bool:

@@ -12,6 +12,7 @@ from agentrl import parts
 from agentrl.agent import ChatFormat
 from agentrl.experience import RunningEpisodes, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
+from agentrl.failure.case import Suite
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -53,6 +54,7 @@ class Run:
     learning: bool = False
     interrupted: bool = False
     last_step_at: float = 0.0
+    suite: Suite | None = None  # that versions are held to, where the recipe has a gate
 
     async def start_serving(self, version: PolicyVersion) -> None:
         """Starts the server with a version, and meanwhile makes the images of the family's sandboxes."""
@@ -120,6 +122,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=checked.withheld),
             learner=learner,
             stop_at=recipe.steps,
+            suite=checked.suite,
         )
 
 

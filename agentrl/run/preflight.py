@@ -16,6 +16,7 @@ from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import withheld
 from agentrl.files import commit_folder, part_folder
@@ -44,6 +45,7 @@ class Checked:
     family: TaskFamily
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
+    suite: Suite | None = None  # of the gate, where the recipe has one
     withheld: Container[Task] = ()  # what is never trained on
 
 
@@ -57,12 +59,13 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
     family, scorer = open_tasks(recipe, root=root)
-    kept_away = withheld(recipe.tasks.withhold, root=root)
+    suite = open_gate(recipe, scorer, root=root)
+    kept_away = withheld([*recipe.tasks.withhold, *([recipe.gate.suite] if recipe.gate is not None else [])], root=root)
     load_rules(recipe.capture.rules)
     gpus = place(recipe)
     _check_installed(recipe)
     _try_objective(recipe)
-    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus, withheld=kept_away)
+    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus, suite=suite, withheld=kept_away)
 
 
 def check_parts(recipe: Recipe) -> None:
@@ -151,6 +154,27 @@ def open_tasks(recipe: Recipe, *, root: Path) -> tuple[TaskFamily, TaskScorer]:
     scorer.load(first.verifiers)
     load_tools(first.tools)
     return family, scorer
+
+
+def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
+    """The suite of the recipe's gate; None without a gate. Raises `UserError` where it is none, or a verifier or tool is not there."""
+    if recipe.gate is None:
+        return None
+    if recipe.serving.weight_transfer == "nccl":
+        raise UserError(
+            "gate: a version that was promoted long ago cannot be served again with serving.weight_transfer=nccl",
+            fix="set serving.weight_transfer=file or delta",
+        )
+    suite = load_suite(root / recipe.gate.suite)
+    check_suite(suite, scorer)
+    return suite
+
+
+def check_suite(suite: Suite, scorer: TaskScorer) -> None:
+    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve."""
+    for case in suite.cases:
+        scorer.load(case.task.verifiers)
+        load_tools(case.task.tools)
 
 
 def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:

@@ -6,6 +6,7 @@ import time
 
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.run import measure
+from agentrl.run.gate import judge_served
 from agentrl.run.held_out import evaluate_served
 from agentrl.run.opening import Run
 from agentrl.serving.served import to_serve
@@ -26,21 +27,40 @@ async def fall_back(run: Run) -> None:
 
 
 async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | None) -> None:
-    """Records the step that made `version`, evaluates it where the recipe says so, and lets go of old versions."""
-    per_step = run.recipe.rollout.groups_per_step
-    step = version.number - 1
-    groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
-    now = time.monotonic()
-    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
-    metrics |= run.faults.figures()
-    measure.keep_left_out(run.folder, version.number, groups)
-    run.last_step_at = now
+    """Records the step that made `version`, evaluates and judges it where the recipe says so, and lets go of old versions."""
+    metrics = _figures(run, version, report)
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
         metrics |= await evaluate_served(run, f"step{version.number}", step=version.number)
         run.tracker.stage("train", f"{run.stop_at} steps")
         run.last_step_at = time.monotonic()
-    run.tracker.log(version.number, metrics)
-    for line in measure.alerts(run.folder, step):
-        run.tracker.alert(line)
+    _record(run, version, metrics)
+    if report is not None:
+        await judge_served(run)
     run.registry.prune(run.recipe.learner.keep_versions)
+
+
+def record_missing(run: Run) -> None:
+    """Records the steps of versions up to the serving one that have no line: the driver died before it wrote them."""
+    known = measure.recorded(run.folder)
+    for number in range(1, run.served.version + 1):
+        version = run.registry.get(number)
+        if version is not None and number not in known:
+            _record(run, version, _figures(run, version, None))
+
+
+def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
+    per_step = run.recipe.rollout.groups_per_step
+    step = version.number - 1
+    groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
+    now = time.monotonic()
+    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    measure.keep_left_out(run.folder, version.number, groups)
+    run.last_step_at = now
+    return metrics | run.faults.figures()
+
+
+def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:
+    run.tracker.log(version.number, metrics)
+    for line in measure.alerts(run.folder, version.number - 1):
+        run.tracker.alert(line)

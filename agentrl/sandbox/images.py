@@ -235,9 +235,19 @@ def _build(image: Image) -> None:
     command = ["mmdebstrap", f"--variant={recipe.variant}", f"--include={','.join(recipe.packages)}"]
     command += [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
     command += [f"--customize-hook=mkdir -p {folders}", recipe.suite, str(beside)]
-    _run(command, beside)
+    _run([*_own_mounts(), *command], beside)
     _check_python(beside, image.name)
     beside.rename(image.tarball)
+
+
+def _own_mounts() -> list[str]:
+    """Words before a command whose mounts nobody else should see, and which are gone with it, however it ends; none without the right."""
+    words = ["unshare", "--mount", "--propagation", "private"]
+    try:
+        allowed = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        allowed = False
+    return words if allowed else []
 
 
 def _check_python(tarball: Path, name: str) -> None:

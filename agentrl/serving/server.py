@@ -18,6 +18,7 @@ from pathlib import Path
 from agentrl.causes import in_log
 from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.files import tail
+from agentrl.processes import openmp
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
 from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
@@ -157,6 +158,9 @@ class VLLMServer:
         if device == "cpu":
             launch += ["--cpu-threads", str(self._threads())]
             arguments["--kv-cache-memory-bytes"] = str(int(serving.kv_cache_gb * 2**30))
+            # What its CPU kernels take at least. Only whole blocks are shared between requests, and vLLM's own 128 tokens are as long as
+            # a turn: the attempts at a task, and the turns of an episode, would compute most of their context again.
+            arguments["--block-size"] = "32"
             flags.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
         else:
             arguments["--gpu-memory-utilization"] = str(serving.gpu_memory_utilization)
@@ -181,11 +185,7 @@ class VLLMServer:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
             "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": str(self._threads()),
-            # Idle threads sleep at once: the learner shares these cores.
-            "OMP_WAIT_POLICY": "passive",
-            "GOMP_SPINCOUNT": "0",
-            "KMP_BLOCKTIME": "0",
+            **openmp(self._threads(), alone=self.recipe.max_staleness == 0),
         }
 
     def _threads(self) -> int:

@@ -133,6 +133,20 @@ def test_a_resumed_run_goes_on_and_an_evaluation_made_again_replaces_itself(tmp_
     assert found is not None and found.origin["passed_in"] == "before"
 
 
+def test_of_the_judgements_of_a_gate_one_is_made_again_and_the_others_stay(tmp_path: Path) -> None:
+    capture = opened(tmp_path)
+    for version, value in ((0, 1.0), (1, 0.0), (1, 0.0)):  # the driver died after the first judgement of version 1
+        capture.begin("gate", step=version, place=f"gate{version}")
+        for attempt in range(2):
+            one = episode(value=value)
+            named = replace(one, episode=replace(one.episode, id=f"gate{version}-r{attempt}"))
+            capture.episode(task(), named, phase="gate", step=version, place=f"gate{version}")
+    capture.close()
+    with Collection(tmp_path) as collection:
+        assert [(row.id, row.why) for row in collection.rows()] == [("gate1-r0", "regressed"), ("gate1-r1", "regressed")]
+        assert collection.counts("step", "why") == {(0, ""): 2, (1, "regressed"): 2}
+
+
 def test_what_is_frequent_makes_room_and_what_is_rare_or_tagged_stays(tmp_path: Path) -> None:
     rare = replace(trace(*STEPS, name="rare"), tags=(Tag(name="looped", by="rules"),))
     common = [replace(trace(*STEPS, name=f"c{n:03d}", of=task(id=f"t{n}")), tags=(Tag(name="budget", by="rules"),)) for n in range(30)]

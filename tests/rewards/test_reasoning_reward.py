@@ -159,7 +159,8 @@ async def test_a_scorer_that_takes_too_long_is_asked_once_more(times: int, value
 def test_an_interrupt_from_the_terminal_is_not_for_the_scorers(quick: Scorers) -> None:
     plain = made("chain_sum")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
-    assert quick._process is not None and os.getpgid(quick._process.pid) != os.getpgid(0)
+    process = quick._worker._children[0]._process
+    assert process is not None and os.getpgid(process.pid) != os.getpgid(0)
 
 
 async def test_answers_that_nobody_waits_for_any_more_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """Image recipes: what is refused, what names the result, and that a build happens once."""
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,24 @@ def test_a_failed_build_says_why_and_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"status 3(.|\n)*mirror is away"):
         images.ensure_tarball(image)
     assert [path.name for path in image.folder.iterdir()] == ["files.lock"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's builds mount anything")
+def test_what_a_build_mounts_is_seen_by_nobody_else(tmp_path, monkeypatch):
+    """An attack that watches the machine's mounts must not take a build beside it for an escape."""
+    image = images.load_image(write(tmp_path / "image", ""), cache=tmp_path)
+    tool = tmp_path / "bin" / "mmdebstrap"
+    tool.parent.mkdir()
+    (tmp_path / "mounted").mkdir()
+    seen = f"grep -c {tmp_path}/mounted"
+    tool.write_text(
+        f"#!/bin/sh\nmount -t tmpfs none {tmp_path}/mounted\n{seen} /proc/self/mountinfo\n{seen} /proc/$PPID/mountinfo\nexit 3\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    with pytest.raises(UserError, match=r"status 3:\n1\n0$|status 3:\n1\n0\n"):
+        images.ensure_tarball(image)
+    assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
 
 
 def test_parallel_callers_build_once(tmp_path, monkeypatch):

@@ -1,0 +1,189 @@
+"""`agentrl eval --suite` and `agentrl compare`: a suite of cases asked of a policy, and two such evaluations side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agentrl.cli.options import JsonFlag
+from agentrl.cli.running import loading, run_folder
+from agentrl.compare import Comparison, Results, Scores, compare, results
+from agentrl.compare.paired import ALPHA, MARGIN
+from agentrl.compare.results import Figures
+from agentrl.compare.verdict import evaluation_folder
+from agentrl.errors import UserError
+from agentrl.failure.case import MOST_REPEATS, Suite, load_suite
+from agentrl.usercode import printable
+
+if TYPE_CHECKING:
+    from agentrl.recipe import Recipe
+
+_CASES_SHOWN = 12
+_NAME = 80  # characters of a case's name
+_CHANCE = 0.8  # of seeing a difference, for the number of cases that it needs
+
+
+def open_suite(folder: Path, repeats: int | None) -> tuple[Suite, int]:
+    """A suite and how often each case is tried: as told, else as its suite.toml says. Raises `UserError`."""
+    suite = load_suite(folder)
+    wanted = suite.repeats if repeats is None else repeats
+    if not 1 <= wanted <= MOST_REPEATS:
+        raise UserError(f"--repeats {wanted}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    return suite, wanted
+
+
+def evaluate_suite(
+    root: Path,
+    recipe: Path,
+    written: Recipe,
+    given: tuple[str, ...],
+    run_dir: Path | None,
+    suite: Suite,
+    *,
+    repeats: int,
+    threshold: float,
+    as_json: bool,
+) -> None:
+    """Runs the evaluation and prints its table, or JSON."""
+    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
+        with loading():
+            from agentrl.run.suites import FOLDER
+            from agentrl.run.suites import evaluate_suite as evaluate
+
+        found = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
+        figures = found.figures()
+        print(json.dumps(summary(found)) if as_json else table(found, where=start.folder / FOLDER))
+    if figures.pass_at_1 is None:
+        print("not one attempt was scored", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def compare_evaluations(
+    before: Annotated[str, typer.Argument(help="An evaluation's folder, the run folder that holds it, or RUN@VERSION of a run's gate.")],
+    after: Annotated[str, typer.Argument(help="The evaluation that is compared with it.")],
+    alpha: Annotated[float, typer.Option(help="Largest chance of calling a difference that is none.")] = ALPHA,
+    margin: Annotated[float, typer.Option(help="Mean scores closer than this are the same.")] = MARGIN,
+    difference: Annotated[float, typer.Option(help="Tell how many cases this difference of the mean score would need.")] = 0.1,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compare two policies on the same cases, in pairs: effect with its interval, verdict, and which cases flipped.
+
+    better, worse: the difference is significant. same: it is smaller than --margin, whichever way. not enough data: neither.
+    """
+    if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
+        raise UserError("--alpha lies between 0 and 0.5, --margin from 0 to below 1, --difference from above 0 to 1", fix="give other ones")
+    first, second = (results.load(evaluation(one)) for one in (before, after))
+    ones, others, changed = same_cases(first, second)
+    found = compare(ones, others, alpha=alpha, margin=margin)
+    if found is None:
+        raise UserError("the two evaluations have no scored attempt at the same case", fix="evaluate both on the same suite")
+    needed = found.cases_for(difference, chance=_CHANCE)
+    if as_json:
+        told = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
+        print(json.dumps(told))
+        return
+    print(described(found, first, second, changed))
+    print(f"\na difference of {100 * difference:g} points would be seen with {_CHANCE:.0%} chance on {needed} such cases")
+
+
+def evaluation(named: str) -> Path:
+    """The folder of an evaluation: itself, its run folder, or RUN@VERSION of a gate. Raises `UserError`."""
+    run, at, number = named.rpartition("@")
+    if at and number.isdecimal() and len(number) < 10 and not Path(named).exists():
+        return evaluation_folder(Path(run), int(number))
+    folder = Path(named)
+    return folder if (folder / results.ABOUT).is_file() or not (folder / "suite").is_dir() else folder / "suite"
+
+
+def same_cases(before: Results, after: Results) -> tuple[Scores, Scores, list[str]]:
+    """The scores of both, without the cases whose content is not the same; and these."""
+    ones, others = before.task_keys, after.task_keys
+    changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
+    kept = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
+    return kept[0], kept[1], changed
+
+
+def summary(found: Results) -> dict[str, Any]:
+    """An evaluation for programs: where it comes from, its figures, and each case."""
+    cases = {case: {"scores": list(scores), "task_key": found.task_keys[case]} for case, scores in sorted(found.scores().items())}
+    return {"about": dataclasses.asdict(found.about), "figures": dataclasses.asdict(found.figures()), "cases": cases}
+
+
+def table(found: Results, *, where: Path) -> str:
+    """An evaluation for a person: its figures, then the cases that did not always pass."""
+    figures, threshold = found.figures(), found.about.threshold
+    lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *_rates(figures)]
+    short = []
+    for case, scores in found.scores().items():
+        counted = [score for score in scores if score is not None]
+        passed = sum(score >= threshold - 1e-9 for score in counted)
+        if passed < len(scores):
+            unscored = f", {len(scores) - len(counted)} unscored" if len(counted) < len(scores) else ""
+            short.append((passed / len(scores), f"  {_shown(case)}: {passed} of {len(counted)} passed{unscored}"))
+    short.sort()
+    lines += [line for _, line in short[:_CASES_SHOWN]]
+    if len(short) > _CASES_SHOWN:
+        lines.append(f"  and {len(short) - _CASES_SHOWN} other cases that did not always pass")
+    return "\n".join([*lines, f"evaluation {where}"])
+
+
+def _rates(figures: Figures) -> list[str]:
+    lines, rate = [], figures.pass_at_1
+    if rate is not None:
+        lines.append(f"pass@1  {rate:.3f}  95% interval [{figures.low:.3f}, {figures.high:.3f}]")
+    if figures.k > 1 and figures.pass_at_k is not None:
+        lines.append(f"pass@{figures.k:<2} {figures.pass_at_k:.3f}")
+    if figures.mean_score is not None and rate is not None and abs(figures.mean_score - rate) > 1e-9:
+        lines.append(f"score   {figures.mean_score:.3f}  mean over cases")
+    each = f"{figures.tokens / figures.attempts:.0f} of an attempt, " if figures.attempts else ""
+    turns = "" if figures.turns is None else f"{figures.turns:.1f} turns an attempt, "
+    lines.append(f"cost    {figures.tokens:,} tokens ({each}{turns}{figures.wall_s:.1f} s in all)")
+    if figures.unscored:
+        lines.append(f"unscored {figures.unscored} attempts, which count in no figure")
+    return lines
+
+
+def described(found: Comparison, first: Results, second: Results, changed: list[str]) -> str:
+    """A comparison for a person."""
+    names = [f"{_shown(one.about.model)} version {one.about.version} ({one.about.sha256[:12]})" for one in (first, second)]
+    test = "exact" if found.exact else "sampled"
+    lines = [
+        f"before  {found.before:.3f}  {names[0]}",
+        f"after   {found.after:.3f}  {names[1]}",
+        f"effect  {100 * found.effect:+.1f} points  95% interval [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+        f"  p = {found.p_value:.3g} ({test})",
+        f"verdict {found.verdict}  ({found.cases} cases, {found.attempts} pairs of attempts, margin {100 * found.margin:g} points)",
+    ]
+    if found.unscored:
+        lines.append(f"left out {found.unscored} pairs of attempts that one side has no score of")
+    ones, others = first.scores(), second.scores()
+    for what, cases in (("lower", found.lost), ("higher", found.gained)):
+        lines += [f"{what}: {_shown(case)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
+        if len(cases) > _CASES_SHOWN:
+            lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
+    for what, named in (("only on one side", found.unpaired), ("changed", tuple(changed))):
+        if named:
+            more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
+            lines.append(f"{what}: {', '.join(map(_shown, named[:_CASES_SHOWN]))}{more}")
+    apart = [
+        name for name in ("suite_sha256", "sampling", "threshold", "repeats") if getattr(first.about, name) != getattr(second.about, name)
+    ]
+    if apart:
+        lines.append(f"the evaluations differ in {', '.join(apart)}")
+    return "\n".join(lines)
+
+
+def _mean(scores: Sequence[float | None]) -> str:
+    counted = [score for score in scores if score is not None]
+    return f"{sum(counted) / len(counted):.2f} of {len(counted)}" if counted else "unscored"
+
+
+def _shown(text: str) -> str:
+    return " ".join(printable(text, _NAME).split())

@@ -1,0 +1,100 @@
+"""Exact tests on counts: their probabilities are sums of whole numbers, so no sample is too small for them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+_LARGEST = 1 << 26  # bits of the number that holds the exact distribution of a sum
+_FLIPS = 9_999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tails:
+    """Probabilities, under the null hypothesis, of a sum as low or lower, and as high or higher, than the one observed."""
+
+    low: float
+    high: float
+    exact: bool  # False: from seeded random flips
+
+    @property
+    def both(self) -> float:
+        """The two-sided p-value."""
+        return min(1.0, 2 * min(self.low, self.high))
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Two-sided exact p-value for pairs of single attempts: under the null every flip is a fair coin (McNemar 1947; exact binomial)."""
+    n = lost + gained
+    tail = sum(math.comb(n, k) for k in range(min(lost, gained) + 1))
+    return min(1.0, float(Fraction(2 * tail, 1 << n)))
+
+
+def sign_flips(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
+    """The test of a sum of case differences against every choice of their signs.
+
+    A case is one cluster: its repeats keep together, and its sign is flipped as a whole. Valid wherever a case could as well have
+    come out the other way round, whatever its repeats have in common. Single attempts that pass or fail make it McNemar's test.
+    The distribution is exact where the differences are multiples of a fraction that is not too small (so for attempts that pass
+    or fail), else estimated from 9,999 seeded random flips with the observed one among them (Phipson and Smyth 2010).
+    """
+    moved = [one for one in differences if one]
+    unit = math.lcm(*(one.denominator for one in moved)) if moved else 1
+    if (len(moved) + 1) * sum(abs(one) * unit for one in moved) > _LARGEST:
+        return _sampled(moved, seed)
+    sizes = [abs(int(one * unit)) for one in moved]
+    risen = sum(size for size, one in zip(sizes, moved, strict=True) if one > 0)
+    width = len(moved) + 1  # bits of a count: none exceeds 2^len(moved)
+    ways = 1  # digit t, in base 2^width: the choices of signs in which the rises sum to t
+    for size in sizes:
+        ways += ways << (width * size)
+    total = 1 << len(moved)
+    low = _digits(ways & ((1 << (width * (risen + 1))) - 1), width)
+    high = _digits(ways >> (width * risen), width)
+    return Tails(low=float(Fraction(low, total)), high=float(Fraction(high, total)), exact=True)
+
+
+def _digits(number: int, width: int) -> int:
+    """The sum of the digits in base 2^width, where it is below 2^width - 1: the number modulo that, as with nines in base ten."""
+    return number if width == 1 else number % ((1 << width) - 1)
+
+
+def _sampled(moved: Sequence[Fraction], seed: int) -> Tails:
+    sizes, rng = [abs(float(one)) for one in moved], random.Random(seed)
+    observed = math.fsum(map(float, moved))
+    slack = 1e-9 * math.fsum(sizes)
+    low = high = 1
+    for _ in range(_FLIPS):
+        signs = rng.getrandbits(len(sizes))
+        value = sum(size if signs >> place & 1 else -size for place, size in enumerate(sizes))
+        low += value <= observed + slack
+        high += value >= observed - slack
+    return Tails(low=low / (_FLIPS + 1), high=high / (_FLIPS + 1), exact=False)
+
+
+@cache
+def fisher_less(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
+    """One-sided p-value of Fisher's exact test: as few passes as `passed` of `tries`, were they drawn from the same urn as before's.
+
+    Raises `ValueError` for counts that are none.
+    """
+    if not (0 <= passed <= tries and 0 <= before_passed <= before_tries):
+        raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are no counts")
+    all_tries, all_passed = tries + before_tries, passed + before_passed
+    first = max(0, all_passed - before_tries)
+    tail = sum(math.comb(tries, k) * math.comb(before_tries, all_passed - k) for k in range(first, passed + 1))
+    return float(Fraction(tail, math.comb(all_tries, all_passed)))
+
+
+def holm(p_values: Sequence[float], alpha: float) -> tuple[bool, ...]:
+    """Which hypotheses are rejected, with at most `alpha` chance of one false rejection, however they hang together (Holm 1979)."""
+    rejected = [False] * len(p_values)
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        if p_values[index] > alpha / (len(p_values) - place):
+            break
+        rejected[index] = True
+    return tuple(rejected)

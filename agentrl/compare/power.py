@@ -1,0 +1,93 @@
+"""How many cases it takes to see a difference, told beforehand; and how likely it is to be seen with so many."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from statistics import NormalDist
+
+MOST = 1_000_000
+
+
+def spread_of_pairs(difference: float, discordance: float) -> float:
+    """Standard deviation of the difference of a pair of single attempts that pass or fail.
+
+    Args:
+        difference: rate after minus rate before.
+        discordance: share of pairs that flip, up or down; at least |difference|.
+
+    Raises `ValueError` for shares that cannot be.
+    """
+    if not abs(difference) <= discordance <= 1:
+        raise ValueError(
+            f"a difference of {difference:g} needs pairs that flip: from {abs(difference):g} to 1 of them, not {discordance:g}"
+        )
+    return math.sqrt(discordance - difference**2)
+
+
+def cases_for(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
+    """Cases that a two-sided paired test needs to see `difference` with probability `power` (Connor 1987, normal approximation).
+
+    `spread`: standard deviation of the differences of single cases, as observed or planned (`spread_of_pairs`). With `spread` 0 one
+    flip decides, and what is needed is enough of them. Raises `ValueError` for a difference of 0.
+    """
+    if not difference:
+        raise ValueError("no number of cases shows a difference of 0")
+    z = NormalDist().inv_cdf
+    wanted = ((z(1 - alpha / 2) + z(power)) * spread / abs(difference)) ** 2
+    least = math.ceil(math.log2(2 / alpha))  # so many cases, all flipped one way, are what an exact test needs at the very least
+    return max(least, math.ceil(min(wanted, MOST)))
+
+
+def pairs_for(difference: float, discordance: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
+    """Cases with one attempt each that McNemar's exact test needs, so that no larger number within a tenth has less power.
+
+    Raises `ValueError` as `spread_of_pairs` and `cases_for` do.
+    """
+    n = max(1, int(0.8 * cases_for(difference, spread_of_pairs(difference, discordance), alpha=alpha, power=power)))
+    step = max(1, n // 100)
+    while n < MOST:
+        ahead = range(n, n + max(2, n // 10), step)
+        short = [one for one in ahead if power_of_pairs(one, difference, discordance, alpha=alpha) < power]
+        if not short:
+            return n
+        n = short[-1] + step
+    return MOST
+
+
+@cache
+def power_of_pairs(cases: int, difference: float, discordance: float, *, alpha: float = 0.05) -> float:
+    """Probability that McNemar's exact two-sided test of so many pairs is significant, in the direction of `difference`.
+
+    Summed over the number of flips; no approximation. Raises `ValueError` as `spread_of_pairs` does.
+    """
+    spread_of_pairs(difference, discordance)
+    toward = (discordance + abs(difference)) / (2 * discordance) if discordance else 0.5
+    mean, deviation = cases * discordance, math.sqrt(cases * discordance * (1 - discordance))
+    first, last = max(0, math.floor(mean - 8 * deviation - 1)), min(cases, math.ceil(mean + 8 * deviation + 1))
+    return math.fsum(
+        math.exp(_log_binomial(cases, flips, discordance)) * _upper(flips, _critical(flips, alpha), toward)
+        for flips in range(first, last + 1)
+    )
+
+
+@cache
+def _critical(flips: int, alpha: float) -> int:
+    """Fewest flips one way, of `flips`, that are significant two-sided; `flips` + 1 where none are."""
+    tail = 0.0
+    for k in range(flips, -1, -1):
+        tail += math.exp(_log_binomial(flips, k, 0.5))
+        if 2 * tail > alpha:
+            return k + 1
+    return 0
+
+
+def _upper(n: int, least: int, share: float) -> float:
+    return math.fsum(math.exp(_log_binomial(n, k, share)) for k in range(least, n + 1))
+
+
+def _log_binomial(n: int, k: int, share: float) -> float:
+    if share in (0.0, 1.0):
+        return 0.0 if k == n * share else -math.inf
+    ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return ways + k * math.log(share) + (n - k) * math.log1p(-share)

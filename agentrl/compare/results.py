@@ -1,0 +1,174 @@
+"""The files of one evaluation of a suite: what was asked of whom, and every attempt.
+
+about.json        `About`: suite, model, sampling, and what else two evaluations must share to be compared
+attempts.jsonl    an `Attempt` a line
+episodes.jsonl    the episodes in words, a line each, with the same `episode` as their attempt
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl import codec
+from agentrl.compare import intervals
+from agentrl.compare.paired import Scores
+from agentrl.compare.passes import mean_pass_at_k
+from agentrl.compare.rule import passes
+from agentrl.errors import UserError
+from agentrl.fields import JsonObject, Record, Text
+from agentrl.files import commit_folder, json_line, part_folder, whole_lines
+
+FORMAT = 1
+ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
+_LARGEST = 256 << 20  # bytes of one file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt(Record):
+    """One attempt at one case."""
+
+    case: str
+    task_key: str  # hash of the case's content
+    number: int  # counted from 0, attempts at the same case
+    episode: str
+    score: float | None  # None: unscored, never 0
+    reason: Text = ""  # why there is no score
+    again: bool = False  # a further attempt, because the case looked worse
+    tokens: int = 0  # sampled
+    turns: int = 0
+    wall_s: float = 0.0
+    ended: str = ""  # stop reason
+    versions: tuple[int, ...] = ()  # that sampled its tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About(Record):
+    """Where the attempts come from."""
+
+    suite: str
+    suite_sha256: str
+    cases: int
+    repeats: int
+    model: str
+    version: int  # of the run; 0 for a model of its own
+    sha256: str  # of its weights
+    recipe: str  # its name
+    recipe_sha256: str
+    sampling: JsonObject
+    seed: int
+    threshold: float  # score from which an attempt has passed
+    agentrl: str
+    at: str  # UTC, ISO 8601
+    wall_s: float = 0.0
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if self.format != FORMAT:
+            raise ValueError(f"About.format {self.format} is not known; this version reads {FORMAT}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures(Record):
+    """What an evaluation comes to."""
+
+    pass_at_1: float | None  # mean over cases; None: not one attempt was scored
+    low: float | None  # of its 95% interval
+    high: float | None
+    pass_at_k: float | None  # at least one of `k` attempts passes; unbiased
+    k: int
+    mean_score: float | None
+    attempts: int
+    unscored: int
+    tokens: int  # of all attempts
+    turns: float | None  # of an attempt, the mean
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """One evaluation of a suite."""
+
+    about: About
+    attempts: tuple[Attempt, ...]
+
+    def scores(self, *, again: bool = False) -> Scores:
+        """Case -> scores in the order of the attempts: of the evaluation, or of the further attempts at cases that looked worse."""
+        found: dict[str, list[float | None]] = {}
+        for one in sorted(self.attempts, key=lambda one: (one.case, one.number)):
+            if one.again is again:
+                found.setdefault(one.case, []).append(one.score)
+        return found
+
+    @property
+    def task_keys(self) -> dict[str, str]:
+        """Case -> hash of its content."""
+        return {one.case: one.task_key for one in self.attempts}
+
+    def figures(self, k: int = 0) -> Figures:
+        """Rates and costs, further attempts apart. `k` 0: the number of repeats."""
+        first = [one for one in self.attempts if not one.again]
+        by_case: dict[str, list[float]] = {}
+        for one in first:
+            if one.score is not None:
+                by_case.setdefault(one.case, []).append(one.score)
+        counts = [(sum(passes(score, self.about.threshold) for score in scores), len(scores)) for scores in by_case.values()]
+        tries, k = sum(count for _, count in counts), k or self.about.repeats
+        rate = intervals.rate([passed / count for passed, count in counts], tries) if counts else None
+        return Figures(
+            pass_at_1=None if rate is None else rate.value,
+            low=None if rate is None else rate.low,
+            high=None if rate is None else rate.high,
+            pass_at_k=mean_pass_at_k(counts, k),
+            k=k,
+            mean_score=statistics.fmean(statistics.fmean(scores) for scores in by_case.values()) if by_case else None,
+            attempts=len(first),
+            unscored=len(first) - tries,
+            tokens=sum(one.tokens for one in first),
+            turns=statistics.fmean(one.turns for one in first) if first else None,
+            wall_s=self.about.wall_s,
+        )
+
+
+def suite_sha256(task_keys: Mapping[str, str]) -> str:
+    """The hash of a suite: of its cases' names and contents."""
+    return hashlib.sha256("\n".join(f"{case} {key}" for case, key in sorted(task_keys.items())).encode()).hexdigest()
+
+
+def save(folder: Path, results: Results, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None) -> None:
+    """Writes an evaluation's folder, whole or not at all, in place of one that is there. `more`: further files, by name."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = part_folder(folder)
+    (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
+    (part / ATTEMPTS).write_bytes(b"".join(codec.to_json(one) + b"\n" for one in results.attempts))
+    (part / EPISODES).write_bytes(b"".join(json_line(dict(one)) for one in episodes))
+    for name, content in (more or {}).items():
+        (part / name).write_bytes(content)
+    commit_folder(part, folder)
+
+
+def load(folder: Path) -> Results:
+    """Reads an evaluation's folder. Raises `UserError` that says what is wrong with it."""
+    try:
+        about = codec.from_json(About, _bytes(folder / ABOUT))
+        _bytes(folder / ATTEMPTS, read=False)
+        attempts = tuple(codec.from_json(Attempt, line) for line in whole_lines(folder / ATTEMPTS))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} holds no evaluation of a suite: {Path(str(error.filename)).name} is missing",
+            fix="give a folder that agentrl eval RECIPE --suite SUITE has written, or RUN@VERSION",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is no evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
+    return Results(about=about, attempts=attempts)
+
+
+def _bytes(path: Path, *, read: bool = True) -> bytes:
+    if path.stat().st_size > _LARGEST:
+        raise ValueError(f"{path.name} is larger than {_LARGEST >> 20} MiB")
+    return path.read_bytes() if read else b""

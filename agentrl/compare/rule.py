@@ -1,0 +1,161 @@
+"""The gate's rule: when a candidate is worse than the reference, on the suite or on a case, and an unchanged policy passes.
+
+Two questions share the chance of a false alarm, half each. Together they spend seven tenths of `alpha`: a reference that was lucky is
+kept while it refuses candidates, so in a run of many evaluations alarms come more often than in one. For a single exact test, repeated
+with a reference that each candidate replaces when it passes, a chance of 0.035 each becomes 0.05 in the long run.
+
+The suite: a one-sided sign-flip test of the case differences. One significant drop of more than `margin` blocks.
+
+A case: attempts that went badly are no proof, since among many cases some always do. Cases that look worse are tried again, and the
+test (Fisher's, one-sided) is of all the candidate's attempts together. Looking worse is a condition on top of that test, so it can
+only make false alarms rarer; Holm's correction is over every case of the suite, tried again or not. With too few attempts for any
+case to be significant, the suite has both halves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from agentrl.compare.exact import fisher_less, holm, sign_flips
+from agentrl.compare.paired import Scores, paired
+from agentrl.fields import Record
+
+_SPENT = 0.7
+"""Share of `alpha` that one evaluation may spend."""
+_LOOKS_WORSE = 0.1
+"""One-sided p-value of the first attempts from which a case is tried again."""
+MOST_AGAIN = 32
+"""Cases that are tried again in one evaluation; of more, those that look worst."""
+_PAIRED = 0.8
+"""Share of the suite's cases that must be pairs, or nothing is concluded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(Record):
+    """Settings of the gate: see `agentrl.gating.GateConfig`."""
+
+    repeats: int = 4
+    confirm: int = 24
+    alpha: float = 0.05
+    margin: float = 0.0
+    threshold: float = 1.0
+
+    def names_cases(self, cases: int) -> bool:
+        """Whether a single case can block in a suite of so many: one that always passed and now never does would be significant."""
+        best = 1 / math.comb(2 * self.repeats + self.confirm, self.repeats)
+        return fisher_less(0, self.repeats, self.repeats, self.repeats) <= _LOOKS_WORSE and best <= self.case_alpha / max(cases, 1)
+
+    @property
+    def case_alpha(self) -> float:
+        """What the cases together may spend of `alpha`."""
+        return _SPENT * self.alpha / 2
+
+    def suite_alpha(self, cases: int) -> float:
+        """What the suite as a whole may spend of `alpha`."""
+        return self.case_alpha if self.names_cases(cases) else 2 * self.case_alpha
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseDrop(Record):
+    """A case, before and now."""
+
+    case: str
+    before_passed: int
+    before_tries: int
+    passed: int
+    tries: int
+    p_value: float
+    blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement(Record):
+    """What the rule says of a candidate."""
+
+    enough: bool  # False: too few cases were scored on both sides, and nothing is concluded
+    blocked: bool
+    suite_blocks: bool = False
+    cases: int = 0  # pairs
+    unscored: int = 0  # attempts left out
+    effect: float = 0.0  # mean score now minus before, over cases
+    p_value: float = 1.0  # of the suite, one-sided
+    suite_alpha: float = 0.0
+    again: tuple[CaseDrop, ...] = ()  # cases that were tried again, the clearest first
+
+    @property
+    def regressed(self) -> tuple[CaseDrop, ...]:
+        """The cases that block."""
+        return tuple(one for one in self.again if one.blocks)
+
+    @property
+    def reason(self) -> str:
+        """Why it is blocked, in a line; empty when it is not."""
+        if not self.enough:
+            return f"only {self.cases} cases were scored for both versions, too few to judge"
+        said = []
+        if self.suite_blocks:
+            said.append(f"the suite fell by {-100 * self.effect:.1f} points (p = {self.p_value:.2g} <= {self.suite_alpha:g})")
+        said += [
+            f"case {one.case}: {one.before_passed} of {one.before_tries} before, {one.passed} of {one.tries} now (p = {one.p_value:.2g})"
+            for one in self.regressed
+        ]
+        return "; ".join(said)
+
+
+def suspicious(rule: Rule, before: Scores, now: Scores) -> tuple[str, ...]:
+    """The cases that look worse and are worth trying again, the worst first; none where no case could block."""
+    if not rule.confirm or not rule.names_cases(len(before)):
+        return ()
+    drops = [drop for case in before.keys() & now.keys() if (drop := _drop(rule, case, before, now, {})).p_value <= _LOOKS_WORSE]
+    return tuple(drop.case for drop in sorted(drops, key=lambda one: (one.p_value, one.case))[:MOST_AGAIN])
+
+
+def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
+    """Whether `now` is worse than `before`.
+
+    Args:
+        before: the reference's attempts at every case of the suite, `rule.repeats` each.
+        now: the candidate's.
+        again: the candidate's further attempts at the cases that `suspicious` names.
+    """
+    both = paired(before, now)
+    pairs, unscored = both.pairs, both.unscored
+    if len(pairs) < max(1.0, _PAIRED * len(before)):
+        return Judgement(enough=False, blocked=False, cases=len(pairs), unscored=unscored)
+    differences = [pair.difference for pair in pairs]
+    effect, share = float(sum(differences) / len(pairs)), rule.suite_alpha(len(before))
+    p_value = sign_flips(differences).low
+    suite_blocks = p_value <= share and -effect > rule.margin
+    looked = set(suspicious(rule, before, now)) & again.keys()
+    drops = [_drop(rule, case, before, now, again) for case in sorted(looked)]
+    unknown = len(before) - len(drops)  # not tried again: as if their p-values were 1
+    rejected = holm([*(drop.p_value for drop in drops), *[1.0] * unknown], rule.case_alpha)
+    found = [replace(drop, blocks=block) for drop, block in zip(drops, rejected, strict=False)]
+    found.sort(key=lambda one: (one.p_value, one.case))
+    return Judgement(
+        enough=True,
+        blocked=suite_blocks or any(one.blocks for one in found),
+        suite_blocks=suite_blocks,
+        cases=len(pairs),
+        unscored=unscored,
+        effect=effect,
+        p_value=p_value,
+        suite_alpha=share,
+        again=tuple(found),
+    )
+
+
+def passes(score: float | None, threshold: float) -> bool:
+    """Whether an attempt with this score has passed."""
+    return score is not None and score >= threshold - 1e-9
+
+
+def _drop(rule: Rule, case: str, before: Scores, now: Scores, again: Scores) -> CaseDrop:
+    reference = [score for score in before[case] if score is not None]
+    candidate = [score for score in (*now[case], *again.get(case, ())) if score is not None]
+    counts = [sum(passes(score, rule.threshold) for score in scores) for scores in (candidate, reference)]
+    p_value = fisher_less(counts[0], len(candidate), counts[1], len(reference))
+    return CaseDrop(
+        case=case, before_passed=counts[1], before_tries=len(reference), passed=counts[0], tries=len(candidate), p_value=p_value
+    )

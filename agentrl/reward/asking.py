@@ -1,0 +1,95 @@
+"""Asking one verifier: whatever it does, there is a score, or a reason for having none, before its deadline."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from agentrl import usercode
+from agentrl.errors import InfrastructureError, TaskError
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Blame, Episode, Score, Task
+
+log = logging.getLogger(__name__)
+
+MAX_EVIDENCE = 20_000
+"""Characters kept of a verifier's evidence."""
+MAX_PARTS = 1000
+_CLOSING_S = 30.0  # for a verifier to close its sandboxes at its deadline
+
+
+class NotAScore(Exception):
+    """A verifier returned something that is not a valid score."""
+
+
+async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float) -> Score:
+    """The verifier's score, checked and cut to its bounds; one without a value and with a reason where it gave none.
+
+    Args:
+        what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
+
+    Raises:
+        InfrastructureError: of the verifier; the caller asks again.
+    """
+    grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
+    since = usercode.cancellations()
+    try:
+        given = await usercode.call(lambda: _call(verifier, task, episode, sandboxes), what=what, timeout_s=timeout_s, grace_s=grace_s)
+        return checked(given, [len(trajectory.turns) for trajectory in episode.trajectories], bounds=bounds_of(verifier))
+    except usercode.Overdue as error:
+        usercode.report(what, error, trace=False)
+        return Score(value=None, reason=f"verifier gave no score within {timeout_s:g} s")
+    except NotAScore as error:
+        usercode.report(what, error, trace=False)
+        return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}")
+    except BaseException as error:  # user code may raise anything; the episode is then unscored
+        if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
+            raise
+        if (fault := usercode.cause(error, InfrastructureError)) is not None:
+            raise fault from None
+        if (broken := usercode.cause(error, TaskError)) is not None:
+            log.warning("%s: %s", what, broken)
+            return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
+        usercode.report(what, error)
+        return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}")
+
+
+async def _call(verifier: Any, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Any:
+    if not needs_sandboxes(verifier):
+        return await verifier(task, episode)
+    assert sandboxes is not None, "checked by the caller"
+    return await verifier(task, episode, sandboxes)
+
+
+def checked(given: object, turns: Sequence[int], *, bounds: tuple[float, float] | None = None) -> Score:
+    """The score, cut to its bounds. Raises `NotAScore`.
+
+    Args:
+        turns: number of turns of each trajectory.
+        bounds: least and largest value that is one.
+    """
+    if not isinstance(given, Score):
+        raise NotAScore(f"{type(given).__name__}, not a Score")
+    numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
+    if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
+        raise NotAScore(f"{odd} for a number")
+    if bounds is not None and given.value is not None and not bounds[0] <= given.value <= bounds[1]:
+        raise NotAScore(f"{given.value:g}, and its values go from {bounds[0]:g} to {bounds[1]:g}")
+    if len(given.parts) > MAX_PARTS:
+        raise NotAScore(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
+    if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
+        raise NotAScore(f"turn rewards that do not fit the episode's turns {list(turns)}")
+    return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
+
+
+def needs_sandboxes(verifier: object) -> bool:
+    return bool(getattr(verifier, "needs_sandboxes", False))
+
+
+def bounds_of(verifier: object) -> tuple[float, float] | None:
+    """The least and the largest value that a verifier says it gives; None: it says nothing, and any finite value is one."""
+    low, high = getattr(verifier, "bounds", None) or (None, None)
+    return None if low is None or high is None else (float(low), float(high))

@@ -1,0 +1,59 @@
+"""How the driver asks the learner to go back: one file in the registry's folder, looked at before every step.
+
+The driver judges versions and the learner owns the weights; neither waits for the other. A request names the version that is refused
+and the one to go back to, with the hashes of their weights. It stands until the learner has published a successor and refused the
+version, and it is void once a version of that number has other weights, or is none any more. So it may be asked and looked at any
+number of times, and whoever dies in between finds it as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl import codec
+from agentrl.errors import StoreError
+from agentrl.fields import Record, Text
+from agentrl.files import write
+from agentrl.protocols import VersionRegistry
+from agentrl.records import VersionState
+
+FILE = "rollback.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Record):
+    """Go back from `version` to the weights of `to`."""
+
+    version: int
+    sha256: str
+    to: int
+    to_sha256: str
+    reason: Text
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if not 0 <= self.to < self.version:
+            raise ValueError(f"Request: from version {self.version} to {self.to} is not back")
+
+
+def ask(versions: Path, request: Request) -> None:
+    """Leaves the request in a registry's folder, durably, in place of an earlier one. Raises `StoreError`."""
+    try:
+        write(versions / FILE, codec.to_json(request) + b"\n", durable=True)
+    except OSError as error:
+        raise StoreError(f"{versions / FILE}: {error.strerror or error}") from error
+
+
+def pending(versions: Path, registry: VersionRegistry) -> Request | None:
+    """The request that has not been answered yet, if there is one. Raises `StoreError` where it cannot be read."""
+    path = versions / FILE
+    try:
+        request = codec.from_json(Request, path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    found = registry.get(request.version)
+    answered = found is None or found.sha256 != request.sha256 or found.state is VersionState.ROLLED_BACK
+    return None if answered else request

@@ -1,0 +1,87 @@
+"""How often the gate blocks: a policy that has not changed, and one that has lost ten points, by seeded simulation.
+
+    python benchmarks/gate.py
+    python benchmarks/gate.py --cases 100 --repeats 8 --evaluations 1000 --json
+
+Policies are made up: their true pass rate of every case is known, so it is known, too, whether a block is a false alarm. The rule is
+`agentrl.compare.rule`, the one that runs use. Prints a Markdown table, and how often zero tolerance would block an unchanged policy.
+Exit status 1 where an unchanged policy is blocked in more than `--alpha` of the evaluations, beyond what chance allows for, or a drop
+of ten points is seen less often than is stated for the settings of the first row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+
+from agentrl.compare.rule import Rule
+from agentrl.compare.simulation import block_rate, block_rate_in_a_run
+
+STATED = {"0.95 -> 0.85 in every case": 0.8, "a tenth of the cases lost, 0.95 elsewhere": 0.95}
+"""Power for a drop of ten points with 50 cases, 4 repeats, 24 further attempts and alpha 0.05; of the others the table says it."""
+
+Rates = tuple[list[float], list[float]]
+
+
+def policies(cases: int) -> dict[str, Rates]:
+    """Name -> true pass rate of each case, before and now."""
+    mixed = [(1.0, 0.95, 0.8, 0.5, 0.05)[place % 5] for place in range(cases)]
+    tenth = max(1, cases // 10)
+    return {
+        "unchanged, 0.95": ([0.95] * cases, [0.95] * cases),
+        "unchanged, 0.5": ([0.5] * cases, [0.5] * cases),
+        "unchanged, from 0.05 to 1": (mixed, mixed),
+        "0.95 -> 0.85 in every case": ([0.95] * cases, [0.85] * cases),
+        "0.7 -> 0.6 in every case": ([0.7] * cases, [0.6] * cases),
+        "a tenth of the cases lost, 0.95 elsewhere": ([0.95] * cases, [0.0] * tenth + [0.95] * (cases - tenth)),
+        "one case lost, 0.95 elsewhere": ([0.95] * cases, [0.0] + [0.95] * (cases - 1)),
+    }
+
+
+def most_by_chance(alpha: float, evaluations: int) -> float:
+    """The largest share of blocks that a rate of `alpha` still explains: its mean and three standard deviations."""
+    return alpha + 3 * math.sqrt(alpha * (1 - alpha) / evaluations)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--confirm", type=int, default=24)
+    parser.add_argument("--alpha", type=float, default=0.05)
+    parser.add_argument("--evaluations", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON for programs")
+    given = parser.parse_args()
+    rule = Rule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
+    found = {
+        name: block_rate(rule, before, now, evaluations=given.evaluations, seed=given.seed)
+        for name, (before, now) in policies(given.cases).items()
+    }
+    mixed, _ = policies(given.cases)["unchanged, from 0.05 to 1"]
+    found["unchanged, from 0.05 to 1, each promoted one the next reference"] = block_rate_in_a_run(
+        rule, mixed, evaluations=given.evaluations, seed=given.seed
+    )
+    standard = (given.cases, given.repeats, given.confirm, given.alpha) == (50, 4, 24, 0.05)
+    most = most_by_chance(given.alpha, given.evaluations)
+    wrong = [name for name, rate in found.items() if name.startswith("unchanged") and rate > most]
+    wrong += [name for name, least in STATED.items() if standard and found[name] < least]
+    zero = 1 - 0.95**given.cases
+    if given.json:
+        print(json.dumps({"blocked": found, "zero_tolerance": zero, "wrong": wrong, **vars(given)}))
+        return bool(wrong)
+    print(f"{given.cases} cases, {given.repeats} repeats, {given.confirm} further attempts, alpha {given.alpha:g};", end=" ")
+    print(f"{given.evaluations} evaluations each, seed {given.seed}\n")
+    print("| policy | blocked |\n| --- | --- |")
+    for name, rate in found.items():
+        print(f"| {name} | {rate:.1%} |")
+    print(f"\nZero tolerance, one attempt at each case, would block an unchanged policy of 0.95 in {zero:.1%} of the evaluations.")
+    for name in wrong:
+        print(f"not as stated: {name}", file=sys.stderr)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

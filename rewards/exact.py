@@ -1,0 +1,52 @@
+"""Exact text: the answer is the truth, or one of several, after white space at both ends is gone.
+
+rewards.exact:exact                                  with task.data = {"answer": "north"}; or ["north", "the north"]
+name = Exact(case=False, after="Answer:")            in rewards/mine.py, referenced as rewards.mine:name
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import ClassVar
+
+from pydantic import Field
+
+from agentrl.errors import TaskError
+from agentrl.records import Episode, Score, Task
+from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, wrong
+
+
+class Exact(Configured):
+    """1 when the answer equals a truth, else 0. Unicode is compared in its composed form (NFC). Settings in `task.data["exact"]`."""
+
+    name: ClassVar[str] = "exact"
+
+    case: bool = True
+    """Whether capitals differ from small letters."""
+    spaces: bool = True
+    """Whether runs of white space within the text differ from one space."""
+    after: str = ""
+    """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
+    longest: int = Field(LONGEST, gt=0)
+    """Characters; a longer answer is wrong."""
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        rules = self.of(task)
+        truth = rules.wanted(task)
+        truths = truth if isinstance(truth, list) else [truth]
+        if not truths or not all(isinstance(one, str | int | float) and rules._plain(str(one)) for one in truths):
+            raise TaskError(f"task {task.id}: the truth of an exact answer is text that is not empty, or a list of such")
+        answer, problem = answer_of(episode, after=rules.after, longest=rules.longest)
+        if problem:
+            return wrong(problem)
+        right = rules._plain(answer) in {rules._plain(str(one)) for one in truths}
+        return Score(value=float(right), evidence=f"answer {answer[:SHOWN]!r}, truth {str(truths[0])[:SHOWN]!r}")
+
+    def _plain(self, text: str) -> str:
+        text = unicodedata.normalize("NFC", text.strip())
+        if not self.spaces:
+            text = " ".join(text.split())
+        return text if self.case else text.casefold()
+
+
+exact = Exact()

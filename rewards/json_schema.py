@@ -1,0 +1,136 @@
+"""JSON that fits a schema (`jsonschema`), and whose content may be compared with the truth.
+
+    rewards.json_schema:json_schema                      with task.data = {"schema": {"type": "object", "required": ["city"]}}
+    form = JsonSchema(schema={"type": "array"})          in rewards/mine.py, referenced as rewards.mine:form
+
+A schema may hold patterns, and be recursive: what an agent wrote is held to it in a process that is ended at a deadline. A `$ref` that
+leads out of the schema is refused; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from agentrl.errors import TaskError
+from agentrl.records import Episode, Score, Task
+from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
+from agentrl.reward.worker import AtAnswer, Worker
+
+DEADLINE_S = 3.0
+_FENCE = "```"
+
+
+class JsonSchema(Configured):
+    """1 when the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
+
+    The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers equal
+    floats of the same value, and the parts `fits` and `equal` tell the two apart. NaN, Infinity and repeated keys are no JSON here.
+    A form alone says nothing of what is right: it is a part or a gate of a rubric, unless the schema leaves one answer.
+    """
+
+    name: ClassVar[str] = "json_schema"
+
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    """None: the task has it, in `data["schema"]`."""
+    fenced: bool = False
+    """Whether an answer that is one block fenced by ``` is what stands in it."""
+    equal: bool = False
+    """Whether the answer must also equal the truth."""
+    longest: int = Field(100_000, gt=0)
+    """Characters; a longer answer is wrong."""
+
+    def model_post_init(self, context: Any) -> None:
+        need("jsonschema")
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        rules = self.of(task)
+        schema = rules.json_schema if rules.json_schema is not None else task.data.get("schema")
+        if not isinstance(schema, Mapping | bool):
+            raise TaskError(f"task {task.id}: there is no JSON schema in data.schema")
+        truth = [rules.wanted(task)] if rules.equal else []
+        nothing = {"fits": 0.0} | ({"equal": 0.0} if rules.equal else {})
+        text, problem = answer_of(episode, longest=rules.longest)
+        if problem:
+            return wrong(problem, **nothing)
+        request = {"schema": schema, "text": _unfenced(text) if rules.fenced else text, "truth": truth}
+        try:
+            told = await _worker.judge(request, sound=request | {"text": "null"})
+        except AtAnswer as error:
+            return wrong(f"answer {text[:SHOWN]!r}: at it the schema {error}", **nothing)
+        if told["schema"]:
+            raise TaskError(f"task {task.id}: its JSON schema cannot be used: {told['schema']}")
+        right = not told["misfit"] and (told["equal"] or not rules.equal)
+        parts = {"fits": float(not told["misfit"])} | ({"equal": float(told["equal"])} if rules.equal else {})
+        return Score(value=float(right), parts=parts, evidence=told["misfit"] or ("" if right else "it does not equal the truth"))
+
+
+def _unfenced(text: str) -> str:
+    if text.startswith(_FENCE) and text.endswith(_FENCE) and text.count(_FENCE) == 2:
+        return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
+    return text
+
+
+def strict_json(text: str) -> Any:
+    """The JSON value of a text. Raises `ValueError` for anything else, repeated keys and NaN among it."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key is repeated")
+        return found
+
+    def never(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_constant=never)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; true and 1 are not, 1 and 1.0 are."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_json(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_json, one, other))
+    return bool(one == other)
+
+
+def prepare() -> None:
+    """In the process, before anything is asked."""
+    import jsonschema  # noqa: F401
+
+
+def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
+    """In the process: what is wrong with the schema, why the text does not fit it, and whether it equals the truth."""
+    import jsonschema
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    schema = request["schema"]
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    told = {"schema": "", "misfit": "", "equal": False}
+    try:
+        kind.check_schema(schema)
+        value = strict_json(request["text"])
+        error = next(iter(kind(schema, registry=Registry()).iter_errors(value)), None)
+    except jsonschema.SchemaError as problem:
+        return told | {"schema": str(problem.message)[:300]}
+    except Unresolvable as problem:
+        return told | {"schema": f"$ref {str(problem.ref)[:200]!r} leads out of it"}
+    except ValueError as problem:
+        return told | {"misfit": f"it is no JSON: {str(problem)[:200]}"}
+    misfit = "" if error is None else f"at {error.json_path[:100]}: {error.message[:200]}"
+    equal = bool(request["truth"]) and same_json(value, request["truth"][0])
+    return told | {"misfit": misfit, "equal": equal}
+
+
+_worker = Worker(verdict, prepare=prepare, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
+json_schema = JsonSchema()

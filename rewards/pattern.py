@@ -1,0 +1,81 @@
+"""Regular expressions: the answer matches the task's pattern.
+
+    rewards.pattern:pattern                              with task.data = {"answer": "INV-[0-9]{6}"}
+    date = Pattern(pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")     in rewards/mine.py, referenced as rewards.mine:date
+
+Python's `re` may take hours on a line that an agent writes against a pattern such as (a+)+b, and nothing in a thread can stop it. It
+runs in a process that is ended at a deadline; an answer at which it gets there twice does not match.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from agentrl.errors import TaskError
+from agentrl.records import Episode, Score, Task
+from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, wrong
+from agentrl.reward.worker import AtAnswer, Worker
+
+DEADLINE_S = 2.0
+
+
+class Pattern(Configured):
+    """1 when the whole answer matches, else 0. Settings in `task.data["pattern"]`; the pattern is the truth, or `pattern`.
+
+    Digits and word characters are ASCII's, as in `re.ASCII`.
+    """
+
+    name: ClassVar[str] = "pattern"
+
+    pattern: str = ""
+    """Empty: the task's truth is the pattern."""
+    anywhere: bool = False
+    """Whether it is enough that a part of the answer matches."""
+    case: bool = True
+    """Whether capitals differ from small letters."""
+    longest: int = Field(LONGEST, gt=0)
+    """Characters; a longer answer is wrong."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, text: str) -> str:
+        try:
+            re.compile(text, re.ASCII)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{text[:SHOWN]!r} is no pattern: {error}") from None
+        return text
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        rules = self.of(task)
+        wanted = rules.pattern or rules.wanted(task)
+        try:
+            if not isinstance(wanted, str) or not wanted:
+                raise ValueError("a pattern is a text that is not empty")
+            self._compiles(wanted)
+        except ValueError as error:
+            raise TaskError(f"task {task.id}: {error}") from None
+        text, problem = answer_of(episode, longest=rules.longest)
+        if problem:
+            return wrong(problem)
+        told = f"answer {text[:SHOWN]!r}, pattern {wanted[:SHOWN]!r}"
+        request = {"pattern": wanted, "text": text, "anywhere": rules.anywhere, "case": rules.case}
+        try:
+            matches = await _worker.judge(request, sound=request | {"text": ""})
+        except AtAnswer as error:
+            return wrong(f"{told}: matching {error}")
+        return Score(value=float(matches), evidence=told)
+
+
+def verdict(request: Mapping[str, Any]) -> bool:
+    """In the process: whether the text matches."""
+    compiled = re.compile(request["pattern"], re.ASCII | (0 if request["case"] else re.IGNORECASE))
+    match = compiled.search if request["anywhere"] else compiled.fullmatch
+    return match(request["text"]) is not None
+
+
+_worker = Worker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
+pattern = Pattern()

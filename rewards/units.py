@@ -1,0 +1,187 @@
+"""Units of measurement: what a text such as "km/h" or "kg m^2/s^2" is worth in SI base units, and which dimension it has.
+
+A table that can be read in a minute, not a package: an answer is an agent's text, so what it may mean should be little and known.
+Values are exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), but for the
+electronvolt's, which is CODATA's exact one of 2018.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "B", "$", "EUR", "GBP")  # bytes and currencies are dimensions of their own
+LONGEST = 64  # characters of a unit
+LARGEST_POWER = 12
+
+_PREFIXES = {
+    "": 1.0,
+    "p": 1e-12,
+    "n": 1e-9,
+    "u": 1e-6,
+    "\u00b5": 1e-6,  # micro sign
+    "\u03bc": 1e-6,  # Greek mu
+    "m": 1e-3,
+    "c": 1e-2,
+    "d": 1e-1,
+    "h": 1e2,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+
+# name: (factor, product of base units). Those of the first table take the prefixes above.
+_PREFIXED = {
+    "m": (1.0, "m"),
+    "g": (1e-3, "kg"),
+    "s": (1.0, "s"),
+    "A": (1.0, "A"),
+    "K": (1.0, "K"),
+    "mol": (1.0, "mol"),
+    "cd": (1.0, "cd"),
+    "Hz": (1.0, "s^-1"),
+    "N": (1.0, "kg m s^-2"),
+    "Pa": (1.0, "kg m^-1 s^-2"),
+    "J": (1.0, "kg m^2 s^-2"),
+    "W": (1.0, "kg m^2 s^-3"),
+    "C": (1.0, "A s"),
+    "V": (1.0, "kg m^2 s^-3 A^-1"),
+    "F": (1.0, "kg^-1 m^-2 s^4 A^2"),
+    "ohm": (1.0, "kg m^2 s^-3 A^-2"),
+    "\u03a9": (1.0, "kg m^2 s^-3 A^-2"),  # Greek omega
+    "T": (1.0, "kg s^-2 A^-1"),
+    "L": (1e-3, "m^3"),
+    "l": (1e-3, "m^3"),
+    "eV": (1.602176634e-19, "kg m^2 s^-2"),
+    "Wh": (3600.0, "kg m^2 s^-2"),
+    "cal": (4.184, "kg m^2 s^-2"),
+    "bar": (1e5, "kg m^-1 s^-2"),
+    "B": (1.0, "B"),
+    "bit": (0.125, "B"),
+}
+_WHOLE = {
+    "min": (60.0, "s"),
+    "h": (3600.0, "s"),
+    "hour": (3600.0, "s"),
+    "d": (86400.0, "s"),
+    "day": (86400.0, "s"),
+    "week": (604800.0, "s"),
+    "in": (0.0254, "m"),
+    "inch": (0.0254, "m"),
+    "ft": (0.3048, "m"),
+    "yd": (0.9144, "m"),
+    "mi": (1609.344, "m"),
+    "mph": (0.44704, "m s^-1"),
+    "ha": (1e4, "m^2"),
+    "t": (1e3, "kg"),
+    "lb": (0.45359237, "kg"),
+    "oz": (0.028349523125, "kg"),
+    "atm": (101325.0, "kg m^-1 s^-2"),
+    "rad": (1.0, ""),
+    "deg": (math.pi / 180, ""),
+    "\u00b0": (math.pi / 180, ""),
+    "%": (0.01, ""),
+    "ppm": (1e-6, ""),
+    "$": (1.0, "$"),
+    "USD": (1.0, "$"),
+    "\u20ac": (1.0, "EUR"),
+    "EUR": (1.0, "EUR"),
+    "\u00a3": (1.0, "GBP"),
+    "GBP": (1.0, "GBP"),
+}
+_WORDS = {
+    "meter": "m",
+    "metre": "m",
+    "kilometer": "km",
+    "kilometre": "km",
+    "gram": "g",
+    "kilogram": "kg",
+    "second": "s",
+    "minute": "min",
+    "liter": "L",
+    "litre": "L",
+    "joule": "J",
+    "watt": "W",
+    "newton": "N",
+    "volt": "V",
+    "ampere": "A",
+    "kelvin": "K",
+    "mole": "mol",
+    "byte": "B",
+    "mile": "mi",
+    "foot": "ft",
+    "pound": "lb",
+    "dollar": "$",
+    "euro": "EUR",
+    "percent": "%",
+    "degree": "deg",
+}
+_PLURALS = {"feet": "ft", "inches": "in"} | {f"{word}s": unit for word, unit in _WORDS.items()}
+_PLURALS |= {f"{name}s": name for name in ("hour", "day", "week", "bit")}
+_POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_RAISED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
+_FACTOR = re.compile(r"([^\W\d_]+|[%$\u00b0\u20ac\u00a3])(?:\^|\*\*)?(-?\d{1,2})?")
+
+
+class Unit(NamedTuple):
+    """A value of 1 in this unit is `factor` in SI base units; `powers` are the exponents of `BASE`."""
+
+    factor: float
+    powers: tuple[int, ...]
+
+
+ONE = Unit(1.0, (0,) * len(BASE))
+
+
+def unit(text: str) -> Unit | None:
+    """The unit that a text names: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number. None: not known."""
+    if len(text) > LONGEST:
+        return None
+    text = _RAISED.sub(lambda match: "^" + match[1].translate(_POWERS), text.strip()).replace("\u00b7", "*")
+    above, slash, below = text.partition("/")
+    if not text:
+        return ONE
+    if "/" in below or (slash and not below.strip()):
+        return None
+    over = ONE if above.strip() in ("", "1") and slash else _product(above)
+    under = _product(below.strip().removeprefix("(").removesuffix(")")) if slash else ONE
+    return None if over is None or under is None else _times(over, under, -1)
+
+
+def _product(text: str) -> Unit | None:
+    whole = ONE
+    for piece in re.split(r"[*.\s]+", text.replace("**", "^").strip()):
+        match = _FACTOR.fullmatch(piece)
+        found = _named(match[1]) if match else None
+        if match is None or found is None or abs(power := int(match[2] or 1)) > LARGEST_POWER:
+            return None
+        whole = _times(whole, found, power)
+    return whole
+
+
+def _named(name: str) -> Unit | None:
+    name = _WORDS.get(name, _PLURALS.get(name, name))
+    if name in _WHOLE:
+        return _made(*_WHOLE[name])
+    for prefix, scale in (*_PREFIXES.items(), *_BINARY.items()):
+        rest = name.removeprefix(prefix) if name.startswith(prefix) else ""
+        if rest in _PREFIXED and (prefix not in _BINARY or rest in ("B", "bit")):
+            factor, base = _PREFIXED[rest]
+            return _made(scale * factor, base)
+    return None
+
+
+def _made(factor: float, base: str) -> Unit:
+    powers = dict.fromkeys(BASE, 0)
+    for piece in base.split():
+        name, _, power = piece.partition("^")
+        powers[name] += int(power or 1)
+    return Unit(factor, tuple(powers.values()))
+
+
+def _times(one: Unit, other: Unit, power: int) -> Unit:
+    return Unit(one.factor * other.factor**power, tuple(a + power * b for a, b in zip(one.powers, other.powers, strict=True)))

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest, fisher_exact
+
+from agentrl.compare.exact import fisher_less, holm, mcnemar, sign_flips
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 5), (1, 9), (7, 7), (30, 14), (120, 160)])
+def test_mcnemar_is_the_binomial_test_of_the_flips_and_what_flipping_signs_of_single_attempts_gives(lost: int, gained: int) -> None:
+    known = binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
+    assert mcnemar(lost, gained) == pytest.approx(known, rel=1e-9)
+    flips = [Fraction(-1)] * lost + [Fraction(1)] * gained + [Fraction(0)] * 11
+    assert sign_flips(flips).both == pytest.approx(known, rel=1e-9)
+
+
+@given(st.lists(st.fractions(-1, 1, max_denominator=4), max_size=9))
+def test_flipping_signs_counts_every_choice_of_them(differences: list[Fraction]) -> None:
+    sums = [sum((sign * one for sign, one in zip(signs, differences, strict=True)), Fraction())
+            for signs in itertools.product((-1, 1), repeat=len(differences))]  # fmt: skip
+    seen, observed = sign_flips(differences), sum(differences, Fraction())
+    assert seen.exact
+    assert seen.low == pytest.approx(sum(one <= observed for one in sums) / len(sums))
+    assert seen.high == pytest.approx(sum(one >= observed for one in sums) / len(sums))
+
+
+def test_scores_on_no_lattice_are_flipped_at_random_the_same_way_each_time() -> None:
+    rng = random.Random(3)
+    graded = [Fraction(rng.uniform(-0.2, 0.1)) for _ in range(40)]
+    seen = sign_flips(graded)
+    assert not seen.exact and seen == sign_flips(graded)
+    rounded = sign_flips([one.limit_denominator(50) for one in graded])
+    assert rounded.exact is (rounded == sign_flips([one.limit_denominator(50) for one in graded], seed=9))
+    coarse = sign_flips([Fraction(round(one * 100), 100) for one in graded])
+    assert coarse.exact and seen.low == pytest.approx(coarse.low, abs=0.01)
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
+def test_fewer_passes_by_chance_is_fishers_test(passed: int, failed: int, before_passed: int, before_failed: int) -> None:
+    known = fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
+    assert fisher_less(passed, passed + failed, before_passed, before_passed + before_failed) == pytest.approx(known, rel=1e-6, abs=1e-12)
+
+
+def test_holm_stops_at_the_first_that_is_not_significant() -> None:
+    assert holm([0.04, 0.001, 0.02], 0.05) == (True, True, True)
+    assert holm([0.02, 0.018, 0.03], 0.05) == (False, False, False), "the smallest must be below a third of alpha"
+    assert holm([0.012, 0.04, 0.9, 0.001], 0.05) == (True, False, False, True)
+    with pytest.raises(ValueError, match="no counts"):
+        fisher_less(3, 2, 0, 1)

@@ -1,0 +1,85 @@
+"""The gate asks, the learner goes back: from real checkpoints, and over a kill at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.experience import SqliteStore
+from agentrl.gating import GATE
+from agentrl.learner import LearnerProcess
+from agentrl.learner.failures import FailureLog
+from agentrl.recipe import Recipe
+from agentrl.records import Group, VersionState
+from agentrl.version import FolderRegistry, rollback
+from tests.learner import preloaded
+from tests.learner.building import random_group, recipe, write_run
+from tests.waiting import until
+
+MakeLearner = Callable[[Path, Recipe], LearnerProcess]
+
+
+def made(steps: int, *, gate: bool) -> Recipe:
+    plain = recipe(learner={"warmup_steps": 3, "keep_checkpoints": 1}).but(steps=steps)
+    return plain.but({"gate.suite": "evals/x", "gate.every": 1}) if gate else plain
+
+
+async def learn(make_learner: MakeLearner, run_dir: Path, which: Recipe) -> None:
+    learner = make_learner(run_dir, which)
+    await learner.start()
+    try:
+        await learner.wait(timeout_s=600)
+    finally:
+        await learner.kill()
+
+
+@pytest.mark.deepspeed
+async def test_the_learner_goes_back_to_the_promoted_version_when_asked_also_when_it_dies_in_between(
+    tmp_path: Path, host: Path, make_learner: MakeLearner
+) -> None:
+    """Version 2 is refused while the learner waits for step 2: that step is a step back to version 1, and step 3 goes on from there, as
+    if steps 1 and 2 had never been, bit for bit. The groups of step 2 were sampled by what is undone, and stay consumed."""
+    groups = [random_group(index) for index in range(12)]
+    run_dir = tmp_path / "run"
+    write_run(run_dir, made(4, gate=True), groups[:6])
+    registry, store = FolderRegistry(run_dir / "versions"), SqliteStore(run_dir / "experience.sqlite")
+    registry.set_state(0, VersionState.PROMOTED)
+    command = preloaded.command(host, 1, "tests.learner.crash", "publish-3", "--run-dir", str(run_dir))
+    dying = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        await until(lambda: registry.get(2) is not None, patience_s=300)
+        first, second = registry.get(1), registry.get(2)
+        assert first is not None and second is not None
+        registry.set_state(1, VersionState.PROMOTED)
+        registry.set_evals(1, {GATE: 1.0})
+        asked = rollback.Request(version=2, sha256=second.sha256, to=1, to_sha256=first.sha256, reason="case c03")
+        rollback.ask(run_dir / "versions", asked)
+        for group in groups[6:]:
+            store.put(group)
+        assert await asyncio.to_thread(dying.wait, 300) != 0
+    finally:
+        dying.kill()
+    assert registry.get(3) is None and rollback.pending(run_dir / "versions", registry) == asked, "nothing serves worse than the refused"
+    await learn(make_learner, run_dir, made(4, gate=True))
+
+    calm = tmp_path / "calm"
+    again = [Group(index=3 + n, task_id=one.task_id, task_key=one.task_key, episodes=one.episodes) for n, one in enumerate(groups[9:])]
+    write_run(calm, made(2, gate=False), [*groups[:3], *again])
+    await learn(make_learner, calm, made(2, gate=False))
+
+    versions = registry.versions()
+    assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1), (3, 1), (4, 3)]
+    assert [version.number for version in versions if version.state is VersionState.ROLLED_BACK] == [2]
+    assert versions[3].sha256 == versions[1].sha256 != versions[2].sha256
+    assert versions[4].sha256 == FolderRegistry(calm / "versions").versions()[2].sha256
+    assert rollback.pending(run_dir / "versions", registry) is None
+    (setback,) = FailureLog(run_dir).read()
+    assert (setback.step, setback.action, setback.what, setback.groups) == (2, "rollback", "gate", (6, 7, 8))
+    assert setback.reasons == ("the gate refused version 2: case c03",) and len(setback.episodes) == 12
+    assert store.consumed() == {index: index // 3 for index in range(12)}
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()) == ["000001", "000003", "000004"]
+    store.close()

@@ -1,0 +1,41 @@
+"""Which token rows a version is probed with."""
+
+from __future__ import annotations
+
+from agentrl.learner.publish import PROBE_ROWS, probe_rows
+from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+
+
+def group(index: int, *token_ids: int) -> Group:
+    turns = tuple(
+        Turn(
+            prompt_ids=token_ids[:-1],
+            completion_ids=(last,),
+            logprobs=(-1.0,),
+            versions=(VersionSpan(version=0, start=0, end=1),),
+            message=Message(role="assistant", content=""),
+            finish_reason="stop",
+        )
+        for last in token_ids[-1:]
+    )
+    trajectories = (Trajectory(agent="main", turns=turns),) if turns else ()
+    episode = Episode(id=f"e{index}", task_id="t", task_key="k", trajectories=trajectories)
+    return Group(index=index, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
+
+
+def test_rows_are_the_ends_of_contexts_that_begin_alike() -> None:
+    groups = tuple(group(index, *range(1000), 2000 + index) for index in range(PROBE_ROWS + 2))
+    rows = probe_rows(groups, vocabulary=5000, max_model_len=1024)
+    assert len(rows) == PROBE_ROWS
+    assert [row[-1] for row in rows] == [2000 + index for index in range(PROBE_ROWS)]
+    assert all(1 < len(row) <= 128 and row[:-1] == tuple(range(1000))[-len(row) + 1 :] for row in rows)
+
+
+def test_a_row_leaves_room_for_the_token_that_the_server_samples() -> None:
+    (row,) = probe_rows((group(0, *range(100)),), vocabulary=5000, max_model_len=64)
+    assert len(row) == 63
+
+
+def test_groups_without_tokens_are_probed_with_a_fixed_row() -> None:
+    (row,) = probe_rows((group(0), group(1)), vocabulary=5, max_model_len=64)
+    assert row == tuple(token % 5 for token in range(16))

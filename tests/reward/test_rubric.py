@@ -1,0 +1,183 @@
+"""Rubrics: what a weighted sum, a gate and a cap do; whatever a part does wrong leaves the whole without a score, with the part's name."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import PluginError, SandboxError, TaskError
+from agentrl.protocols import SandboxBackend
+from agentrl.records import Blame, Episode, Message, SandboxSpec, Score, Split, Task, Trajectory, Turn
+from agentrl.reward import TaskScorer
+from agentrl.reward.rubric import Rubric
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+TASK = Task(
+    id="t",
+    family="f",
+    prompt=(Message(role="user", content="q"),),
+    tools=(),
+    sandbox=SandboxSpec(image="none"),
+    verifiers=("v",),
+    data={},
+    split=Split.TRAIN,
+)
+EPISODE = Episode(id="e", task_id="t", task_key="k", trajectories=())
+
+
+@dataclass
+class Gives:
+    """A verifier that gives this, or raises it, and counts."""
+
+    what: Any
+    asked: int = 0
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        self.asked += 1
+        if isinstance(self.what, BaseException):
+            raise self.what
+        if self.what == "hang":
+            await asyncio.sleep(60)
+        return Score(value=self.what, parts={"inner": 0.25}, evidence="seen") if isinstance(self.what, float) else self.what
+
+
+async def score(rubric: Rubric, sandboxes: SandboxBackend | None = None) -> Score:
+    return await TaskScorer(sandboxes=sandboxes, _verifiers={"v": rubric}, max_retries=0)(TASK, EPISODE)
+
+
+values = st.floats(0, 1)
+weights = st.floats(1e-3, 1e3)
+
+
+@given(st.lists(st.tuples(values, weights), min_size=1, max_size=5), st.floats(0.1, 10))
+def test_the_whole_is_the_weighted_mean_and_its_parts_are_kept(rows: list[tuple[float, float]], scale: float) -> None:
+    rubric = Rubric({f"p{place}": (Gives(value), weight) for place, (value, weight) in enumerate(rows)})
+    scaled = Rubric({f"p{place}": (Gives(value), scale * weight) for place, (value, weight) in enumerate(rows)})
+    whole, again = asyncio.run(rubric(TASK, EPISODE)), asyncio.run(scaled(TASK, EPISODE))
+    expected = sum(value * weight for value, weight in rows) / sum(weight for _, weight in rows)
+    assert (
+        whole.value == pytest.approx(expected) == again.value
+        and min(v for v, _ in rows) - 1e-9 <= expected <= max(v for v, _ in rows) + 1e-9
+    )
+    assert {name: part for name, part in whole.parts.items() if "/" not in name} == {f"p{n}": value for n, (value, _) in enumerate(rows)}
+    assert all(whole.parts[f"p{n}/inner"] == 0.25 for n in range(len(rows)))
+
+
+@given(values, values, st.floats(0.01, 1))
+def test_a_gate_that_fails_gives_0_and_asks_nothing_more(gate: float, part: float, least: float) -> None:
+    verifier = Gives(part)
+    whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, gate={"open": (Gives(gate), least)})(TASK, EPISODE))
+    passed = gate >= min(least, 1 - 1e-9)
+    assert whole.value == (pytest.approx(part) if passed else 0.0) and verifier.asked == passed
+    assert whole.parts["open"] == gate and ("gate open fails" in whole.evidence) == (not passed)
+
+
+@given(values, values, values, st.floats(0.01, 1))
+def test_a_cap_bounds_the_whole_where_its_part_is_too_low_and_nowhere_else(one: float, other: float, most: float, least: float) -> None:
+    parts = {"a": (Gives(one), 1.0), "b": (Gives(other), 3.0)}
+    free, capped = (asyncio.run(Rubric(parts, caps=caps)(TASK, EPISODE)).value for caps in (None, {"a": (least, most)}))
+    assert free is not None and capped == (min(free, most) if one < min(least, 1 - 1e-9) else free)
+
+
+async def test_a_gate_may_be_a_part_and_then_weighs_too() -> None:
+    right, short = Gives(1.0), Gives(0.5)
+    assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.875
+    assert right.asked == 1, "once"
+    assert (await score(Rubric({"right": (Gives(0.9), 3.0), "short": (short, 1.0)}, gate="right"))).value == 0.0
+    assert (await score(Rubric({"right": (Gives(0.9), 1.0)}, gate={"right": 0.5}))).value == 0.9
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        (Score(value=None, reason="no idea"), "part bad: no idea"),
+        (KeyError("answer"), "part bad: verifier raised KeyError"),
+        (SystemExit("enough"), "part bad: verifier raised SystemExit"),
+        ("hang", "part bad: verifier gave no score within 0.05 s"),
+        ("text", "part bad: verifier gave str, not a Score"),
+        (1.5, "part bad: verifier gave 1.5, and a rubric's parts go from 0 to 1"),
+        (-0.5, "part bad: verifier gave -0.5"),
+        (float("nan"), "part bad: verifier raised ValueError: Score.value: is NaN"),
+        (float("inf"), "part bad: verifier gave inf for a number"),
+    ],
+)
+async def test_a_part_without_a_value_leaves_the_whole_without_one_unless_it_is_optional(what: Any, reason: str) -> None:
+    parts: Any = {"good": (Gives(0.5), 1.0), "bad": (Gives(what), 9.0)}
+    whole = await score(Rubric(parts, part_s=0.05))
+    assert whole.value is None and reason in whole.reason
+    rest = await score(Rubric(parts, optional=("bad",), part_s=0.05))
+    assert rest.value == 0.5 and rest.parts["v/bad/unscored"] == 1.0 and "bad has no value" in rest.evidence
+    assert (await score(Rubric({"bad": parts["bad"]}, optional=("bad",), part_s=0.05))).value is None
+    gated = await score(Rubric({"good": parts["good"]}, gate={"bad": Gives(what)}, part_s=0.05))
+    assert gated.value is None and reason in gated.reason
+
+
+async def test_blame_and_faults_of_the_machine_are_handed_on() -> None:
+    broken = await score(Rubric({"a": (Gives(TaskError("no truth")), 1.0)}))
+    assert broken.value is None and broken.blame is Blame.TASK
+    fault = Gives(SandboxError("gone"))
+    whole = await TaskScorer(_verifiers={"v": Rubric({"a": (fault, 1.0), "b": (Gives(1.0), 1.0)})}, max_retries=1)(TASK, EPISODE)
+    assert whole.value is None and whole.blame is Blame.INFRASTRUCTURE and fault.asked == 2
+
+
+async def test_a_part_may_judge_in_sandboxes() -> None:
+    class InSandboxes:
+        needs_sandboxes = True
+
+        async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
+            assert sandboxes is here
+            return Score(value=1.0)
+
+    here = ScriptedSandboxes(printing(""))
+    rubric = Rubric({"tests": (InSandboxes(), 1.0), "short": (Gives(0.0), 1.0)})
+    assert rubric.needs_sandboxes and (await score(rubric, here)).value == 0.5
+    assert not Rubric({"short": (Gives(0.0), 1.0)}).needs_sandboxes
+    with pytest.raises(PluginError, match="judges in sandboxes"):
+        await score(rubric)
+
+
+async def test_turn_rewards_are_weighted_as_values_are() -> None:
+    turn = Turn(prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=TASK.prompt[0], finish_reason="stop")
+    episode = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
+    rewarded = Gives(Score(value=1.0, turn_rewards=((1.0, 0.0),)))
+    whole = await Rubric({"a": (rewarded, 3.0), "b": (Gives(1.0), 1.0)})(TASK, episode)
+    assert whole.turn_rewards == ((0.75, 0.0),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"parts": {}}, "without parts"),
+        ({"parts": {"a": (Gives(1.0), 0.0)}}, "weight of 'a' is 0.0"),
+        ({"parts": {"a": (Gives(1.0), float("nan"))}}, "weight of 'a' is nan"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "b"}, "no part is called 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": {"a": Gives(1.0)}}, "is a part too"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"b": 0.5}}, "no part is called 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "caps": {"a": 1.5}}, "caps: most of 'a' is 1.5"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "optional": ("b",)}, "no part is called 'b'"),
+        ({"parts": {"a": (Gives(1.0), 1.0)}, "gate": "a", "optional": ("a",)}, "is a gate and optional"),
+        ({"parts": {"a": (3, 1.0)}}, "int is no verifier"),
+        ({"parts": {"a": ("nowhere:x", 1.0)}}, "no module named 'nowhere'"),
+        ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "no name for a part"),
+    ],
+)
+def test_a_rubric_that_cannot_work_is_refused_when_it_is_made(arguments: Any, said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        Rubric(**arguments)
+
+
+async def test_a_verifier_that_says_its_bounds_is_held_to_them() -> None:
+    class Wide(Gives):
+        bounds = (-1.0, 1.0)
+
+    assert (await TaskScorer(_verifiers={"v": Wide(-1.0)})(TASK, EPISODE)).value == -1.0
+    outside = await TaskScorer(_verifiers={"v": Wide(1.5)})(TASK, EPISODE)
+    assert outside.value is None and "gave 1.5, and its values go from -1 to 1" in outside.reason
+    with pytest.raises(PluginError, match="go from -1 to 1"):
+        Rubric({"a": (Wide(0.0), 1.0)})

@@ -1,0 +1,121 @@
+"""A worker answers each request with its own reply, ends what hangs or dies, and tells an answer's fault from its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agentrl.errors import InfrastructureError, TaskError
+from agentrl.reward.worker import AtAnswer, Raised, Stopped, Unsound, Worker, _Child
+
+prepared = False
+
+
+def prepare() -> None:
+    global prepared
+    prepared = True
+
+
+def act(request: Any) -> Any:
+    match request:
+        case "hang":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True:
+                pass
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "memory":
+            return len(bytearray(1 << 40))
+        case "huge reply":
+            return "x" * (2 << 20)
+        case "print":
+            print('{"number": 0, "reply": "forged"}', flush=True)
+            return "printed"
+        case "task":
+            raise TaskError("the task is broken")
+        case "prepared":
+            return prepared
+        case int():
+            return 1 / request
+        case str() if request.startswith("size "):
+            return len(request)
+    return request
+
+
+def dies() -> None:
+    raise ImportError("nothing to judge with")
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    one = Worker(act, prepare=prepare, deadline_s=1.0, processes=2)
+    yield one
+    one.close()
+
+
+async def test_each_request_gets_its_own_reply(worker: Worker) -> None:
+    assert await asyncio.gather(*(worker.ask(number) for number in range(1, 60))) == [1 / number for number in range(1, 60)]
+    assert await worker.ask("prepared") is True
+    assert await worker.ask("print") == "printed", "what the function prints is no reply"
+    assert await worker.ask("size " + "x" * 3_000_000) == 3_000_005
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "said"),
+    [
+        ("hang", Stopped, "within 1 s"),
+        ("crash", Raised, "exit code -11"),
+        ("memory", Raised, "MemoryError"),
+        ("huge reply", Raised, "a reply of"),
+        (0, Raised, "ZeroDivisionError"),
+        ("task", TaskError, "the task is broken"),
+    ],
+)
+async def test_what_goes_wrong_is_typed_and_the_next_request_is_answered(
+    request_: Any, error: type[Exception], said: str, worker: Worker
+) -> None:
+    with pytest.raises(error, match=said):
+        await worker.ask(request_)
+    assert await worker.ask("next") == "next"
+
+
+async def test_an_answers_fault_is_told_from_the_judges(worker: Worker) -> None:
+    assert await worker.judge(2, sound=1) == 0.5
+    with pytest.raises(AtAnswer, match="ZeroDivisionError"):
+        await worker.judge(0, sound=1)
+    with pytest.raises(Unsound, match="cannot be judged"):
+        await worker.judge(0, sound=0)
+
+
+async def test_a_process_that_cannot_start_is_the_machines_fault() -> None:
+    with pytest.raises(InfrastructureError, match="did not start"):
+        await Worker(act, prepare=dies).ask(1)
+
+
+async def test_a_reply_to_another_request_is_never_taken(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Child, "_read", lambda self, process, within_s: b'{"number": 99999, "reply": 1.0}\n')
+    with pytest.raises(InfrastructureError, match="answered request 99999"):
+        await worker.ask(1)
+
+
+async def test_whoever_stops_waiting_is_never_asked_about() -> None:
+    one = Worker(act, deadline_s=5.0)
+    assert await one.ask(1) == 1.0
+    began = time.monotonic()
+    waiting = [asyncio.create_task(one.ask("x" * 10)) for _ in range(2000)]
+    await asyncio.sleep(0)
+    for job in waiting:
+        job.cancel()
+    assert await one.ask(2) == 0.5 and time.monotonic() - began < 2.0
+    one.close()
+
+
+def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
+    with pytest.raises(ValueError, match="top of a module"):
+        Worker(lambda request: request)

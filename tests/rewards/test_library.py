@@ -1,0 +1,459 @@
+"""Every shipped verifier: the truth is worth 1, an answer without work nothing, a broken task no score; and its own laws."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.constants
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import PluginError
+from agentrl.prove.null_answers import prove_null_answers
+from agentrl.prove.verifiers import Golden
+from agentrl.records import Blame, Score
+from agentrl.reward import TaskScorer, configured
+from agentrl.reward.rubric import Rubric
+from rewards.exact import Exact, exact
+from rewards.form import Form, Length
+from rewards.json_schema import JsonSchema, json_schema, same_json
+from rewards.mathematics import expression, mathematics
+from rewards.numeric import Numeric, numeric, quantity
+from rewards.outputs import Outputs, outputs, same
+from rewards.pattern import Pattern, pattern
+from rewards.sql import Refused, Result, Sql, differ, execute, orders, same_bag, sql
+from rewards.tool_use import ToolUse
+from rewards.units import BASE, unit
+from tests.judging import episode, judged, task, value
+
+DATABASE = "CREATE TABLE t(a TEXT, b REAL); INSERT INTO t VALUES ('x', 0.1), ('x', 0.2), ('y', 3);"
+SCHEMA = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string", "minLength": 1}}}
+PLAIN: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> verifier, right answer, data of its task
+    "exact": (exact, "north", {"answer": "north"}),
+    "numeric": (numeric, "1 m/s", {"answer": "3.6 km/h"}),
+    "mathematics": (mathematics, "so \\boxed{0.5}", {"answer": "\\frac{1}{2}"}),
+    "json_schema": (json_schema, '{"city": "Rome"}', {"schema": SCHEMA}),
+    "pattern": (pattern, "INV-123456", {"answer": "INV-[0-9]{6}"}),
+    "sql": (sql, "SELECT sum(b), a FROM t GROUP BY a", {"answer": "SELECT total(b), a FROM t GROUP BY 2", "databases": DATABASE}),
+    "form and length": (
+        Rubric({"right": (exact, 2.0), "short": (Length(most=5), 1.0), "form": (Form(never=("!",)), 1.0)}, gate="right"),
+        "north",
+        {"answer": "north"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+async def test_a_right_answer_is_worth_1_and_answers_without_work_nothing(name: str) -> None:
+    verifier, right, data = PLAIN[name]
+    one = task(**data)
+    gold = await judged(verifier, one, episode(right))
+    assert gold.value == 1.0, gold
+    proof = await prove_null_answers(
+        [one], {"t": Golden(episode=episode(right), score=gold)}, TaskScorer(_verifiers={"v": verifier}), parallel=4
+    )
+    assert proof.findings == () and proof.table[1:] == (("v", *["0"] * 7),), proof
+
+
+BROKEN: list[tuple[Any, dict[str, Any]]] = [
+    (exact, {}),
+    (exact, {"answer": " "}),
+    (exact, {"answer": ["a", None]}),
+    (exact, {"answer": "a", "exact": {"cased": True}}),
+    (exact, {"answer": "a", "exact": "a"}),
+    (numeric, {"answer": "many"}),
+    (numeric, {"answer": "3 parsecs of wool"}),
+    (numeric, {"answer": "3 m", "numeric": {"unit": "kg"}}),
+    (numeric, {"answer": "3 m", "numeric": {"relative": -1}}),
+    (mathematics, {"answer": ":"}),
+    (json_schema, {}),
+    (json_schema, {"schema": {"type": "nix"}}),
+    (json_schema, {"schema": {"$ref": "http://localhost:1/schema"}}),
+    (json_schema, {"schema": {"$ref": "file:///etc/passwd"}}),
+    (pattern, {"answer": "(a"}),
+    (pattern, {"answer": ""}),
+    (sql, {"answer": "SELECT 1"}),
+    (sql, {"answer": "SELEC", "databases": DATABASE}),
+    (sql, {"answer": "SELECT * FROM t WHERE 0", "databases": DATABASE}),
+    (outputs, {"answer": {}}),
+    (outputs, {"answer": {"a": {"text": "x", "json": 1}}}),
+]
+
+
+@pytest.mark.parametrize(("verifier", "data"), BROKEN)
+async def test_a_task_that_cannot_be_judged_has_no_score_and_the_blame(verifier: Any, data: dict[str, Any]) -> None:
+    given_ = await judged(verifier, task(**data), episode("{}"))
+    assert given_.value is None and given_.blame is Blame.TASK, given_
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "due"),
+    [
+        (exact, "  north\n", 1.0),
+        (exact, "North", 0.0),
+        (Exact(case=False), "NORTH", 1.0),
+        (exact, "the  north", 0.0),
+        (Exact(spaces=False), "the \n north", 1.0),
+        (Exact(after="Answer:"), "Answer: south? Answer: north", 1.0),
+        (Exact(after="Answer:"), "north", 0.0),
+        (exact, "north" * 10_000, 0.0),
+        (exact, None, 0.0),
+    ],
+)
+async def test_exact(verifier: Exact, answer: str | None, due: float) -> None:
+    assert await value(verifier, answer, answer=["north", "the north"]) == due
+
+
+@pytest.mark.parametrize(
+    ("verifier", "truth", "answer", "due"),
+    [
+        (numeric, "200", "2e2", 1.0),
+        (numeric, 1234.5, "1,234.5", 1.0),
+        (numeric, "1234", "12,34", 0.0),
+        (numeric, "200", "200 m", 0.0),
+        (numeric, "200 m", "200", 0.0),
+        (Numeric(unit="m"), "200", "0.2 km", 1.0),
+        (Numeric(unit="m", must_name_unit=True), "200", "200", 0.0),
+        (Numeric(unit="cm", relative=0, absolute=1), "2 m", "201", 1.0),
+        (Numeric(unit="cm", relative=0, absolute=1), "2 m", "201.001", 0.0),
+        (Numeric(relative=1e-2), "100", "100.9", 1.0),
+        (Numeric(relative=1e-2), "100", "101.1", 0.0),
+        (numeric, "$5", "5 USD", 1.0),
+        (numeric, "0.5", "50%", 1.0),
+        (numeric, "9.81 m/s^2", "9.81 m s\u207b\u00b2", 1.0),
+        (numeric, "0", "nan", 0.0),
+        (numeric, "0", "1e999", 0.0),
+        (numeric, "3", "\u0663", 0.0),
+        (numeric, "3", "3 or 4", 0.0),
+        (numeric, "3", "1_000", 0.0),
+        (numeric, "2", "2" * 300, 0.0),
+    ],
+)
+async def test_numeric(verifier: Numeric, truth: Any, answer: str, due: float) -> None:
+    assert await value(verifier, answer, answer=truth) == due
+
+
+@pytest.mark.parametrize(
+    ("name", "si"),
+    [
+        ("min", scipy.constants.minute),
+        ("h", scipy.constants.hour),
+        ("day", scipy.constants.day),
+        ("week", scipy.constants.week),
+        ("in", scipy.constants.inch),
+        ("ft", scipy.constants.foot),
+        ("yd", scipy.constants.yard),
+        ("mi", scipy.constants.mile),
+        ("mph", scipy.constants.mph),
+        ("km/h", scipy.constants.kmh),
+        ("ha", scipy.constants.hectare),
+        ("t", scipy.constants.metric_ton),
+        ("lb", scipy.constants.pound),
+        ("oz", scipy.constants.ounce),
+        ("atm", scipy.constants.atm),
+        ("bar", scipy.constants.bar),
+        ("L", scipy.constants.liter),
+        ("eV", scipy.constants.eV),
+        ("cal", scipy.constants.calorie),
+        ("deg", scipy.constants.degree),
+        ("um", scipy.constants.micron),
+    ],
+)
+def test_units_are_worth_what_scipys_table_says(name: str, si: float) -> None:
+    found = unit(name)
+    assert found is not None and found.factor == pytest.approx(si, rel=1e-15)
+
+
+@given(
+    st.sampled_from(["m", "g", "s", "N", "J", "Wh", "km/h", "kg m^2", "ft", "L", "B"]), st.floats(1e-3, 1e3), st.sampled_from([2, 3, -1])
+)
+def test_units_convert_there_and_back(name: str, number: float, power: int) -> None:
+    plain = quantity(f"{number!r} {name}")
+    assert plain is not None and plain.unit is not None
+    assert plain.value == pytest.approx(number * plain.unit.factor)
+    product = unit(f"{name.split('/')[0].split()[0]}^{power}")
+    single = unit(name.split("/")[0].split()[0])
+    assert product is not None and single is not None
+    assert product.factor == pytest.approx(single.factor**power) and product.powers == tuple(power * one for one in single.powers)
+
+
+@given(st.text(max_size=80))
+def test_no_text_breaks_the_reading_of_numbers_and_units(text: str) -> None:
+    for found in (quantity(text), quantity(f"3 {text}")):
+        assert found is None or abs(found.value) < float("inf")
+    assert (found_unit := unit(text)) is None or len(found_unit.powers) == len(BASE)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "due"),
+    [
+        ("1/2", "0.5", 1.0),
+        ("x^2+2x+1", "$(x+1)^2$", 1.0),
+        ("5", "x=5", 1.0),
+        ("100000", "1e5", 1.0),
+        ("1e-9", "0", 0.0),
+        ("42", "\\boxed{41} no, \\boxed{42}", 1.0),
+        ("42", "\\{41, 42\\}", 0.0),
+        ("42", "\\boxed{41, 42}", 0.0),
+        ("42", "41 or 42", 0.0),
+        ("(1,2)", "(2,1)", 0.0),
+        ("3", "\\boxed{", 0.0),
+        ("3", "}{", 0.0),
+        ("3", "1/0", 0.0),
+        ("3", "9" * 5000, 0.0),
+    ],
+)
+async def test_mathematics(truth: str, answer: str, due: float) -> None:
+    assert await value(mathematics, answer, answer=truth) == due
+
+
+@pytest.mark.slow
+async def test_an_answer_that_takes_mathematics_for_ever_is_wrong_and_the_next_is_judged() -> None:
+    given_ = await judged(mathematics, task(answer="3"), episode("9^{9^{9^{9}}}"))
+    assert given_.value == 0.0 and "gave no verdict within 3 s" in given_.evidence
+    assert await value(mathematics, "3", answer="3") == 1.0
+
+
+@given(st.text(max_size=60))
+def test_the_braces_of_what_is_judged_balance(text: str) -> None:
+    for found in (expression(text), expression(f"\\boxed{{{text}}}")):
+        plain = found.replace("\\{", "").replace("\\}", "")
+        assert plain.count("{") == plain.count("}") or "\\\\" in found
+
+
+@pytest.mark.parametrize(
+    ("answer", "due"),
+    [('{"city": "Rome"}', 1.0), ('{"city": ""}', 0.0), ('{"city": "a", "city": "b"}', 0.0), ('{"city": NaN}', 0.0), ("[" * 90_000, 0.0)],
+)
+async def test_json_schema(answer: str, due: float) -> None:
+    assert await value(JsonSchema(schema=SCHEMA), answer) == due
+    assert await value(JsonSchema(schema=SCHEMA, fenced=True), f"```json\n{answer}\n```") == due
+    assert await value(JsonSchema(schema=SCHEMA), f"```json\n{answer}\n```") == 0.0
+
+
+async def test_json_may_have_to_equal_the_truth() -> None:
+    verifier = JsonSchema(schema=SCHEMA, equal=True)
+    given_ = await judged(verifier, task(answer={"city": "Rome"}), episode('{"city": "Oslo"}'))
+    assert (given_.value, given_.parts["v/fits"], given_.parts["v/equal"]) == (0.0, 1.0, 0.0)
+    assert await value(verifier, '{"city": "Rome"}', answer={"city": "Rome"}) == 1.0
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values, json_values)
+def test_equal_json_is_what_is_written_alike(one: Any, other: Any) -> None:
+    assert same_json(one, one) and same(one, one, relative=0) and same(one, one, relative=0, part=True)
+    if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
+        assert same_json(one, other)
+    assert same_json(one, other) == same_json(other, one) == same(one, other, relative=0)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "due"),
+    [
+        (pattern, "2024-01-31", 1.0),
+        (pattern, "on 2024-01-31", 0.0),
+        (Pattern(anywhere=True), "on 2024-01-31", 1.0),
+        (pattern, "\u0662\u0660\u0662\u0664-01-31", 0.0),
+    ],
+)
+async def test_pattern(verifier: Pattern, answer: str, due: float) -> None:
+    assert await value(verifier, answer, answer=r"\d{4}-\d{2}-\d{2}") == due
+
+
+@pytest.mark.slow
+async def test_a_text_that_takes_a_pattern_for_ever_does_not_match() -> None:
+    given_ = await judged(pattern, task(answer="(a+)+b"), episode("a" * 60))
+    assert given_.value == 0.0 and "gave no verdict within 2 s" in given_.evidence
+
+
+@pytest.mark.parametrize(
+    ("answer", "due"),
+    [
+        ("SELECT a, total(b) AS s FROM t GROUP BY 1 ORDER BY a DESC;", 1.0),
+        ("WITH s AS (SELECT * FROM t) SELECT a, sum(b) FROM s GROUP BY a", 1.0),
+        ("SELECT a, b FROM t", 0.0),
+        ("SELECT 'x', 0.3 UNION SELECT 'y', 3", 0.0),
+        ("SELECT a, sum(b), 1 FROM t GROUP BY a", 0.0),
+        ("DELETE FROM t", 0.0),
+        ("SELECT a, sum(b) FROM t GROUP BY a; DROP TABLE t", 0.0),
+        ("ATTACH '/tmp/x' AS y", 0.0),
+        ("PRAGMA query_only = 0", 0.0),
+        ("SELECT load_extension('x'), 1", 0.0),
+        ("SELECT a, zeroblob(900000000) FROM t", 0.0),
+        ("WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*), 1 FROM c", 0.0),
+        ("(" * 5000, 0.0),
+    ],
+)
+async def test_sql(answer: str, due: float) -> None:
+    assert await value(sql, answer, answer="SELECT a, sum(b) FROM t GROUP BY a", databases=[DATABASE]) == due
+
+
+async def test_a_query_must_be_right_on_every_database_and_in_order_where_the_truth_orders() -> None:
+    data = {
+        "answer": "SELECT a FROM t ORDER BY b",
+        "databases": [DATABASE, "CREATE TABLE t(a, b); INSERT INTO t VALUES ('z', 1), ('w', 2)"],
+    }
+    assert await value(sql, "SELECT a FROM t ORDER BY b", **data) == 1.0
+    assert await value(sql, "SELECT a FROM t ORDER BY a", **data) == 0.0
+    assert await value(Sql(ordered=False), "SELECT a FROM t ORDER BY a", **data) == 1.0
+    assert await value(Sql(ordered=False), "SELECT a FROM t WHERE a < 'z'", **data) == 0.0
+
+
+rows = st.lists(st.tuples(st.integers(-3, 3) | st.none() | st.text(max_size=2), st.floats(-1e6, 1e6)), max_size=12)
+
+
+@given(rows, st.randoms())
+def test_a_permuted_result_is_equal_unless_the_truth_orders(some: list[tuple[Any, ...]], random: Any) -> None:
+    other = [(first, second * (1 + 1e-12)) for first, second in some]
+    random.shuffle(other)
+    given_, wanted = Result(other, 2, True), Result(some, 2, True)
+    assert differ(given_, wanted, ordered=False, relative=1e-9) == ""
+    pairs = [(*a, *b) for a, b in zip(other, some, strict=True)]
+    in_order = all(a == c and type(a) is type(c) and b == pytest.approx(d, rel=1e-9, abs=0) for a, b, c, d in pairs)
+    assert (differ(given_, wanted, ordered=True, relative=1e-9) == "") == in_order
+    if some:
+        assert not same_bag([*some[1:], ("other", 0.5)], some, 1e-9)
+
+
+def test_an_order_of_a_part_is_none_of_the_whole() -> None:
+    assert orders("SELECT a FROM t ORDER BY a") and orders("SELECT a FROM t UNION SELECT b FROM t ORDER BY 1")
+    assert not orders("SELECT * FROM (SELECT a FROM t ORDER BY a)")
+
+
+def test_a_connection_only_reads_even_past_its_authorizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = sqlite3.connect("file:/only-reads?vfs=memdb", uri=True)
+    keep.executescript(DATABASE)
+    keep.commit()
+    monkeypatch.setattr("rewards.sql._authorizer", lambda read: lambda *action: sqlite3.SQLITE_OK)
+    for query in ("DELETE FROM t RETURNING a", "INSERT INTO t VALUES (1, 2) RETURNING a"):
+        with pytest.raises(Refused, match="readonly"):
+            execute("/only-reads", query)
+    assert len(execute("/only-reads", "SELECT * FROM t").rows) == 3
+    keep.close()
+
+
+FILES = {
+    "note.txt": {"text": "one\ntwo\n"},
+    "data.json": {"json": {"rows": 4, "share": 0.5}},
+    "state.json": {"has": {"door": "open"}},
+    "table.csv": {"table": "city,total\nRome,2.50\nOslo,1\n"},
+    "gone.tmp": {"absent": True},
+}
+RIGHT = {
+    "note.txt": b"one\r\ntwo",
+    "data.json": b'{"share": 0.5000000000001, "rows": 4.0}',
+    "state.json": b'{"door": "open", "light": "on"}',
+    "table.csv": b"total,city\n1.0,Oslo\n2.5,Rome\n",
+}
+
+
+async def files(verifier: Outputs, **changed: bytes | None) -> Score:
+    left = {path: data for path, data in (RIGHT | changed).items() if data is not None}
+    return await judged(verifier, task(answer=FILES, outputs=("*",)), episode(**left))
+
+
+async def test_files_are_compared_by_content() -> None:
+    assert (await files(outputs)).value == 1.0
+    assert (await files(Outputs(row_order=True))).value == 0.0
+    one_off = await files(outputs, **{"table.csv": b"city,total\nRome,2.51\nOslo,1\n"})
+    assert one_off.value == 0.0 and one_off.parts["v/files"] == 0.8 and one_off.evidence == "table.csv: other rows"
+
+
+@pytest.mark.parametrize(
+    ("path", "data"),
+    [
+        ("note.txt", None),
+        ("note.txt", b"\xff\xfe"),
+        ("data.json", b"[" * 100_000),
+        ("data.json", b'{"rows": true, "share": 0.5}'),
+        ("data.json", b'{"rows": 1' + b"0" * 400 + b', "share": 0.5}'),
+        ("state.json", b'{"light": "on"}'),
+        ("table.csv", b"city,city\n1,2\n"),
+        ("table.csv", b'city,total\n"'),
+        ("table.csv", b"city,total\nRome,nan\nOslo,1\n"),
+        ("table.csv", b"x" * 2_000_000),
+        ("gone.tmp", b""),
+    ],
+)
+async def test_files_that_are_wrong_or_hostile_score_0(path: str, data: bytes | None) -> None:
+    assert (await files(outputs, **{path: data})).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "due"),
+    [
+        (Length(most=3), "one two three", 1.0),
+        (Length(most=3), "one two three four", 0.0),
+        (Length(most=3, zero_at=5), "one two three four", 0.5),
+        (Length(most=3), "", 0.0),
+        (Length(unit="characters", least=2, most=3), "\U0001f600\U0001f600", 1.0),
+        (Length(unit="lines", most=1), "a\nb", 0.0),
+        (Form(starts="Dear ", ends="."), " Dear Ann. ", 1.0),
+        (Form(contains=("invoice", "sum")), "the invoice", 0.0),
+        (Form(never=("ASAP",), case=False), "asap", 0.0),
+        (Form(once=("x",)), "x x", 0.0),
+        (Form(), "", 0.0),
+    ],
+)
+async def test_form_and_length(verifier: Any, answer: str, due: float) -> None:
+    assert await value(verifier, answer) == due
+
+
+@pytest.mark.parametrize(
+    ("rules", "calls", "due"),
+    [
+        (ToolUse(must=("search",)), "search submit", 1.0),
+        (ToolUse(must=("search",)), "submit", 0.0),
+        (ToolUse(must=("python",), succeeded=True), "python", 0.0),
+        (ToolUse(never=("shell",)), "python shell", 0.0),
+        (ToolUse(at_most={"python": 2}), "python python python", 0.0),
+        (ToolUse(calls=2), "python search", 1.0),
+        (ToolUse(order=("search", "submit")), "search python submit search", 1.0),
+        (ToolUse(order=("search", "submit")), "submit search", 0.0),
+        (ToolUse(order=("search", "submit")), "search", 0.0),
+        (ToolUse(never=("shell",)), "", None),
+    ],
+)
+async def test_tool_use(rules: ToolUse, calls: str, due: float | None) -> None:
+    given_ = await judged(rules, task(), episode(calls=calls, failed=("python",)))
+    assert given_.value == due
+    if due == 0.0:
+        assert given_.parts["v/rules"] < 1 and given_.evidence.startswith("broken: ")
+
+
+async def test_a_task_has_settings_of_its_own() -> None:
+    assert await value(numeric, "101", answer=100) == 0.0
+    assert await value(numeric, "101", answer=100, numeric={"relative": 0.02}) == 1.0
+    assert await value(JsonSchema(schema=SCHEMA), "[]", json_schema={"schema": {"type": "array"}}) == 1.0
+
+
+@pytest.mark.parametrize("verifier", ["json_schema:json_schema", "mathematics:mathematics", "sql:sql"])
+def test_a_package_that_is_not_installed_is_told_before_a_run_starts(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configured, "find_spec", lambda name: None)
+    file = Path(__file__).resolve().parents[2] / "rewards" / f"{verifier.partition(':')[0]}.py"
+    with pytest.raises(PluginError, match=r"is not installed\n  fix: pip install 'agentrl\[rewards\]'"):
+        TaskScorer().load([f"{file}:{verifier.partition(':')[2]}"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Numeric(unit="parsec"),
+        lambda: Pattern(pattern="(a"),
+        lambda: Length(least=5, most=2),
+        lambda: ToolUse(must=("a",), never=("a",)),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_when_they_are_made(make: Any) -> None:
+    with pytest.raises(ValueError):
+        make()

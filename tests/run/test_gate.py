@@ -1,0 +1,330 @@
+"""The gate inside a run: an unchanged policy is promoted, a worse one is refused and undone, and dying in between loses nothing.
+
+Server and channel are scripted, and so is the policy: which cases a version passes is in its weights. Registry, store, suite,
+episodes, verifier, rule, tracker and the loop's own code are the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.cli import app
+from agentrl.compare.verdict import Outcome, read_verdict, read_verdicts
+from agentrl.errors import UserError
+from agentrl.failure.case import Case, Suite
+from agentrl.failure.collection import Collection
+from agentrl.gating import GATE, GateConfig
+from agentrl.observe import write_report
+from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task, VersionState
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.run import loop, measure
+from agentrl.run.gate import concluded, first_to_serve, judge_served, parting_turn, result, serve_result
+from agentrl.run.versions import record_missing
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+from agentrl.version import FolderRegistry, rollback
+from tests.run import test_rolled_back as plain
+
+RECIPE = plain.RECIPE.but(gate=GateConfig(suite="evals/x", every=2, repeats=4, confirm=12), steps=6)
+scripted = plain.scripted
+CASES = 12
+
+
+async def verdict(task: Task, episode: Episode) -> Score:
+    return Score(value=float(episode.answer == "pass"))
+
+
+def make_suite() -> Suite:
+    def task(name: str) -> Task:
+        return Task(
+            id=name,
+            family="f",
+            prompt=(Message(role="user", content=f"case {name}"),),
+            tools=("submit",),
+            sandbox=SandboxSpec(image="none"),
+            verifiers=(f"{__file__}:verdict",),
+            data={},
+            split=Split.HELDOUT,
+        )
+
+    names = [f"c{number:02d}" for number in range(CASES)]
+    return Suite(folder=Path("x"), name="x", cases=tuple(Case(id=name, task=task(name)) for name in names))
+
+
+class Killed(BaseException):
+    """The driver dies here."""
+
+
+class Player(ScriptedPolicy):
+    """Submits what the served version's weights say: `good` passes every case, `bad c03 c07` all but these."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(byte_tokenizer(), self.say)
+        self.run, self.asked = run, 0
+
+    def say(self, turn: int, episode: str) -> str:
+        self.asked += 1
+        self.version = self.run.served.version
+        weights = (self.run.folder / f"versions/{self.version:06d}/model.safetensors").read_text().split()
+        failed = episode.split("-")[1] in weights[1:] or weights == ["awful"]
+        return f"<tool_call>\n{json.dumps({'name': 'submit', 'arguments': {'answer': 'fail' if failed else 'pass'}})}\n</tool_call>"
+
+
+async def opened(run_dir: Path) -> Any:
+    """A run at version 0, which passes everything."""
+    run = await plain.opened(run_dir)
+    run.recipe, run.suite, run.stop_at = RECIPE, make_suite(), RECIPE.steps
+    run.sandboxes = ScriptedSandboxes(printing(""))
+    (run_dir / "versions/000000/model.safetensors").write_text("good")
+    run.registry._write(replace(run.registry.get(0), sha256=plain.sha256_file(run_dir / "versions/000000/model.safetensors")))
+    run.served.sha256 = run.registry.get(0).sha256
+    (run_dir / "recipe.json").write_text(RECIPE.model_dump_json())
+    equip(run)
+    return run
+
+
+def equip(run: Any) -> None:
+    run.player = Player(run)
+    chat = ChatFormat(run.player.tokenizer)
+    episodes = EpisodeRunner(
+        policy=run.player,
+        sandboxes=run.sandboxes,
+        agent=TurnLoop(chat=chat),
+        sampling=Sampling(),
+        max_model_len=1000,
+        request_timeout_s=60.0,
+    )
+    run.groups = GroupRunner(runner=episodes, score=TaskScorer(), slots=asyncio.Semaphore(64), group_size=1, max_retries=0)
+
+
+def publish(run: Any, number: int, parent: int, weights: str) -> None:
+    plain.publish(run.registry, number, parent, weights.encode())
+
+
+def learner_answers(run: Any, number: int) -> rollback.Request:
+    """What the learner does at its step `number - 1`: see tests/learner/test_gate.py for the real one."""
+    request = rollback.pending(run.folder / "versions", run.registry)
+    assert request is not None
+    weights = (run.folder / f"versions/{request.to:06d}/model.safetensors").read_text()
+    publish(run, number, request.to, weights)
+    for refused in range(request.to + 1, number):
+        run.registry.set_state(refused, VersionState.ROLLED_BACK)
+    return request
+
+
+async def served_through(run: Any, last: int) -> None:
+    run.stop_at = last
+    async with asyncio.timeout(60):
+        await loop._swap_versions(run)
+
+
+def states(run: Any) -> list[str]:
+    return [str(one.state) for one in run.registry.versions()]
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_episodes(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    publish(run, 1, 0, "good 1")
+    publish(run, 2, 1, "good 2")
+    publish(run, 3, 2, "bad c03")
+    publish(run, 4, 3, "bad c03 c07")
+    await served_through(run, 4)
+    assert [(one.version, one.outcome, one.reference) for one in read_verdicts(tmp_path)] == [
+        (0, Outcome.REFERENCE, None),
+        (2, Outcome.PROMOTED, 0),
+        (4, Outcome.ROLLED_BACK, 2),
+    ]
+    assert states(run) == ["promoted", "served", "promoted", "served", "serving"]
+    found = read_verdict(tmp_path, 4)
+    assert found is not None and found.judgement is not None
+    assert [one.case for one in found.regressions] == ["c03", "c07"] and {one.turn for one in found.regressions} == {1}
+    assert {(one.passed, one.tries) for one in found.judgement.regressed} == {(0, 16)}
+    assert run.registry.get(4).evals[GATE] == pytest.approx(10 / 12)
+
+    publish(run, 5, 4, "bad c03 c07")  # the learner was a step ahead
+    await served_through(run, 5)
+    request = learner_answers(run, 6)
+    assert (request.version, request.to) == (4, 2) and "case c03: 4 of 4 before, 0 of 16 now" in request.reason
+    await served_through(run, 6)
+    assert states(run) == ["promoted", "served", "promoted", "rolled_back", "rolled_back", "rolled_back", "promoted"]
+    assert concluded(run) and result(run).number == 6
+    assert any(said.startswith("version 4 is rolled back: case c03") and "at turn 1" in said for said in run.tracker.said)
+    await plain.close(run)
+    with Collection(tmp_path) as collection:
+        assert collection.counts("phase", "step", "why")[("gate", 4, "regressed")] == 32, "all 16 attempts at each of the two cases"
+
+    page = write_report(tmp_path).read_text()
+    assert "Success on the suite by version" in page and "version 4 was rolled back: case c03, which part at turn 1" in page
+    assert "version 2, passed" in page and "version 4, did not" in page
+    shown = CliRunner().invoke(app, ["versions", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "gate: rolled back: case c03" in shown.output and "the weights of version 2 again" in shown.output
+    assert "case c07: turn 1 is the first that differs" in shown.output
+    compared = CliRunner().invoke(app, ["compare", f"{tmp_path}@2", f"{tmp_path}@4", "--json"])
+    told = json.loads(compared.output)
+    assert told["lost"] == ["c03", "c07"] and told["effect"] == pytest.approx(-2 / 12) and told["attempts"] == 48
+    assert "verdict" in CliRunner().invoke(app, ["compare", f"{tmp_path}@2", f"{tmp_path}@4"]).output
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_is_judged_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
+    run = await opened(tmp_path)
+    await judge_served(run)
+    publish(run, 1, 0, "bad")
+    publish(run, 2, 1, "bad c01")
+    run.registry.set_state(1, VersionState.SERVING)
+    await run.served.swap(run.registry.get(2))
+
+    def die(*_: object, **__: object) -> None:
+        raise Killed
+
+    points = ("agentrl.compare.results.commit_folder", "agentrl.run.gate._follow", "agentrl.run.gate.rollback.ask")
+    for point in points:
+        with monkeypatch.context() as patch:
+            patch.setattr(point, die)
+            with pytest.raises(Killed):
+                await judge_served(run)
+        assert (read_verdict(tmp_path, 2) is None) == (point == points[0])
+        assert rollback.pending(tmp_path / "versions", run.registry) is None
+    asked = run.player.asked
+    await judge_served(run)
+    request = rollback.pending(tmp_path / "versions", run.registry)
+    assert request is not None and (request.version, request.to) == (2, 0)
+    await judge_served(run)
+    assert run.player.asked == asked, "the verdict stands"
+
+    learner_answers(run, 3)
+    assert rollback.pending(tmp_path / "versions", run.registry) is None
+    assert first_to_serve(run).number == 3, "version 0 is promoted, but its successor has taken over"
+    await run.served.swap(run.registry.get(3))
+    record_missing(run)
+    assert measure.recorded(tmp_path) == {1, 2, 3}
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_refused(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.action": "block", "steps": 4})
+    for number, weights in ((1, "good 1"), (2, "good 2"), (3, "good 3"), (4, "awful")):
+        publish(run, number, number - 1, weights)
+    await served_through(run, 4)
+    assert [one.outcome for one in read_verdicts(tmp_path)] == [Outcome.REFERENCE, Outcome.PROMOTED, Outcome.BLOCKED]
+    assert rollback.pending(tmp_path / "versions", run.registry) is None
+    assert concluded(run) and result(run).number == 2
+    await serve_result(run)
+    assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
+    assert first_to_serve(run).number == 2, "a run that is over goes on with its result"
+    longer = SimpleNamespace(**{**vars(run), "recipe": RECIPE.but({"steps": 8})})
+    assert first_to_serve(longer).number == 4, "a run that is made longer goes on with its newest weights"  # type: ignore[arg-type]
+    assert measure.gate_problems(tmp_path, finished=True) == ()
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.action": "block", "steps": 2})
+    publish(run, 1, 0, "awful 1")
+    publish(run, 2, 1, "awful")
+    await served_through(run, 2)
+    assert result(run) is None
+    (problem,) = measure.gate_problems(tmp_path, finished=True)
+    assert "promoted no version but the first" in problem and "the suite fell by 100.0 points" in problem
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_judged_anew(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"gate.max_rollbacks": 1, "gate.every": 1, "steps": 9})
+    await judge_served(run)
+    publish(run, 1, 0, "bad c01")
+    await served_through(run, 1)
+    learner_answers(run, 2)
+    publish(run, 3, 2, "bad c02")
+    await served_through(run, 3)
+    blocked = read_verdict(tmp_path, 3)
+    assert blocked is not None and blocked.outcome is Outcome.BLOCKED and "gate.max_rollbacks allows no more" in blocked.reason
+    run.registry.reconcile(2)
+    await run.served.fall_back(run.registry.get(2))
+    publish(run, 3, 2, "good 3")
+    await served_through(run, 3)
+    again = read_verdict(tmp_path, 3)
+    assert again is not None and again.outcome is Outcome.PROMOTED and again.sha256 != blocked.sha256
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_judged(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    await judge_served(run)
+    publish(run, 1, 0, "good 1")
+    publish(run, 2, 1, "good 2")
+    run.stop_at = 2
+
+    def late(said: Callable[[int, str], str]) -> Callable[[int, str], str]:
+        def say(turn: int, episode: str) -> str:
+            text = said(turn, episode)
+            run.player.version = 1 if episode.startswith("gate000002") else run.player.version
+            return text
+
+        return say
+
+    run.player.script = late(run.player.say)
+    await served_through(run, 2)
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and found.outcome is Outcome.UNJUDGED and "only 0 cases" in found.reason
+    assert run.registry.get(2).state is VersionState.SERVING and rollback.pending(tmp_path / "versions", run.registry) is None
+    first = json.loads((tmp_path / "gate/000002/attempts.jsonl").read_text().splitlines()[0])
+    assert first["score"] is None and "version 1 sampled some of it" in first["reason"]
+    await plain.close(run)
+
+
+def test_where_two_episodes_part() -> None:
+    def words(*turns: tuple[str, str]) -> dict[str, Any]:
+        return {"messages": [{"role": "assistant", "content": said, "tool_calls": [{"name": call}]} for said, call in turns]}
+
+    one = words(("a", "python"), ("b", "submit"))
+    assert parting_turn(one, one) is None
+    assert parting_turn(one, words(("other words", "python"), ("b", "python"))) == 2, "other calls count before other words"
+    assert parting_turn(one, words(("other words", "python"), ("b", "submit"))) == 1
+    assert parting_turn(one, words(("a", "python"))) == 2 and parting_turn({}, {}) is None
+
+
+def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: Path) -> None:
+    registry = FolderRegistry(tmp_path)
+    for number in range(3):
+        plain.publish(registry, number, number - 1 if number else None, b"%d" % number)
+    made = registry.get(2)
+    assert made is not None and rollback.pending(tmp_path, registry) is None
+    rollback.ask(tmp_path, rollback.Request(version=2, sha256=made.sha256, to=0, to_sha256="x", reason="\ud800"))
+    assert (found := rollback.pending(tmp_path, registry)) is not None and found.reason == "\N{REPLACEMENT CHARACTER}"
+    registry.reconcile(1)
+    assert rollback.pending(tmp_path, registry) is None
+    plain.publish(registry, 2, 1, b"other")
+    assert rollback.pending(tmp_path, registry) is None
+    with pytest.raises(ValueError, match="is not back"):
+        rollback.Request(version=2, sha256="", to=2, to_sha256="", reason="")
+
+
+def test_settings_that_do_nothing_are_refused() -> None:
+    for wrong in ({"gate.repeats": 2}, {"gate.action": "block", "gate.max_rollbacks": 3}):
+        with pytest.raises(UserError, match="does nothing"):
+            RECIPE.but(wrong)

@@ -1,0 +1,120 @@
+"""An evaluation of a suite: every attempt kept, unscored ones told, read back and compared. The server is scripted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.cli.suites import table
+from agentrl.compare import results
+from agentrl.errors import PluginError, UserError
+from agentrl.failure.case import Case, Suite, load_suite, save_case
+from agentrl.records import Episode, Score, Task
+from agentrl.reward import TaskScorer
+from agentrl.run import suites
+from agentrl.run.folder import Start
+from agentrl.run.preflight import Checked
+from tests.run import test_gate
+
+scripted = test_gate.scripted
+NAMES = ("easy", "flaky", "broken")
+
+
+async def judged(task: Task, episode: Episode) -> Score:
+    if task.id == "broken":
+        raise RuntimeError("no \x1b[31mjudge")
+    number = int(episode.id.split("-r")[1].split("-")[0])
+    return Score(value=1.0 if task.id == "easy" or number % 2 else 0.0)
+
+
+def make_suite(folder: Path) -> Suite:
+
+    task = test_gate.make_suite().cases[0].task
+    for name in NAMES:
+        save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=(f"{__file__}:judged",))))
+    return load_suite(folder)
+
+
+async def evaluated(folder: Path, suite: Suite, monkeypatch: pytest.MonkeyPatch, *, repeats: int) -> results.Results:
+    run = await test_gate.opened(folder)
+    run.learner, run.groups = SimpleNamespace(kill=None), run.groups
+
+    @asynccontextmanager
+    async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
+        yield run
+        await test_gate.plain.close(run)
+
+    monkeypatch.setattr(suites, "opened", opened)
+    checked = cast(Checked, SimpleNamespace(scorer=TaskScorer()))
+    start = Start(recipe=Path("r.py"), folder=folder, overrides=())
+    return await suites.evaluate_suite(test_gate.RECIPE, start, checked, suite, repeats=repeats, threshold=1.0, root=folder)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = make_suite(tmp_path / "suite-of-mine")
+    found = await evaluated(tmp_path / "run", suite, monkeypatch, repeats=4)
+    assert results.load(tmp_path / "run" / suites.FOLDER) == found
+    figures = found.figures()
+    assert (figures.attempts, figures.unscored, figures.k) == (12, 4, 4)
+    assert figures.pass_at_1 == 0.75 and figures.pass_at_k == 1.0 and found.figures(2).pass_at_k == pytest.approx((1 + 5 / 6) / 2)
+    assert figures.turns == 1.0 and figures.tokens == sum(one.tokens for one in found.attempts) > 0
+    assert found.about.suite == "suite-of-mine" and found.about.sha256 and found.about.recipe == "back"
+    assert all(one.score is None and "RuntimeError" in one.reason for one in found.attempts if one.case == "broken")
+    episodes = [json.loads(line) for line in (tmp_path / "run/suite/episodes.jsonl").read_text().splitlines()]
+    assert [(one["case"], one["attempt"]) for one in episodes] == [(case.id, n) for case in suite.cases for n in range(4)]
+    captured = json.loads((tmp_path / "run/failures/failures.json").read_text())
+    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "of the flaky case, and of the broken one"
+    shown = table(found, where=Path("x"))
+    assert "pass@1  0.750" in shown and "flaky: 2 of 4 passed" in shown and "broken: 0 of 0 passed, 4 unscored" in shown
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = make_suite(tmp_path / "s")
+    first = await evaluated(tmp_path / "a", suite, monkeypatch, repeats=4)
+    found = first.attempts
+    fewer = [one for one in found if one.case != "broken"]
+    about = first.about
+
+    second = results.Results(about=about, attempts=tuple(replace(one, score=0.0) for one in fewer if one.case == "easy"))
+    results.save(tmp_path / "b", second, [])
+    edited = tuple(replace(one, task_key="another") if one.case == "easy" else one for one in fewer)
+    results.save(tmp_path / "c", results.Results(about=about, attempts=edited), [])
+    told = json.loads(CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]).output)
+    assert (told["cases"], told["lost"], told["unpaired"], told["verdict"]) == (1, ["easy"], ["broken", "flaky"], "not enough data")
+    shown = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "c")]).output
+    assert "changed: easy" in shown and "a difference of 10 points" in shown
+
+
+def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"about\.json is missing"):
+        results.load(tmp_path)
+    (tmp_path / "about.json").write_text('{"suite": 3}')
+    (tmp_path / "attempts.jsonl").write_text("")
+    with pytest.raises(UserError, match="is no evaluation"):
+        results.load(tmp_path)
+    for wrong in (["compare", "a", "b", "--alpha", "0.9"], ["eval", "recipes/quickstart.py", "--repeats", "3"]):
+        done = CliRunner().invoke(app, wrong)
+        assert isinstance(done.exception, UserError), done.output
+    done = CliRunner().invoke(app, ["eval", "recipes/quickstart.py", "--suite", str(tmp_path)])
+    assert isinstance(done.exception, UserError) and "is no suite" in str(done.exception)
+
+
+async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_path: Path) -> None:
+
+    task = replace(test_gate.make_suite().cases[0].task, verifiers=("rewards.gone:nothing",))
+    save_case(tmp_path, Case(id="a", task=task))
+    checked = cast(Checked, SimpleNamespace(scorer=TaskScorer()))
+    start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    with pytest.raises(PluginError, match=r"rewards\.gone"):
+        await suites.evaluate_suite(test_gate.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
