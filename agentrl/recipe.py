@@ -7,7 +7,6 @@ module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,9 @@ from agentrl import parts, section
 from agentrl.gating import GateConfig
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
+from agentrl.sections import CaptureConfig as CaptureConfig
+from agentrl.sections import Limit as Limit
+from agentrl.sections import LimitsConfig as LimitsConfig
 
 _COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
 
@@ -46,6 +48,8 @@ class TasksConfig(Section):
     """Further keyword arguments of the family. Of a folder: `heldout`, the share of tasks without a split of their own that is held out."""
     verifiers: tuple[str, ...] = Field(())
     """Who judges, as references such as `rewards.close:close_number`, in place of the verifiers that the tasks name. Empty: those."""
+    withhold: tuple[str, ...] = Field(())
+    """Suites, as folders relative to the project root: no case of theirs, nor a near twin of one, is ever trained on."""
 
 
 class EvalConfig(Section):
@@ -342,60 +346,6 @@ class LoraConfig(Section):
     """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
 
 
-class Limit(Section):
-    """A bound on one figure of an update, and what happens beyond it."""
-
-    at: float
-    """The bound."""
-    action: Literal["skip", "rollback", "halt"] = "skip"
-    """skip: the optimizer step is not made, its groups are left out. rollback: weights and optimizer return to the newest checkpoint that
-    no limit objected to, and the server with them. halt: the run stops (exit code 1); `--resume` makes the step again."""
-
-
-class LimitsConfig(Section):
-    """Bounds on what an update may look like, judged before its gradient is applied. docs/objectives.md gives the formulas."""
-
-    max_kl: Limit | None = None
-    """On `kl_behaviour`: the divergence of the policy from the one that sampled, nats per token."""
-    max_kl_reference: Limit | None = None
-    """On `kl_reference`: the divergence from version 0, nats per token (needs objective.kl=k1, k2 or k3)."""
-    min_entropy: Limit | None = None
-    """On `entropy`: nats per token."""
-    max_clip_fraction: Limit | None = None
-    """On `clip_fraction`: the share of tokens whose ratio is clipped."""
-    max_ratio: Limit | None = None
-    """On `ratio_max`: the largest ratio of the policy to the one that sampled."""
-    max_mismatch_kl: Limit | None = None
-    """On `mismatch_kl`: server against learner with the same weights, nats per token (needs max_staleness=0)."""
-    max_grad_norm: Limit | None = None
-    """On `grad_norm`: the gradient's global norm before clipping."""
-    min_effective_sample_size: Limit | None = None
-    """On `ess`: the effective sample size, as a share of the tokens."""
-    max_rollbacks: int = Field(2, ge=1)
-    """Rollbacks in the whole run; the next one halts it instead."""
-
-    @property
-    def named(self) -> dict[str, Limit]:
-        """The limits that are set, by the name of their key."""
-        found = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: limit for name, limit in found if isinstance(limit, Limit)}
-
-    @property
-    def roll_back(self) -> bool:
-        return any(limit.action == "rollback" for limit in self.named.values())
-
-    @model_validator(mode="after")
-    def _bounds_make_sense(self) -> LimitsConfig:
-        ranges = {"max_ratio": (1.0, math.inf), "max_clip_fraction": (0.0, 1.0), "min_effective_sample_size": (0.0, 1.0)}
-        for name, limit in self.named.items():
-            low, high = ranges.get(name, (0.0, math.inf))
-            if not low < limit.at < high:
-                raise ValueError(f"{name}.at must lie between {low:g} and {high:g}; beyond them it does nothing, or stops every update")
-        if not self.roll_back and self.max_rollbacks != 2:
-            raise ValueError("max_rollbacks does nothing: no limit has action=rollback")
-        return self
-
-
 class LearnerConfig(Section):
     lr: float = Field(5e-4, gt=0)
     """Learning rate of AdamW, at its highest."""
@@ -460,6 +410,7 @@ class Recipe(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = EvalConfig()
+    capture: CaptureConfig = CaptureConfig()
     store: parts.Store = "sqlite"
     """Where scored groups wait for the learner. sqlite: a file in the run folder."""
     store_options: parts.Options = Field({})

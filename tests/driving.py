@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from agentrl.agent import ChatFormat
 from agentrl.experience import RunningEpisodes, SqliteStore
-from agentrl.failure import FaultRate, Quarantine
+from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.observe import RunTracker, StageClock
 from agentrl.protocols import Policy, SandboxBackend
 from agentrl.recipe import Recipe, build
@@ -128,6 +128,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     running = RunningEpisodes(run_dir / "running")
     chat, faults = ChatFormat(byte_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
+    capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     try:
         yield opening.Run(
             recipe=recipe,
@@ -137,6 +138,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             store=store,
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            capture=capture,
             faults=faults,
             registry=cast(Any, None),
             family=family,
@@ -150,6 +152,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
     finally:
         await sandboxes.close()
         tracker.close()
+        capture.close()
         store.close()
 
 

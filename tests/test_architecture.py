@@ -19,7 +19,7 @@ LONGEST_FILE = 600
 LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"records", "sampling", "fields", "errors", "destinations", "files", "processes"}),
     frozenset({"protocols", "codec", "toml", "usercode", "causes", "runlock"}),
-    frozenset({"section", "gating", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
+    frozenset({"section", "sections", "gating", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
     frozenset(
         {
             "task",

@@ -17,8 +17,10 @@ import typer.main
 from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import RecipeError
+from agentrl.failure.triage import load_rules
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.section import section_of
+from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -180,7 +182,8 @@ def test_the_table_of_recipe_keys_is_up_to_date() -> None:
 def test_the_impossible_combinations_are_all_there_and_refused() -> None:
     _, _, after = (ROOT / "docs" / "recipes.md").read_text().partition("## Impossible combinations")
     rows = re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE)
-    raised = sum((ROOT / "agentrl" / name).read_text().count("raise ValueError(") for name in ("recipe.py", "gating.py"))
+    sections = (ROOT / "agentrl" / name for name in ("recipe.py", "sections.py", "gating.py"))
+    raised = sum(path.read_text().count("raise ValueError(") for path in sections)
     assert len(rows) == raised
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     messages = set()
@@ -196,6 +199,14 @@ def test_the_recipe_example_loads(project: Path) -> None:
     assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
     shown = "from recipes.longer import base, recipe; print(recipe.learner.lora.rank, recipe.steps, recipe.but(name='mine') == base)"
     assert run(project, "-c", shown).split() == ["4", "60", "False"]
+
+
+def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
+    write_examples("failures.md", project)
+    (rule,) = load_rules([f"{project}/triage/units.py:wrong_unit"])[:1]
+    looked = traces.turn(traces.python("print(412)", "412"))
+    tags = [rule(traces.trace(looked, traces.turn(traces.submit(text)), answer=text)) for text in ("412000", "0.412", "421", "", "x")]
+    assert [tag and (tag.name, tag.turn) for tag in tags] == [("wrong_unit", 1), ("wrong_unit", 1), None, None, None]
 
 
 def test_the_gate_example_loads(project: Path) -> None:

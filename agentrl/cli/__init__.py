@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import fuzz, judging, machine, model, prove, runs, sandboxes, suites, train, tune
+from agentrl.cli import failures, fuzz, judging, machine, model, prove, runs, sandboxes, suites, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -38,6 +38,7 @@ sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes
 sandbox_app.command("prune", epilog="Example: agentrl sandbox prune --images --dry-run")(sandboxes.sandbox_prune)
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(judging.judge_app, name="judge")
+app.add_typer(failures.failures_app, name="failures")
 app.add_typer(model.model_app, name="model")
 app.add_typer(tune.tune_app, name="tune")
 

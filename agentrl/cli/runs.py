@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentrl.cli.options import JsonFlag
-from agentrl.errors import UserError
+from agentrl.errors import StoreError, UserError
 from agentrl.usercode import printable
 
 _LONGEST = 1000  # characters of a reason
@@ -17,10 +18,15 @@ _LONGEST = 1000  # characters of a reason
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
     """Write report.html again from what is in a run folder."""
+    from agentrl.failure.digest import write_digest
     from agentrl.observe import write_report
 
     if not run_dir.is_dir():
         raise UserError(f"no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
+    try:
+        write_digest(run_dir)
+    except StoreError as error:
+        print(f"failures are as the last digest has them: {error}", file=sys.stderr)
     print(write_report(run_dir))
 
 

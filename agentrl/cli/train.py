@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]
 _REASONS_SHOWN = 5  # for leaving episodes out, at the end of a run
+_TAGS_SHOWN = 4  # of failures
 
 
 def train(
@@ -102,6 +103,8 @@ def _model(named: str) -> str:
 def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
+    from agentrl.observe.left_out import printable
+
     pairs = (
         ("held-out", summary.heldout_before, summary.heldout_after),
         ("real tables", summary.heldout_real_before, summary.heldout_real_after),
@@ -121,6 +124,9 @@ def describe(summary: Summary, folder: Path) -> str:
     lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
+    if summary.failures:
+        named = ", ".join(f"{times} {printable(tag)}" for tag, times in list(summary.failures.items())[:_TAGS_SHOWN])
+        lines.append(f"{sum(summary.failures.values()):>8} failures   {named}: agentrl failures list {folder}")
     lines.append(f"report {folder / 'report.html'}")
     lines.append(f"model  {folder / 'model'}" if (folder / "model").is_dir() else "model  none: the weights are still those of version 0")
     return "\n".join([*lines, *(f"no result: {problem}" for problem in summary.problems)])

@@ -1,6 +1,7 @@
-"""Handling of failures not caused by the policy: broken tasks are quarantined, and too many faults pause the run."""
+"""What went wrong: failures of the policy captured, named, clustered and made regression cases; broken tasks and faults held in bounds."""
 
+from agentrl.failure.capture import Capture
 from agentrl.failure.quarantine import Quarantine
 from agentrl.failure.rate import FaultRate
 
-__all__ = ["FaultRate", "Quarantine"]
+__all__ = ["Capture", "FaultRate", "Quarantine"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.files import write
+from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.formats import Format, duration, interval, maybe, on_a_scale, short
 from agentrl.observe.gate import read_gate
@@ -90,6 +91,7 @@ def write_report(run_dir: Path) -> Path:
         learning=_learning(run),
         kinds=_kinds(summary) if summary else [],
         machinery=_machinery(run),
+        failures=failures.told(run.failures),
         left_out=_left_out(run),
         setbacks=_setbacks(run),
         setbacks_earlier=max(len(run.setbacks) - _SETBACKS_SHOWN, 0),

@@ -29,6 +29,7 @@ class RunData:
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
     setbacks: tuple[Line, ...]  # what was not trained on, and why
     left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
+    failures: Line  # what `failures/failures.json` says; empty without one
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
     def series(self, key: str) -> tuple[tuple[float, float], ...]:
@@ -47,12 +48,13 @@ def read_run(run_dir: Path) -> RunData:
     episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
     return RunData(
         name=run_dir.name,
-        recipe=_read_recipe(run_dir / "recipe.json", notes),
+        recipe=_read_object(run_dir / "recipe.json", notes),
         summary=_read_summary(run_dir, notes),
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
         setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
         left_out=tuple(_read_left_out(run_dir / "evaluations.json", notes)),
+        failures=_read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )
 
@@ -101,13 +103,13 @@ def _parse(text: str) -> Line | None:
     return data if isinstance(data, dict) else None
 
 
-def _read_recipe(path: Path, notes: list[str]) -> Line:
+def _read_object(path: Path, notes: list[str]) -> Line:
     if not path.exists():
         return {}
-    recipe = _parse(path.read_text(encoding="utf-8", errors="replace"))
-    if recipe is None:
-        notes.append("recipe.json cannot be read")
-    return recipe or {}
+    found = _parse(path.read_text(encoding="utf-8", errors="replace"))
+    if found is None:
+        notes.append(f"{path.name} cannot be read")
+    return found or {}
 
 
 def _read_summary(run_dir: Path, notes: list[str]) -> Summary | None:

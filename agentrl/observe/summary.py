@@ -43,6 +43,8 @@ class Summary(BaseModel):
     """Of them, left out of the loss: a task or infrastructure failure, or a verifier that gave no score."""
     left_out_reasons: dict[str, int] = {}
     """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
+    failures: dict[str, int] = {}
+    """Tag -> failed episodes of training and evaluations, the most frequent first; `agentrl failures` shows them."""
     tasks_quarantined: int = Field(0, ge=0)
     """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Transcript = Mapping[str, Any]
@@ -87,6 +87,15 @@ def shown_between(before_title: str, before: Transcript, after_title: str, after
 
 def shown_alone(item: Transcript) -> tuple[Attempt]:
     return (_attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item),)
+
+
+def shown_failure(item: Transcript) -> Attempt:
+    """A captured failure: what it is called, and the turn where it shows first, counted from 1."""
+    turn = item.get("turn")
+    where = f", turn {turn + 1}" if isinstance(turn, int) else ""
+    shown = _attempt(f"{_text(item, 'phase')}, step {item.get('step', '?')}", item)
+    said = (("failure", f"{_text(item, 'tag').replace('_', ' ')}{where}"), ("seen in it", _text(item, "note") or "(nothing)"))
+    return replace(shown, outcome=(*said, *shown.outcome))
 
 
 def _attempt(title: str, item: Transcript) -> Attempt:

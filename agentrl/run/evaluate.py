@@ -40,8 +40,14 @@ async def evaluate(
     phase: str,
     step: int,
     on_done: Callable[[int, int], None] = lambda done, total: None,
+    on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
 ) -> Evaluation:
-    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none."""
+    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none.
+
+    Args:
+        on_done: told how many episodes of how many are done.
+        on_scored: told each task's episode when it is scored.
+    """
     size = family.size(split)
     tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
     if not tasks:
@@ -54,6 +60,7 @@ async def evaluate(
             (scored,) = left_out_group(index, f"{split} {index}", "", task, size=1).episodes
         else:
             scored = await runner.episode(task, name=f"{phase}-{split}-{index:05d}")
+            on_scored(task, scored)
         done += 1
         on_done(done, len(tasks))
         return scored

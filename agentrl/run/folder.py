@@ -139,7 +139,7 @@ def check_same(folder: Path, recipe: Recipe) -> list[str]:
     """
     learner = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
     learner |= {"limits", "max_bad_updates", "max_bad_groups"}
-    free: Any = {name: True for name in ("steps", "sandbox", "serving", "evaluation", "trackers", "tracker_options", "gate")} | {
+    free: Any = {name: True for name in ("steps", "sandbox", "serving", "evaluation", "capture", "trackers", "tracker_options", "gate")} | {
         "learner": learner
     }
     free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined"}
@@ -149,7 +149,7 @@ def check_same(folder: Path, recipe: Recipe) -> list[str]:
     if changed:
         raise RecipeError(
             f"--resume: the recipe is not the run's own: {'; '.join(changed)}",
-            fix="leave these as they were (steps, sandbox, serving, evaluation, trackers, tracker_options, gate,"
+            fix="leave these as they were (steps, sandbox, serving, evaluation, capture, trackers, tracker_options, gate,"
             f" learner.{{{','.join(sorted(learner))}}} and rollout.{{{','.join(sorted(free['rollout']))}}} may change), or start a new run",
         )
     return _changes(_flat(old.model_dump()), _flat(recipe.model_dump()))

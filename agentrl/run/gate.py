@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from agentrl import codec
@@ -107,7 +108,16 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
     run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {gate.repeats} attempts each")
     await prepare(suite, run.sandboxes)
     runner, phase = evaluation_runner(run), f"gate{version.number:06d}"
-    tried = await try_cases(runner, suite.cases, range(gate.repeats), phase=phase, version=version.number, on_done=run.tracker.evaluating)
+    run.capture.begin("gate", step=version.number, place=phase)
+    attempt = partial(
+        try_cases,
+        runner,
+        phase=phase,
+        version=version.number,
+        on_done=run.tracker.evaluating,
+        on_scored=partial(run.capture.episode, phase="gate", step=version.number, place=phase),
+    )
+    tried = await attempt(suite.cases, range(gate.repeats))
     reference = _reference(run, suite)
     judgement = None
     if reference is not None:
@@ -116,7 +126,7 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         named = suspicious(rule, before, first)
         chosen = [case for case in suite.cases if case.id in named]
         numbers = range(gate.repeats, gate.repeats + gate.confirm)
-        again = await try_cases(runner, chosen, numbers, phase=phase, version=version.number, again=True, on_done=run.tracker.evaluating)
+        again = await attempt(chosen, numbers, again=True)
         tried += again
         judgement = judge(rule, before, first, _scores(again))
     current = run.registry.get(version.number)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from agentrl.errors import InfrastructureError
+from agentrl.failure.digest import write_digest
 from agentrl.recipe import Recipe
 from agentrl.records import Split
 from agentrl.run import measure
+from agentrl.run.ending import kept_going
 from agentrl.run.evaluate import Evaluation, evaluate
 from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
@@ -23,12 +26,16 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, Evaluation] = {}
+    run.capture.begin(phase)
+    capture = partial(run.capture.episode, phase=phase, step=step)
     for split, count in (
         (Split.HELDOUT, run.recipe.evaluation.heldout),
         (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
     ):
         if count:
-            results[split] = await evaluate(runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating)
+            results[split] = await evaluate(
+                runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating, on_scored=capture
+            )
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
     scored = {str(split): result.rate for split, result in results.items() if result.rate is not None}
@@ -55,4 +62,6 @@ async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
             await evaluate_served(run, "eval", step=0)
             watcher.cancel()
+    with kept_going(start.folder, "the digest of failures"):
+        write_digest(start.folder)
     return measure.read_evaluation(start.folder, "eval")

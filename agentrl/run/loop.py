@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentrl.errors import SwapError
+from agentrl.failure.digest import write_digest
 from agentrl.observe import Summary, write_report
 from agentrl.recipe import Recipe
 from agentrl.records import VersionState
@@ -136,6 +137,8 @@ async def _swap_versions(run: Run) -> None:
 
 
 def _report(run: Run) -> Summary:
+    with kept_going(run.folder, "the digest of failures"):
+        write_digest(run.folder)
     backend, stages = run.sandboxes.name, run.clock.wall_s
     summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=run.interrupted)
     summary.write(run.folder)

@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl.compare.verdict import read_verdicts
 from agentrl.failure import quarantine
+from agentrl.failure.digest import failures_by_tag
 from agentrl.files import append_lines, json_line, read_json_lines, write
 from agentrl.learner.failures import FailureLog
 from agentrl.observe import Rate, Summary
@@ -181,6 +182,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         episodes=total("episodes"),
         episodes_left_out=total("episodes_left_out"),
         left_out_reasons=left_out,
+        failures=failures_by_tag(folder),
         tasks_quarantined=quarantine.count(folder),
         tokens_trained=total("tokens_trained"),
         updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),

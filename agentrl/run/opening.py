@@ -11,7 +11,7 @@ from pathlib import Path
 from agentrl import parts
 from agentrl.agent import ChatFormat
 from agentrl.experience import RunningEpisodes, open_store
-from agentrl.failure import FaultRate, Quarantine
+from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
@@ -41,6 +41,7 @@ class Run:
     store: ExperienceStore
     running: RunningEpisodes
     quarantine: Quarantine
+    capture: Capture
     faults: FaultRate
     registry: VersionRegistry
     family: TaskFamily
@@ -100,6 +101,9 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         stack.push_async_callback(served.close)
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
+        origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
+        capture = Capture(run_dir, recipe.capture, origin=origin)
+        stack.callback(capture.close)
         yield Run(
             recipe=recipe,
             folder=run_dir,
@@ -108,13 +112,14 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             store=store,
             running=running,
             quarantine=Quarantine(run_dir, limit=recipe.rollout.max_quarantined),
+            capture=capture,
             faults=faults,
             registry=registry,
             family=checked.family,
             sandboxes=sandboxes,
             served=served,
             groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults),
-            schedule=GroupSchedule(checked.family, recipe.seed),
+            schedule=GroupSchedule(checked.family, recipe.seed, withheld=checked.withheld),
             learner=learner,
             stop_at=recipe.steps,
             suite=checked.suite,

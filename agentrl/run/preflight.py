@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,8 @@ from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.triage import load_rules
+from agentrl.failure.twins import withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.protocols import TaskFamily
@@ -44,6 +46,7 @@ class Checked:
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
     suite: Suite | None = None  # of the gate, where the recipe has one
+    withheld: Container[Task] = ()  # what is never trained on
 
 
 def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
@@ -57,10 +60,12 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_parts(recipe)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     suite = open_gate(recipe, scorer, root=root)
+    kept_away = withheld([*recipe.tasks.withhold, *([recipe.gate.suite] if recipe.gate is not None else [])], root=root)
+    load_rules(recipe.capture.rules)
     gpus = place(recipe)
     _check_installed(recipe)
     _try_objective(recipe)
-    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus, suite=suite)
+    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus, suite=suite, withheld=kept_away)
 
 
 def check_parts(recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ async def make_group(run: Run, index: int) -> None:
     group, task = await _sampled(run, index, step)
     group = _stored(run, group)
     run.running.forget(index)
+    run.capture.group(task, group, step=step)
     run.tracker.progress(index, group)
     run.quarantine.add(group)
     if task is not None and index % run.recipe.rollout.groups_per_step == 0:

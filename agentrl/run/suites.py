@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ import agentrl
 from agentrl.compare import About, Attempt, Results, results
 from agentrl.compare.results import suite_sha256
 from agentrl.failure.case import Case, Suite
+from agentrl.failure.digest import write_digest
 from agentrl.observe.left_out import reason_of
 from agentrl.protocols import SandboxBackend
 from agentrl.recipe import Recipe
-from agentrl.records import PolicyVersion, ScoredEpisode
+from agentrl.records import PolicyVersion, ScoredEpisode, Task
 from agentrl.rollout import GroupRunner
+from agentrl.run.ending import kept_going
 from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked, check_suite
@@ -31,6 +34,7 @@ FOLDER = "suite"
 """Of a run folder: where `agentrl eval --suite` keeps the evaluation."""
 
 OnDone = Callable[[int, int], None]
+OnScored = Callable[[Task, ScoredEpisode], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,7 @@ async def try_cases(
     version: int,
     again: bool = False,
     on_done: OnDone = lambda done, total: None,
+    on_scored: OnScored = lambda task, scored: None,
 ) -> tuple[Tried, ...]:
     """Attempts `numbers` at each case, in the order of the cases.
 
@@ -73,6 +78,7 @@ async def try_cases(
         scored = await runner.episode(case.task, name=f"{phase}-{case.id}-r{number}")
         done += 1
         on_done(done, total)
+        on_scored(case.task, scored)
         return _tried(case, number, scored, phase=phase, version=version, again=again)
 
     async with asyncio.TaskGroup() as running:
@@ -121,15 +127,24 @@ async def evaluate_suite(
             starting.create_task(run.served.start(base))
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {repeats} attempts each")
         began = time.monotonic()
+        run.capture.begin("eval")
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
             tried = await try_cases(
-                evaluation_runner(run), suite.cases, range(repeats), phase="eval", version=0, on_done=run.tracker.evaluating
+                evaluation_runner(run),
+                suite.cases,
+                range(repeats),
+                phase="eval",
+                version=0,
+                on_done=run.tracker.evaluating,
+                on_scored=partial(run.capture.episode, phase="eval", step=0),
             )
             watcher.cancel()
         origin = about(recipe, suite, base, repeats=repeats, threshold=threshold, began=began)
         found = Results(about=origin, attempts=tuple(one.attempt for one in tried))
         results.save(start.folder / FOLDER, found, words_of(tried))
+    with kept_going(start.folder, "the digest of failures"):
+        write_digest(start.folder)
     return found
 
 

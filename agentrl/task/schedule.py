@@ -7,6 +7,7 @@ neither skips nor repeats a prompt.
 from __future__ import annotations
 
 import random
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -106,25 +107,43 @@ def _named(family: TaskFamily) -> str:
     return str(getattr(family, "name", type(family).__name__))
 
 
+_STRIDE = 1_000_003  # from one substitute of an endless split to the next: far from the tasks of the groups around it
+_SUBSTITUTES = 256
+
+
 @dataclass(frozen=True)
 class GroupSchedule:
     """Group index -> training task. A finite split has a new seeded order each epoch; an endless one is taken in order.
 
-    `task` raises `TaskError` when the family cannot make it.
+    A task in `withheld` is never given: the next one of the epoch takes its place, or one from further on in an endless split.
+
+    `task` raises `TaskError` when the family cannot make it, `RecipeError` where there is none that may be trained on.
     """
 
     family: TaskFamily
     seed: int
+    withheld: Container[Task] = ()
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int) -> Task:
         size = self.family.size(Split.TRAIN)
-        if size is None:
-            return self._made(group_index)
         if size == 0:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
+        for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
+            task = self._made(self._index(group_index, turn, size))
+            if task not in self.withheld:
+                return task
+        raise RecipeError(
+            f"task family {_named(self.family)!r}: group {group_index} finds no training task that tasks.withhold lets it have",
+            fix="take the suite out of tasks.withhold, or give the family tasks that are not in it",
+        )
+
+    def _index(self, group_index: int, turn: int, size: int | None) -> int:
+        """Index of a group's task, or with `turn` above 0 of the one that is tried next in its place."""
+        if size is None:
+            return group_index + turn * _STRIDE
         epoch, position = divmod(group_index, size)
-        return self._made(self._order(epoch, size)[position])
+        return self._order(epoch, size)[(position + turn) % size]
 
     def _made(self, index: int) -> Task:
         return make_task(self.family, Split.TRAIN, index)

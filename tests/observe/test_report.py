@@ -195,3 +195,43 @@ def test_whatever_a_template_prints_is_text() -> None:
 def test_a_template_that_lacks_a_value_is_an_error() -> None:
     with pytest.raises(UndefinedError):
         render("report.html")
+
+
+def failures_file(**changes: Any) -> dict[str, Any]:
+    tags = {"misread_output": 30, "wrong_tool": 4}
+    example = transcript("train", 1, "train", 0.0, output=HOSTILE) | {"tag": "misread_output", "turn": 1, "note": HOSTILE, "trace": "g1"}
+    return {
+        "episodes": 200, "failures": 34, "kept": 20, "dropped": 14, "tags": tags, "why": {"failed": 34},
+        "phases": [{"phase": "before", "episodes": 100, "tags": tags}, {"phase": "train", "episodes": 100, "tags": {"wrong_tool": 1}}],
+        "steps": [{"step": step, "episodes": 20, "tags": {"misread_output": 10 - step}} for step in range(5)],
+        "versions": [{"version": number, "episodes": 20, "tags": tags} for number in range(40)],
+        "examples": [example],
+    } | changes  # fmt: skip
+
+
+def test_failures_are_told_by_tag_over_steps_phases_and_versions(run_dir: Path) -> None:
+    (run_dir / "failures").mkdir()
+    (run_dir / "failures" / "failures.json").write_text(json.dumps(failures_file()))
+    path = write_report(run_dir)
+    page = Page(path)
+    for told in ("Failures", "34 episodes of training and evaluations failed", "Share of training episodes", "misread output, turn 2"):
+        assert told in page.shown, told
+    assert "version, in training 0 4 9" in page.shown, "of forty versions ten are shown, the first and the last among them"
+    assert not {"script", "img"} & {tag for tag, _ in page.tags} and "\x1b" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{",
+        json.dumps({"tags": "x"}),
+        json.dumps(failures_file(tags={"a": "x", "b": True})),
+        json.dumps(failures_file(steps=[3, {"step": "x"}, {"step": 1, "episodes": 0, "tags": []}], phases={}, versions=None)),
+        json.dumps(failures_file(examples=[{}, 3, {"messages": 3, "turn": "x"}], kept=None, dropped="x")),
+    ],
+)
+def test_a_damaged_digest_of_failures_costs_its_section(run_dir: Path, content: str) -> None:
+    (run_dir / "failures").mkdir()
+    (run_dir / "failures" / "failures.json").write_text(content)
+    assert "Episodes to read" in Page(write_report(run_dir)).shown

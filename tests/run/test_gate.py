@@ -22,6 +22,7 @@ from agentrl.cli import app
 from agentrl.compare.verdict import Outcome, read_verdict, read_verdicts
 from agentrl.errors import UserError
 from agentrl.failure.case import Case, Suite
+from agentrl.failure.collection import Collection
 from agentrl.gating import GATE, GateConfig
 from agentrl.observe import write_report
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task, VersionState
@@ -162,6 +163,8 @@ async def test_a_version_that_loses_a_case_is_refused_undone_and_told_with_both_
     assert concluded(run) and result(run).number == 6
     assert any(said.startswith("version 4 is rolled back: case c03") and "at turn 1" in said for said in run.tracker.said)
     await plain.close(run)
+    with Collection(tmp_path) as collection:
+        assert collection.counts("phase", "step", "why")[("gate", 4, "regressed")] == 32, "all 16 attempts at each of the two cases"
 
     page = write_report(tmp_path).read_text()
     assert "Success on the suite by version" in page and "version 4 was rolled back: case c03, which part at turn 1" in page

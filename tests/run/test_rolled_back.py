@@ -17,7 +17,7 @@ import pytest
 from agentrl import codec
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
 from agentrl.experience import SqliteStore
-from agentrl.failure import FaultRate
+from agentrl.failure import Capture, FaultRate
 from agentrl.files import sha256_file
 from agentrl.learner.failures import FailureLog
 from agentrl.learner.guard import Setback
@@ -91,12 +91,14 @@ async def opened(run_dir: Path) -> Any:
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
         **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16), "suite": None},
+        capture=Capture(run_dir, RECIPE.capture, origin={}),
     )
 
 
 async def close(run: Any) -> None:
     await run.served.close()
     run.tracker.close()
+    run.capture.close()
     run.store.close()
 
 

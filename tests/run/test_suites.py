@@ -72,6 +72,8 @@ async def test_every_attempt_is_kept_with_its_cost_and_what_it_was_an_attempt_at
     assert all(one.score is None and "RuntimeError" in one.reason for one in found.attempts if one.case == "broken")
     episodes = [json.loads(line) for line in (tmp_path / "run/suite/episodes.jsonl").read_text().splitlines()]
     assert [(one["case"], one["attempt"]) for one in episodes] == [(case.id, n) for case in suite.cases for n in range(4)]
+    captured = json.loads((tmp_path / "run/failures/failures.json").read_text())
+    assert (captured["episodes"], captured["why"]) == (12, {"failed": 2, "fault": 4}), "of the flaky case, and of the broken one"
     shown = table(found, where=Path("x"))
     assert "pass@1  0.750" in shown and "flaky: 2 of 4 passed" in shown and "broken: 0 of 0 passed, 4 unscored" in shown
 

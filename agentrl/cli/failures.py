@@ -1,0 +1,342 @@
+"""`agentrl failures`: the failures of a run, listed, read, named, clustered, and made regression cases."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from agentrl.cli.options import JsonFlag
+from agentrl.errors import UserError
+from agentrl.plugins import add_project_root
+
+if TYPE_CHECKING:
+    from agentrl.failure.collection import Collection
+    from agentrl.failure.rows import Row, Wanted
+    from agentrl.failure.trace import Trace
+    from agentrl.failure.triage import Rule
+
+failures_app = typer.Typer(no_args_is_help=True, help="Captured failures: read them, name them, make them regression cases.")
+
+RunFolder = Annotated[Path, typer.Argument(help="Run folder, or any that holds captured failures.")]
+OfTag = Annotated[str, typer.Option("--tag", help="Only those with this tag.")]
+OfKind = Annotated[str, typer.Option("--kind", help="Only those of this kind of task.")]
+OfPhase = Annotated[str, typer.Option("--phase", help="Only those of this phase: train, before, step8, after, ...")]
+OfVersion = Annotated[int | None, typer.Option("--version", help="Only those whose newest tokens this policy version sampled.")]
+OfWhy = Annotated[str, typer.Option("--why", help="Only those kept for this: failed, hacked, timeout, limit, regressed, fault, imported.")]
+Rules = Annotated[list[str] | None, typer.Option("--rules", help="Rules of yours, module:attr or ./file.py:attr, asked first.")]
+_TELL_EVERY = 500  # traces between two words of progress
+_BATCH = 100  # traces that are in memory at once
+_TOLD = 20  # of what could not be read
+T = TypeVar("T")
+
+
+@failures_app.command("list", epilog="Example: agentrl failures list runs/quickstart --tag misread_output --phase after")
+def list_failures(
+    run: RunFolder,
+    tag: OfTag = "",
+    kind: OfKind = "",
+    phase: OfPhase = "",
+    version: OfVersion = None,
+    why: OfWhy = "",
+    most: Annotated[int, typer.Option(min=0, help="Traces listed, the newest; counts are of all.")] = 20,
+    as_json: JsonFlag = False,
+) -> None:
+    """Count the failures of a run by tag, kind, version and phase, and list the newest of those that are kept."""
+    from agentrl.failure.digest import digest_of
+    from agentrl.failure.tell import line
+
+    with _opened(run) as collection:
+        rows = collection.rows(_wanted(tag=tag, kind=kind, phase=phase, version=version, why=why), most=most, newest=True)[::-1]
+        digest = {key: value for key, value in digest_of(collection).items() if key != "examples"}
+        kinds: Counter[str] = Counter()
+        for (name, found), times in collection.counts("kind", "tag").items():
+            kinds[name] += times if found else 0
+    if as_json:
+        print(json.dumps({**digest, "kinds": dict(kinds), "traces": [asdict(row) for row in rows]}))
+        return
+    print(
+        f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces are kept, {digest['dropped']} made room"
+    )
+    tables = (
+        ("tag", digest["tags"]),
+        ("kept for", digest["why"]),
+        ("kind", dict(kinds.most_common())),
+        ("phase", {one["phase"]: sum(one["tags"].values()) for one in digest["phases"]}),
+        ("version, in training", {str(one["version"]): sum(one["tags"].values()) for one in digest["versions"]}),
+    )
+    for title, counts in tables:
+        shown = [f"{line(name, 40) or '-'} {times}" for name, times in counts.items() if times]
+        print(f"  {title}: {'  '.join(shown[:24])}{'  ...' if len(shown) > 24 else ''}")
+    for row in rows:
+        score = "-" if row.score is None else f"{row.score:g}"
+        told = f"{line(row.id, 40):28} {line(row.tag, 24):20} {row.why:9} {line(row.phase, 12):8} v{row.version:<4} {score:>5}"
+        print(f"{told}  {line(row.question, 60)}")
+
+
+@failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")
+def show(
+    run: RunFolder, trace: Annotated[str, typer.Argument(help="Id of a trace, as `list` shows it.")], as_json: JsonFlag = False
+) -> None:
+    """Show a trace whole: what was asked, every turn with calls and outputs, the failing one marked, score and evidence."""
+    from agentrl import codec
+    from agentrl.failure.tell import told
+
+    with _opened(run) as collection:
+        found = collection.get(trace)
+    if found is None:
+        raise UserError(f"{run} has no trace {trace!r}", fix=f"agentrl failures list {run} shows them")
+    print(json.dumps(json.loads(codec.to_json(found))) if as_json else told(found))
+
+
+@failures_app.command("tag", epilog="Example: agentrl failures tag runs/quickstart g000012-3-a0 --as misread_output --turn 2")
+def tag_failures(
+    run: RunFolder,
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: all that the filters leave.")] = None,
+    name: Annotated[str, typer.Option("--as", help="A tag that you give. Without it the rules are asked again.")] = "",
+    turn: Annotated[int | None, typer.Option(min=0, help="The turn where it shows first, with --as.")] = None,
+    trajectory: Annotated[int, typer.Option(min=0, help="The trajectory of that turn.")] = 0,
+    note: Annotated[str, typer.Option(help="What you saw, with --as.")] = "",
+    rules: Rules = None,
+    tag: OfTag = "",
+    kind: OfKind = "",
+    phase: OfPhase = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Name failures: by rules, yours and the shipped, or by hand. What a person says stays, and counts before what rules say."""
+    from agentrl.failure.digest import write_digest
+    from agentrl.failure.trace import Tag
+    from agentrl.failure.triage import by_rules, check_name, load_rules
+
+    if name and rules:
+        raise UserError("--as gives a tag by hand, --rules asks rules", fix="leave one of them out")
+    if not name and (turn is not None or trajectory or note):
+        raise UserError("--turn, --trajectory and --note belong to a tag that you give", fix="add --as NAME")
+    by_hand = None
+    if name:
+        if not traces:
+            raise UserError("--as names single traces", fix="give their ids")
+        try:
+            by_hand = Tag(name=check_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=turn, note=note)
+        except ValueError as error:
+            raise UserError(str(error), fix="write it as wrong_unit") from None
+    with _opened(run) as collection:
+        asked = _rules(rules) if by_hand is None else load_rules()
+        changed: dict[str, str] = {}
+        for row, trace in _each(collection, _wanted(tag=tag, kind=kind, phase=phase, ids=traces), "tagged"):
+            kept = tuple(one for one in trace.tags if by_hand is not None or one.by != "rules")
+            tags = (*kept, by_hand) if by_hand is not None else (*by_rules(trace, asked), *kept)
+            collection.tag(row.id, tags)
+            changed[row.id] = by_hand.name if by_hand is not None else tags[0].name
+    write_digest(run)
+    if as_json:
+        print(json.dumps(changed))
+        return
+    counts = {one: list(changed.values()).count(one) for one in dict.fromkeys(changed.values())}
+    print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no trace to tag")
+
+
+@failures_app.command("cluster", epilog="Example: agentrl failures cluster runs/quickstart --phase train --most 10")
+def cluster(
+    run: RunFolder,
+    tag: OfTag = "",
+    kind: OfKind = "",
+    phase: OfPhase = "",
+    most: Annotated[int, typer.Option(min=1, help="Clusters shown, the largest.")] = 12,
+    alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Least likeness within a cluster.")] = None,
+    embed: Annotated[bool, typer.Option("--embed", help="Compare by a small language model: needs agentrl[clusters].")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Put failures that are alike together, by tags, tools and errors (or by embeddings), the largest clusters first."""
+    from agentrl.failure.clusters import ALIKE, ALIKE_EMBEDDED, clusters, digested
+    from agentrl.failure.features import described
+    from agentrl.failure.tell import line
+
+    embedding = None
+    if embed:
+        from agentrl.failure.embedding import minilm
+
+        embedding = minilm()
+    with _opened(run) as collection:
+        some = [
+            digested(trace, described(trace) if embed else "")
+            for _, trace in _each(collection, _wanted(tag=tag, kind=kind, phase=phase), "read")
+        ]
+    least = alike if alike is not None else ALIKE_EMBEDDED if embed else ALIKE
+    found = clusters(some, alike=least, embed=embedding)
+    if as_json:
+        print(json.dumps([asdict(one) for one in found]))
+        return
+    for one in found[:most]:
+        tags = "  ".join(f"{line(name, 40) or '-'} {times}" for name, times in one.tags[:4])
+        print(f"{len(one.ids):6}  {tags}")
+        print(f"        {line('; '.join(one.about), 130)}")
+        print(f"        {'  '.join(line(each, 40) for each in one.ids[:4])}")
+    if len(found) > most:
+        print(f"and {len(found) - most} smaller clusters, of {sum(len(one.ids) for one in found[most:])} traces")
+    if not found:
+        print("no trace to cluster")
+
+
+@failures_app.command("promote", epilog="Example: agentrl failures promote runs/quickstart --tag looped --most 20 --into evals/loops")
+def promote_failures(
+    run: RunFolder,
+    into: Annotated[Path, typer.Option("--into", help="Folder of the suite; made where there is none.")],
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: those that the filters leave.")] = None,
+    tag: OfTag = "",
+    kind: OfKind = "",
+    phase: OfPhase = "",
+    version: OfVersion = None,
+    most: Annotated[int | None, typer.Option(min=1, help="At most so many of those that the filters leave, the newest.")] = None,
+    note: Annotated[str, typer.Option(help="Why these are worth keeping.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again."""
+    from agentrl.failure.promote import promote
+
+    if not traces and not (tag or kind or phase or version is not None or most):
+        raise UserError("which traces?", fix="give their ids, or filters such as --tag misread_output --most 20")
+    with _opened(run) as collection:
+        wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
+        chosen = collection.rows(wanted, most=-1 if most is None else most, newest=True)
+        if not traces:  # of a selection, what cannot be a case is left out; of named traces it is an error
+            chosen = [row for row in chosen if row.why != "fault" and row.task_key]
+        _check_all_there(run, wanted.ids, chosen)
+        found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
+    if not found:
+        raise UserError(f"{run} has no trace that these filters leave", fix=f"agentrl failures list {run} shows what there is")
+    done = promote(found, into, note=note, by=_me())
+    written = sum(one.path is not None for one in done)
+    if as_json:
+        print(
+            json.dumps(
+                [{"trace": one.trace, "case": one.case, "likeness": one.likeness, "path": one.path and str(one.path)} for one in done]
+            )
+        )
+    else:
+        print("\n".join(one.told for one in done))
+        print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
+
+
+@failures_app.command("import", epilog="Example: agentrl failures import runs/support spans.jsonl --format otel")
+def import_failures(
+    run: Annotated[Path, typer.Argument(help="Folder that takes the traces: a run's, or any; made where there is none.")],
+    path: Annotated[Path, typer.Argument(help="File of traces, or a folder of them.")],
+    form: Annotated[str | None, typer.Option("--format", help="openai, otel or atif. Default: known by the content.")] = None,
+    rules: Rules = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take in traces of other people's agents, named by rules. What cannot be read is told, and the rest is taken."""
+    from agentrl.failure.collection import Collection
+    from agentrl.failure.digest import write_digest
+    from agentrl.failure.formats import Unreadable, read
+    from agentrl.failure.tell import line
+    from agentrl.failure.triage import by_rules
+
+    asked, told, kept, seen = _rules(rules), 0, 0, 0
+    for some in _batches(read(path, form)):
+        traces = [one for one in some if not isinstance(one, Unreadable)]
+        for one in some:
+            if isinstance(one, Unreadable):
+                told += 1
+                if told <= _TOLD:
+                    print(f"left out: {line(str(one))}", file=sys.stderr)
+        seen += len(traces)
+        if traces:
+            with Collection(run, make=True) as collection:
+                kept += collection.add(replace(one, phase=one.phase or "imported", tags=one.tags or by_rules(one, asked)) for one in traces)
+    if told > _TOLD:
+        print(f"left out: {told - _TOLD} more", file=sys.stderr)
+    if seen:
+        write_digest(run)
+    lost = told + seen - kept
+    print(json.dumps({"kept": kept, "left_out": lost}) if as_json else f"{kept} traces are in {run}, {lost} were left out")
+    raise typer.Exit(0 if kept else 1)
+
+
+@failures_app.command("export", epilog="Example: agentrl failures export runs/quickstart loops.jsonl --tag looped --format atif")
+def export_failures(
+    run: RunFolder,
+    path: Annotated[Path, typer.Argument(help="A .jsonl file gets a document a line, any other name a folder with a file each.")],
+    traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: all that the filters leave.")] = None,
+    form: Annotated[str, typer.Option("--format", help="atif or openai.")] = "atif",
+    tag: OfTag = "",
+    kind: OfKind = "",
+    phase: OfPhase = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write traces in a format that other people's programs read."""
+    from agentrl.failure.formats import write
+
+    with _opened(run) as collection:
+        some = _each(collection, _wanted(tag=tag, kind=kind, phase=phase, ids=traces), "written")
+        number = write((trace for _, trace in some), path, form)
+    print(json.dumps({"documents": number}) if as_json else f"{number} documents in {path}")
+    raise typer.Exit(0 if number else 1)
+
+
+def _batches(found: Iterator[T]) -> Iterator[list[T]]:
+    while some := list(islice(found, _BATCH)):
+        yield some
+
+
+@contextmanager
+def _opened(run: Path) -> Iterator[Collection]:
+    from agentrl.failure.collection import Collection
+
+    if not run.is_dir():
+        raise UserError(f"no folder {run}", fix="give the folder of a run, such as runs/quickstart")
+    with Collection(run) as collection:
+        yield collection
+
+
+def _wanted(*, ids: Sequence[str] | None = None, **asked: Any) -> Wanted:
+    from agentrl.failure.rows import Wanted
+
+    return Wanted(ids=tuple(ids or ()), **asked)
+
+
+def _each(collection: Collection, wanted: Wanted, doing: str) -> Iterator[tuple[Row, Trace]]:
+    """Each trace in turn, with progress where there are many. One that is damaged is told and left out."""
+    from agentrl.errors import StoreError
+
+    rows = collection.rows(wanted)
+    _check_all_there(collection.folder, wanted.ids, rows)
+    for number, row in enumerate(rows, 1):
+        try:
+            trace = collection.get(row.id)
+        except StoreError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        if trace is not None:
+            yield row, trace
+        if number % _TELL_EVERY == 0:
+            print(f"{doing} {number} of {len(rows)}", file=sys.stderr)
+
+
+def _check_all_there(run: Path, ids: Sequence[str], rows: Sequence[Row]) -> None:
+    if missing := sorted(set(ids) - {row.id for row in rows}):
+        raise UserError(f"{run} has no trace {', '.join(missing[:8])}", fix=f"agentrl failures list {run} shows them")
+
+
+def _rules(references: Sequence[str] | None) -> tuple[Rule, ...]:
+    from agentrl.failure.triage import load_rules
+
+    add_project_root(Path.cwd())
+    return load_rules(tuple(references or ()))
+
+
+def _me() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name
+        return "unknown"

@@ -1,0 +1,55 @@
+"""Whether a text is the right answer, or holds it: loosely, as triage needs it. No score is ever made of this."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_RELATIVE = 1e-6
+_NUMBER = re.compile(r"(?<![\w.,])[-+]?\.?\d[\d,.]*(?:[eE][-+]?\d{1,3})?(?!\w)")
+_LONGEST = 4000  # characters of an answer that are compared
+_QUOTES = "`'\"*.!$€ \t\r\n"
+
+
+def number(text: str) -> float | None:
+    """A finite number in plain notation, thousands commas allowed; None for anything else."""
+    words = text.strip(_QUOTES + "%") if len(text) <= 64 else ""
+    if not words or not words.isascii() or not re.fullmatch(r"[-+]?[\d,]*\.?\d*(?:[eE][-+]?\d{1,3})?", words):
+        return None
+    try:
+        value = float(words.replace(",", ""))
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def is_truth(text: str, truth: str, tolerance: float) -> bool:
+    """Whether a text is the answer: the same words, or the same number."""
+    mine, right = text[:_LONGEST].strip(_QUOTES), truth[:_LONGEST].strip(_QUOTES)
+    if mine.casefold() == right.casefold():
+        return bool(right)
+    given, wanted = number(mine), number(right)
+    return given is not None and wanted is not None and abs(given - wanted) <= max(tolerance, _RELATIVE * abs(wanted))
+
+
+def stands_in(truth: str, text: str, tolerance: float) -> bool:
+    """Whether the answer stands somewhere in a text, as a word or number of its own."""
+    right = truth[:_LONGEST].strip(_QUOTES)
+    if not right:
+        return False
+    if number(right) is not None:
+        return any(is_truth(found[0], right, tolerance) for found in _NUMBER.finditer(text))
+    return re.search(rf"(?<!\w){re.escape(right)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def said_alone(truth: str, text: str, tolerance: float) -> bool:
+    """As `stands_in`; where the answer is a number, it is the only one there."""
+    if number(truth) is None:
+        return len(truth.strip(_QUOTES)) >= 2 and stands_in(truth, text, tolerance)
+    found = [one[0] for one in _NUMBER.finditer(text)]
+    return len(found) == 1 and is_truth(found[0], truth, tolerance)
+
+
+def lines(text: str) -> list[str]:
+    """The lines that say something."""
+    return [line.strip() for line in text.split("\n") if line.strip()]

@@ -1,0 +1,72 @@
+"""From a trace to a regression case: its task, frozen, with where it comes from."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.errors import UserError
+from agentrl.failure.case import Case, load_suite, save_case
+from agentrl.failure.rows import kind_of
+from agentrl.failure.trace import Trace, Why
+from agentrl.failure.twins import Likeness, Withheld
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promoted:
+    """What became of a trace."""
+
+    trace: str
+    case: str  # the case that it is now, or the one that it is like
+    likeness: Likeness | None = None  # to `case`, which was there before
+    path: Path | None = None  # of the case that was written; None: none was, its task is in the suite
+
+    @property
+    def told(self) -> str:
+        if self.path is None:
+            return f"{self.trace}: its task is that of case {self.case} already"
+        twin = f" (a near twin of case {self.case}, which is kept, too)" if self.likeness is not None else ""
+        return f"{self.trace}: {self.path}{twin}"
+
+
+def case_of(trace: Trace, *, note: str = "", by: str = "") -> Case:
+    """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case.
+
+    Raises `UserError` for a trace that does not hold its task, and for a fault, which tells nothing about a policy.
+    """
+    if trace.task is None:
+        raise UserError(
+            f"trace {trace.id} ({trace.source}) holds no task, so that nothing could judge another attempt",
+            fix="write a task for it, and promote an episode of that",
+        )
+    if trace.why is Why.FAULT:
+        raise UserError(
+            f"trace {trace.id} is a fault of the infrastructure or the task, not a failure of the policy",
+            fix="promote others: agentrl failures list RUN shows why each was kept",
+        )
+    kind = re.sub(r"[^A-Za-z0-9_]+", "-", kind_of(trace.task)).strip("-_")[:40] or "case"
+    origin = {key: value for key, value in trace.origin.items() if key != "audit"}
+    origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
+    origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
+    run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
+    return Case(id=f"{kind}-{trace.task.key[:12]}", task=trace.task, trace=f"{run}{trace.id}", tags=trace.tags, origin=origin, note=note)
+
+
+def promote(traces: list[Trace], suite: Path, *, note: str = "", by: str = "") -> list[Promoted]:
+    """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
+
+    Raises `UserError` for a trace that makes no case, before any is written.
+    """
+    cases = [(trace, case_of(trace, note=note, by=by)) for trace in traces]
+    known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
+    done: list[Promoted] = []
+    for trace, case in cases:
+        found = Withheld(known).find(case.task)
+        if found is not None and found[1] is Likeness.SAME:
+            done.append(Promoted(trace=trace.id, case=found[0].id, likeness=Likeness.SAME))
+            continue
+        made = Promoted(trace=trace.id, case=case.id, path=save_case(suite, case))
+        done.append(made if found is None else replace(made, case=found[0].id, likeness=found[1]))
+        known.append(case)
+    return done

@@ -1,0 +1,332 @@
+"""The rules that ship: each a small function that names one kind of failure, with the turn where it shows first.
+
+An error that the agent got over is none: a call that failed counts only while no later call of the same agent to the same tool went
+well (to any tool, where the tool was not there). Texts are matched within `agentrl.failure.view.MAX_CHARS`, in linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from agentrl.failure.answers import is_truth, lines, number, said_alone, stands_in
+from agentrl.failure.trace import Tag, Trace, Why
+from agentrl.failure.triage import Rule
+from agentrl.failure.view import Call, Step, View, view
+from agentrl.records import Blame
+
+_HANDS_IN = ("submit", "finish", "final_answer", "answer", "complete", "done")
+_REPEATS = 3
+_NO_TOOL = re.compile(
+    r"\bno (?:such )?(?:tool|function)\b|\b(?:unknown|unrecognized|undefined|invalid) (?:tool|function)\b"
+    r"|\b(?:tool|function)\b.{0,80}\b(?:not found|does not exist|is not (?:available|registered))",
+    re.IGNORECASE,
+)
+_ARGUMENTS = re.compile(
+    r"\berror: \w{1,64} needs \{|field required|missing (?:\d+ )?required|required (?:property|parameter|argument|field)"
+    r"|unexpected keyword|invalid (?:argument|parameter|input|value)|validation error|input should be|extra inputs are not permitted"
+    r"|takes up to \d+ characters|takes \d+ positional|additional propert|unknown (?:argument|parameter|option)",
+    re.IGNORECASE,
+)
+_LATE = re.compile(r"timed out after \d|gave no result within \d|\bTimeoutError\b|deadline exceeded|time limit exceeded", re.IGNORECASE)
+_USED_UP = "this episode's output is used up"
+_NETWORK = re.compile(
+    r"connection (?:refused|reset|aborted|timed out)|name or service not known|temporary failure in name resolution|broken pipe"
+    r"|\b50[0234] (?:internal|bad gateway|service|gateway)|service unavailable|too many requests|rate limit|no space left on device",
+    re.IGNORECASE,
+)
+_GIVES_UP = re.compile(
+    r"\bI(?:'m| am)? (?:cannot|can't|can not|could not|couldn't|unable to|not able to|don't know|do not know|give up)\b"
+    r"|\b(?:impossible|unable|not possible) to (?:answer|determine|complete|solve|do|find|say)\b|\bgiv(?:e|ing) up\b",
+    re.IGNORECASE,
+)
+_NOTHING = frozenset(
+    {"", "?", "-", "n/a", "na", "none", "null", "unknown", "i don't know", "idk", "no answer", "error", "cannot determine"}
+)
+_HACKS = re.compile(
+    r"def __eq__\(self, *\w+\)(?: *-> *\w+)?:(?:\s|\\n)*return True|\bos\._exit\(0\)|\bsitecustomize\.py\b|\bconftest\.py\b"
+    r"|\bpytest_runtest_makereport\b"
+    r"|\breward\.(?:txt|json)\b|/proc/(?:1|self)/mem\b|\bhidden_tests?\b"
+)
+_FORBIDS = re.compile(
+    r"\b(?:do not|don't|never|must not|without) (?:use|using|call|calling|run|running)(?: the)?(?: tool| function)? [`'\"]?(\w{2,64})", re.I
+)
+_ALONE = re.compile(
+    r"\b(?:only|just) (?:the|a|one|with the) (?:\w+ )?(?:number|word|name|value|date|answer|integer)\b"
+    r"|\bnothing else\b|\bno (?:other|extra) (?:text|words)\b",
+    re.IGNORECASE,
+)
+_UNREAD_CALL = re.compile(
+    r"<tool_call>|<function[=_]|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)\s*\{\s*\"name\"|^\s*\{\s*\"name\"\s*:\s*\"", re.I
+)
+
+
+def infrastructure(trace: Trace) -> Tag | None:
+    """A fault that was blamed on the infrastructure; or, where nobody blamed anything, the last thing heard is a network's error."""
+    for failure in trace.episode.failures if trace.episode is not None else ():
+        if failure.blame is Blame.INFRASTRUCTURE:
+            return Tag(name="infrastructure", by="rules", turn=None, note=f"{failure.stage} {failure.kind}: {failure.message}"[:400])
+    if task_fault(trace) is None and trace.score is not None and trace.score.value is None:
+        return Tag(name="infrastructure", by="rules", note=trace.score.reason[:400])
+    if trace.episode is None and (found := _last_call(view(trace))) is not None:
+        step, call = found
+        if call.failed and _NETWORK.search(call.output):
+            return _at(step, "infrastructure", 0.6, f"{call.tool}: {_line(call.output)}")
+    return None
+
+
+def task_fault(trace: Trace) -> Tag | None:
+    for failure in trace.episode.failures if trace.episode is not None else ():
+        if failure.blame is Blame.TASK:
+            return Tag(name="task_fault", by="rules", note=f"{failure.kind}: {failure.message}"[:400])
+    if trace.score is not None and trace.score.blame is Blame.TASK:
+        return Tag(name="task_fault", by="rules", note=trace.score.reason[:400])
+    return None
+
+
+def reward_hack(trace: Trace) -> Tag | None:
+    """An audit said so; or a call that reaches for what judges."""
+    if trace.why is Why.HACKED:
+        return Tag(name="reward_hack", by="rules", note=trace.origin.get("audit", "")[:400])
+    seen = view(trace)
+    for step, call in _calls(seen):
+        found = _HACKS.search(call.shown)
+        if found and found[0] not in seen.asked and found[0] not in seen.told:
+            return _at(step, "reward_hack", 0.7, f"{call.tool} reaches for {found[0]!r}")
+    return None
+
+
+def format_of_calls(trace: Trace) -> Tag | None:
+    """A call that could not be read, and none of that agent's went well after it; or one written into the text, where nobody reads it."""
+    seen = view(trace)
+    for place, step in enumerate(seen.steps):
+        if step.malformed and not _went_well(seen, place, step.trajectory):
+            return _at(step, "format", 0.95, _line(step.malformed[0]))
+        if not step.calls and not step.malformed and not step.cut and _UNREAD_CALL.search(step.said) and step is seen.steps[-1]:
+            return _at(step, "format", 0.8, "a tool call in the text, which was not read as one")
+    return None
+
+
+def format_of_answer(trace: Trace) -> Tag | None:
+    """The right answer, not handed in as the task wants it: in the text and not through the tool, or with words around it."""
+    seen = view(trace)
+    if seen.truth is None or not seen.steps or seen.last is None:
+        return None
+    if seen.answer is None and seen.stop_reason == "answered" and stands_in(seen.truth, seen.last.said, seen.tolerance):
+        return _at(seen.last, "format", 0.9, "the answer is in the text, and was not handed in")
+    if seen.answer is None or is_truth(seen.answer, seen.truth, seen.tolerance):
+        return None
+    if len(seen.answer) <= 400 and said_alone(seen.truth, seen.answer, seen.tolerance):
+        return _at(seen.last, "format", 0.8, "the answer holds the right one, and more")
+    return None
+
+
+def wrong_tool(trace: Trace) -> Tag | None:
+    """A tool that nobody offered, and nothing that went well after it."""
+    seen = view(trace)
+    for place, step in enumerate(seen.steps):
+        for call in step.calls:
+            strange = seen.offered is not None and call.tool not in seen.offered
+            missing = call.failed and _NO_TOOL.search(call.output[:400]) is not None
+            if (missing or (strange and call.ok is not True)) and not _went_well(seen, place, step.trajectory):
+                return _at(step, "wrong_tool", 0.95 if missing else 0.8, f"there is no tool {call.tool[:64]!r}")
+    return None
+
+
+def bad_arguments(trace: Trace) -> Tag | None:
+    """A tool refused its arguments, or failed on them, and no later call to it went well."""
+    seen = view(trace)
+    for place, step in enumerate(seen.steps):
+        for call in step.calls:
+            if _went_well(seen, place, step.trajectory, call.tool):
+                continue
+            if lacks := _lacking(seen, call):
+                return _at(step, "bad_arguments", 0.85, f"{call.tool}: {lacks}")
+            if not call.failed or _NO_TOOL.search(call.output[:400]) or _late(call) or _NETWORK.search(call.output):
+                continue
+            refused = _ARGUMENTS.search(call.output)
+            return _at(step, "bad_arguments", 0.9 if refused else 0.7, f"{call.tool}: {_line(call.output, last=not refused)}")
+    return None
+
+
+def misread_output(trace: Trace) -> Tag | None:
+    """A tool had given the answer on a line of its own (or in few words), and the agent handed in another."""
+    seen = view(trace)
+    if seen.answer is None or not seen.steps or seen.last is None:
+        return None
+    if seen.truth is not None and is_truth(seen.answer, seen.truth, seen.tolerance):
+        return None
+    heard = [call for _, call in _calls(seen) if call.ok is not False and call.tool not in _HANDS_IN and call.output.strip()]
+    if seen.truth is not None:
+        given = any(is_truth(line, seen.truth, seen.tolerance) for call in heard for line in lines(call.output))
+        near = len(seen.truth) >= 4 and any(len(call.output) <= 500 and stands_in(seen.truth, call.output, 0.0) for call in heard)
+        if given or near:
+            return _at(seen.last, "misread_output", 0.9 if given else 0.6, "a tool gave the right answer, and another was handed in")
+        return None
+    final = lines(heard[-1].output) if heard else []
+    if len(final) == 1 and number(final[0]) is not None and number(seen.answer) is not None and not is_truth(seen.answer, final[0], 0.0):
+        return _at(seen.last, "misread_output", 0.5, "the tool's last output is another number than the answer")
+    return None
+
+
+def looped(trace: Trace) -> Tag | None:
+    """The same call with the same outcome three times, or text that repeats itself until the tokens run out."""
+    seen = view(trace)
+    counts: Counter[tuple[int, int, str]] = Counter()
+    second: dict[tuple[int, int, str], Step] = {}
+    for step, call in _calls(seen):
+        key = (step.trajectory, call.same, call.output)
+        counts[key] += 1
+        if counts[key] == 2:
+            second[key] = step
+        if counts[key] == _REPEATS:
+            return _at(second[key], "looped", 0.9, f"{call.tool} was called alike {_REPEATS} times or more, and gave the same")
+    for step in seen.steps:
+        if step.cut and _repeats_itself(step.said):
+            return _at(step, "looped", 0.85, "the text repeats itself until its tokens ran out")
+    said = Counter((step.trajectory, step.said.strip()) for step in seen.steps if len(step.said.strip()) >= 20 and not step.calls)
+    for (trajectory, words), times in said.items():
+        if times >= _REPEATS:
+            step = [one for one in seen.steps if one.trajectory == trajectory and one.said.strip() == words][1]
+            return _at(step, "looped", 0.8, "the agent said the same three times or more")
+    return None
+
+
+def gave_up(trace: Trace) -> Tag | None:
+    """The last turn says that it cannot, or nothing; or what was handed in is no answer."""
+    seen = view(trace)
+    step = seen.last
+    if step is None or seen.limited or step.cut or step.malformed:
+        return None
+    if (
+        seen.answer is not None
+        and seen.answer.strip().lower().rstrip(".!") in _NOTHING
+        and (seen.truth or "").strip().lower() not in _NOTHING
+    ):
+        return _at(step, "gave_up", 0.85, "what was handed in is no answer")
+    if step.calls:
+        return None
+    if not step.said.strip():
+        return _at(step, "gave_up", 0.8, "the agent ended without a word")
+    if len(step.said) <= 2000 and _GIVES_UP.search(step.said):
+        return _at(step, "gave_up", 0.85, _line(step.said))
+    return None
+
+
+def forbidden_tool(trace: Trace) -> Tag | None:
+    """A tool that the task says not to use."""
+    seen = view(trace)
+    forbidden = {name.lower() for name in _FORBIDS.findall(f"{seen.told}\n{seen.asked}")}
+    for step, call in _calls(seen):
+        if call.tool.lower() in forbidden:
+            return _at(step, "ignored_instruction", 0.85, f"the task forbids {call.tool}")
+    return None
+
+
+def ignored_instruction(trace: Trace) -> Tag | None:
+    """An answer without a look at the files, one that was not handed in, or words around an answer that was to stand alone."""
+    seen = view(trace)
+    if not seen.steps or seen.last is None or seen.limited or seen.last.cut or seen.last.malformed:
+        return None
+    looked = any(call.tool not in _HANDS_IN for _, call in _calls(seen))
+    others = seen.offered is None or any(name not in _HANDS_IN for name in seen.offered)
+    if seen.files and others and not looked and seen.answer is not None and not seen.more_turns:
+        return _at(seen.last, "ignored_instruction", 0.7, "an answer without a look at the files")
+    if seen.answer is None and seen.stop_reason == "answered" and seen.last.said.strip() and seen.offered and "submit" in seen.offered:
+        return _at(seen.last, "ignored_instruction", 0.6, "the answer was told, and not handed in")
+    if seen.answer is not None and len(seen.answer.split()) > 12 and _ALONE.search(f"{seen.told}\n{seen.asked}"):
+        return _at(seen.last, "ignored_instruction", 0.6, "the answer was to stand alone")
+    return None
+
+
+def budget(trace: Trace) -> Tag | None:
+    """A limit ended it: turns, tokens, wall time, a tool's time, or the output that an episode may see."""
+    seen = view(trace)
+    for place, step in enumerate(seen.steps):
+        for call in step.calls:
+            if _late(call) and not _went_well(seen, place, step.trajectory):
+                return _at(step, "budget", 0.8, f"{call.tool}: {_line(call.output, last=True)}")
+            if _USED_UP in call.output:
+                return _at(step, "budget", 0.6, _USED_UP)
+    if seen.limited and seen.last is not None:
+        return _at(seen.last, "budget", 0.8, seen.stop_reason)
+    if seen.limited or trace.why in (Why.LIMIT, Why.TIMEOUT):
+        return Tag(name="budget", by="rules", confidence=0.8, note=seen.stop_reason or str(trace.why))
+    if seen.last is not None and seen.last.cut:
+        return _at(seen.last, "budget", 0.8, "the tokens of a turn ran out")
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    infrastructure,
+    task_fault,
+    reward_hack,
+    forbidden_tool,
+    format_of_calls,
+    wrong_tool,
+    looped,
+    bad_arguments,
+    format_of_answer,
+    misread_output,
+    gave_up,
+    ignored_instruction,
+    budget,
+)
+"""In the order in which they win at the same turn."""
+
+
+def _at(step: Step, name: str, confidence: float, note: str) -> Tag:
+    return Tag(name=name, by="rules", confidence=confidence, trajectory=step.trajectory, turn=step.turn, note=note[:400])
+
+
+def _calls(seen: View) -> Iterator[tuple[Step, Call]]:
+    return ((step, call) for step in seen.steps for call in step.calls)
+
+
+def _last_call(seen: View) -> tuple[Step, Call] | None:
+    step = seen.steps[-1] if seen.steps else None
+    before = seen.steps[-2] if len(seen.steps) > 1 and step is not None and not step.calls else step
+    return (before, before.calls[-1]) if before is not None and before.calls else None
+
+
+def _went_well(seen: View, place: int, trajectory: int, tool: str | None = None) -> bool:
+    """Whether that agent got over what happened at `place`: a later call of it went well (to that tool, where one is named), and handing
+    in is no such call."""
+    for step in seen.steps[place + 1 :]:
+        if step.trajectory == trajectory:
+            for call in step.calls:
+                if call.ok and (call.tool not in _HANDS_IN if tool is None else call.tool == tool):
+                    return True
+    return False
+
+
+def _late(call: Call) -> bool:
+    return call.failed and _LATE.search(call.output) is not None
+
+
+def _lacking(seen: View, call: Call) -> str:
+    """Which arguments a call lacks by its tool's schema, where there is one and the call did not go well all the same."""
+    schema: Any = (seen.offered or {}).get(call.tool)
+    required = schema.get("required") if schema and call.ok is not True else None
+    if not isinstance(required, list):
+        return ""
+    absent = [name for name in required[:64] if isinstance(name, str) and name not in call.arguments]
+    return f"without {', '.join(absent)}"[:200] if absent else ""
+
+
+def _repeats_itself(text: str) -> bool:
+    """Whether the last part of a text is one piece of up to 60 characters, ten times or more."""
+    tail = text[-1200:]
+    for size in range(1, min(60, len(tail) // 10) + 1):
+        piece = tail[-size:]
+        if piece.strip() and tail.endswith(piece * 10):
+            return True
+    return False
+
+
+def _line(text: str, *, last: bool = False) -> str:
+    """The first line of a text that says something, or the last: that of a traceback is the one."""
+    found = lines(text)
+    return found[-1 if last else 0][:200] if found else ""

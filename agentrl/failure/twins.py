@@ -1,0 +1,119 @@
+"""Whether a task is one that a suite holds, or nearly: what is measured with must not be trained on.
+
+Two foldings of a text: runs of white space become one space, and case goes; then ids become `#`. An id is a word of letters and
+figures, with hyphens and underscores or without: `order-10432`, `T0017`, `sales_7`, a UUID, a hash. A number or a date is none: it is
+what a question is about.
+
+    SAME    the tasks have one key; or one prompt (by roles and folded texts), the same tools, and the same files by names and folded
+            texts. Names, split, limits, verifiers and even the truth may differ.
+    TWIN    prompts that are equal once ids are folded, files that are alike, and the same truth once ids are folded; or prompts that
+            are equal with their ids, and files that are alike, whatever the truth.
+
+Files are alike when both tasks have none, or when at least `ALIKE` of the lines of both, ids folded, are common to them (Jaccard's
+index of the multisets; a binary file is one line). So a question of the same words about other files is neither: that is a
+neighbour, which one may learn from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from agentrl.failure.case import Case, load_suite
+from agentrl.records import Task
+
+ALIKE = 0.9
+_ID = re.compile(r"\b(?=[a-z_-]{0,64}\d)(?=[\d_-]{0,64}[a-z])[a-z\d]+(?:[_-][a-z\d]+)*\b")
+
+
+class Likeness(StrEnum):
+    """How a task stands to one of a suite."""
+
+    SAME = "same"
+    TWIN = "twin"
+
+
+def fold(text: str) -> str:
+    """White space and case folded."""
+    return " ".join(text.split()).casefold()
+
+
+def fold_ids(text: str) -> str:
+    """White space, case and ids folded."""
+    return _ID.sub("#", fold(text))
+
+
+def likeness(case: Task, task: Task) -> Likeness | None:
+    """What a task is to the task of a case; None when it may be trained on."""
+    if case.key == task.key or (_prompt(case, fold) == _prompt(task, fold) and case.tools == task.tools and _files(case) == _files(task)):
+        return Likeness.SAME
+    if _prompt(case, fold_ids) != _prompt(task, fold_ids) or not _files_alike(case, task):
+        return None
+    return Likeness.TWIN if _prompt(case, fold) == _prompt(task, fold) or _truth(case) == _truth(task) else None
+
+
+class Withheld:
+    """The tasks of some suites. Asking about a task takes time proportional to its prompt, unless a case has one like it."""
+
+    def __init__(self, cases: Iterable[Case]) -> None:
+        self._by_prompt: dict[str, list[Case]] = {}
+        for case in cases:
+            self._by_prompt.setdefault(_digest(case.task), []).append(case)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_prompt.values()))
+
+    def find(self, task: Task) -> tuple[Case, Likeness] | None:
+        """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""
+        twin = None
+        for case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
+            found = likeness(case.task, task)
+            if found is Likeness.SAME:
+                return case, found
+            if found is not None and twin is None:
+                twin = case, found
+        return twin
+
+    def __contains__(self, task: object) -> bool:
+        return isinstance(task, Task) and self.find(task) is not None
+
+
+def withheld(suites: Sequence[str | Path], *, root: Path) -> Withheld:
+    """The tasks of suites, folders relative to `root`. Raises `UserError` for one that is none."""
+    return Withheld(case for suite in suites for case in load_suite(root / suite).cases)
+
+
+def _prompt(task: Task, folded: Callable[[str], str]) -> tuple[tuple[str, str], ...]:
+    return tuple((message.role, folded(message.content)) for message in task.prompt)
+
+
+def _digest(task: Task) -> str:
+    """Equal for tasks whose prompts are equal once ids are folded, which both kinds of likeness ask for."""
+    return hashlib.sha256(repr(_prompt(task, fold_ids)).encode("utf-8", "replace")).hexdigest()
+
+
+def _files(task: Task) -> dict[str, str]:
+    return {path: fold(text) for path, text in task.files.items()} | dict(task.binary_files)
+
+
+def _files_alike(one: Task, other: Task) -> bool:
+    mine, theirs = _file_lines(one), _file_lines(other)
+    every = (mine | theirs).total()
+    return every == 0 or (mine & theirs).total() >= ALIKE * every
+
+
+def _file_lines(task: Task) -> Counter[str]:
+    texts = [fold_ids(line) for text in task.files.values() for line in text.split("\n") if line.strip()]
+    return Counter([*texts, *task.binary_files.values()])
+
+
+def _truth(task: Task) -> str:
+    """What is right, ids folded: the answer where the task has one, else all that it keeps from the agent."""
+    truth: Any = task.data.get("answer", dict(task.data))
+    return fold_ids(json.dumps(truth, sort_keys=True, ensure_ascii=False))

@@ -1,0 +1,84 @@
+"""Sections of a recipe that say nothing of the others: `capture` and `learner.limits`. `agentrl.recipe` hands them on."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from agentrl.section import Section
+
+
+class CaptureConfig(Section):
+    """Failures of training and evaluation, kept as traces in the run folder. docs/failures.md says what is done with them."""
+
+    below: float = 1.0
+    """An episode with a score below this has failed."""
+    keep: int = Field(500, ge=0)
+    """Traces kept in each phase (training, and every evaluation); all failures are counted. 0: nothing is captured."""
+    keep_mb: int = Field(256, ge=1)
+    """MiB that the traces of a phase may take, compressed."""
+    rules: tuple[str, ...] = ()
+    """Triage rules of your own, as references; they are asked before those that ship."""
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> CaptureConfig:
+        usual = type(self).model_fields
+        if self.keep == 0 and any(getattr(self, key) != usual[key].default for key in ("below", "keep_mb", "rules")):
+            raise ValueError("below, keep_mb and rules do nothing with keep=0, which captures nothing: leave them at their defaults")
+        return self
+
+
+class Limit(Section):
+    """A bound on one figure of an update, and what happens beyond it."""
+
+    at: float
+    """The bound."""
+    action: Literal["skip", "rollback", "halt"] = "skip"
+    """skip: the optimizer step is not made, its groups are left out. rollback: weights and optimizer return to the newest checkpoint that
+    no limit objected to, and the server with them. halt: the run stops (exit code 1); `--resume` makes the step again."""
+
+
+class LimitsConfig(Section):
+    """Bounds on what an update may look like, judged before its gradient is applied. docs/objectives.md gives the formulas."""
+
+    max_kl: Limit | None = None
+    """On `kl_behaviour`: the divergence of the policy from the one that sampled, nats per token."""
+    max_kl_reference: Limit | None = None
+    """On `kl_reference`: the divergence from version 0, nats per token (needs objective.kl=k1, k2 or k3)."""
+    min_entropy: Limit | None = None
+    """On `entropy`: nats per token."""
+    max_clip_fraction: Limit | None = None
+    """On `clip_fraction`: the share of tokens whose ratio is clipped."""
+    max_ratio: Limit | None = None
+    """On `ratio_max`: the largest ratio of the policy to the one that sampled."""
+    max_mismatch_kl: Limit | None = None
+    """On `mismatch_kl`: server against learner with the same weights, nats per token (needs max_staleness=0)."""
+    max_grad_norm: Limit | None = None
+    """On `grad_norm`: the gradient's global norm before clipping."""
+    min_effective_sample_size: Limit | None = None
+    """On `ess`: the effective sample size, as a share of the tokens."""
+    max_rollbacks: int = Field(2, ge=1)
+    """Rollbacks in the whole run; the next one halts it instead."""
+
+    @property
+    def named(self) -> dict[str, Limit]:
+        """The limits that are set, by the name of their key."""
+        found = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: limit for name, limit in found if isinstance(limit, Limit)}
+
+    @property
+    def roll_back(self) -> bool:
+        return any(limit.action == "rollback" for limit in self.named.values())
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> LimitsConfig:
+        ranges = {"max_ratio": (1.0, math.inf), "max_clip_fraction": (0.0, 1.0), "min_effective_sample_size": (0.0, 1.0)}
+        for name, limit in self.named.items():
+            low, high = ranges.get(name, (0.0, math.inf))
+            if not low < limit.at < high:
+                raise ValueError(f"{name}.at must lie between {low:g} and {high:g}; beyond them it does nothing, or stops every update")
+        if not self.roll_back and self.max_rollbacks != 2:
+            raise ValueError("max_rollbacks does nothing: no limit has action=rollback")
+        return self

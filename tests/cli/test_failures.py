@@ -1,0 +1,179 @@
+"""`agentrl failures` on a collection that real capture made, and on hostile traces."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli.failures import failures_app
+from agentrl.errors import UserError
+from agentrl.failure import Capture
+from agentrl.failure.case import load_suite
+from agentrl.failure.collection import Collection
+from agentrl.failure.trace import Spoken, Tag, Trace, Why
+from agentrl.records import Group, Message, Score, ToolCall
+from agentrl.sections import CaptureConfig
+from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x00\u202egnp.exe\r\b\x9b31m"
+
+
+def call(*arguments: str, wrong: bool = False) -> str:
+    done = CliRunner().invoke(failures_app, list(arguments))
+    if wrong:
+        assert isinstance(done.exception, UserError) or done.exit_code == 2, done.output
+        return str(done.exception)
+    assert done.exit_code == 0, f"{done.output}{done.exception!r}"
+    return done.stdout if "--json" in arguments else done.output
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three groups: an answer misread, a tool that is not there, a fault; and one that passed."""
+    folder = tmp_path / "quick"
+    capture = Capture(folder, CaptureConfig(), origin={"run": "quick"})
+    looked = turn(python("print(sum)", "412"))
+    misread = scored(looked, turn(submit("421")), answer="421", name="g000000-0-a0")
+    passed = scored(looked, turn(submit("412")), answer="412", value=1.0, name="g000000-1-a0")
+    strange = turn(("search", {"q": "x"}, "error: no tool 'search'; tools: python, submit", False), version=4)
+    lost = scored(strange, turn(submit("1")), answer="1", name="g000001-0-a0", of=task("What is the mean?"))
+    fault = scored(looked, value=None, name="g000002-0-a0")
+    for index, (asked, episodes) in enumerate(((task(), (misread, passed)), (task("What is the mean?"), (lost,)), (task(), (fault,)))):
+        capture.group(asked, Group(index=index, task_id="t", task_key=asked.key, episodes=episodes), step=index)
+    capture.close()
+    assert capture.lost == 0
+    return folder
+
+
+def test_list_counts_and_filters(run: Path) -> None:
+    told = call("list", str(run))
+    assert "3 failures in 4 episodes" in told and "misread_output 1" in told and "version, in training: 3 2  4 1" in told
+    found = json.loads(call("list", str(run), "--tag", "wrong_tool", "--version", "4", "--kind", "sum", "--phase", "train", "--json"))
+    assert [row["id"] for row in found["traces"]] == ["g000001-0-a0"] and found["tags"]["misread_output"] == 1
+    assert json.loads(call("list", str(run), "--why", "limit", "--json"))["traces"] == []
+
+
+def test_show_marks_the_failing_turn(run: Path) -> None:
+    lines = call("show", str(run), "g000000-0-a0").splitlines()
+    assert [line for line in lines if line.startswith(">>")] == [">> turn 1"]
+    text = "\n".join(lines)
+    wanted = ("What is the total of `amount`?", "print(sum)", "412", "answer  421", "truth   412", "score   0", "misread_output at turn 1")
+    assert not [told for told in wanted if told not in text]
+    assert json.loads(call("show", str(run), "g000000-0-a0", "--json"))["episode"]["answer"] == "421"
+    assert "has no trace 'x'" in call("show", str(run), "x", wrong=True)
+
+
+def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
+    call("tag", str(run), "g000000-0-a0", "--as", "wrong_unit", "--turn", "1", "--note", "cents")
+    assert "wrong_unit 1" in call("list", str(run)) and "cents" in call("show", str(run), "g000000-0-a0")
+    rules = tmp_path / "mine.py"
+    rules.write_text(
+        "from agentrl.failure.trace import Tag\n"
+        "def all_odd(trace):\n    return Tag(name='odd', by='me', turn=0) if trace.why == 'failed' else None\n"
+    )
+    told = json.loads(call("tag", str(run), "--rules", f"{rules}:all_odd", "--json"))
+    assert told == {"g000000-0-a0": "odd", "g000001-0-a0": "odd", "g000002-0-a0": "infrastructure"}
+    listed = json.loads(call("list", str(run), "--json"))
+    assert listed["tags"] == {"infrastructure": 1, "odd": 1, "wrong_unit": 1}, "what a person said stays"
+    assert json.loads((run / "failures" / "failures.json").read_text())["tags"] == listed["tags"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("tag", "{run}", "--as", "looped"), "names single traces"),
+        (("tag", "{run}", "g000000-0-a0", "--as", "Not A Tag"), "is no tag"),
+        (("tag", "{run}", "g000000-0-a0", "--turn", "1"), "--as NAME"),
+        (("tag", "{run}", "nobody"), "has no trace nobody"),
+        (("promote", "{run}", "--into", "{run}/s"), "which traces"),
+        (("promote", "{run}", "nobody", "--into", "{run}/s"), "has no trace nobody"),
+        (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
+        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "no trace that these filters leave"),
+        (("list", "{run}/failures"), "no captured failures"),
+        (("list", "{run}/nowhere"), "no folder"),
+    ],
+)
+def test_wrong_use_says_what_to_do(run: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert says in call(*(one.format(run=run) for one in arguments), wrong=True)
+    assert not (run / "s").exists()
+
+
+def test_promote_makes_a_suite_and_adds_no_task_twice(run: Path, tmp_path: Path) -> None:
+    suite = tmp_path / "evals" / "reading"
+    first = call("promote", str(run), "--phase", "train", "--most", "10", "--into", str(suite), "--note", "first")
+    assert "2 new cases" in first and "tasks.withhold" in first
+    cases = load_suite(suite).cases
+    assert {case.trace for case in cases} == {"quick:g000000-0-a0", "quick:g000001-0-a0"} and {case.note for case in cases} == {"first"}
+    again = json.loads(call("promote", str(run), "g000000-0-a0", "--into", str(suite), "--json"))
+    assert [(one["likeness"], one["path"]) for one in again] == [("same", None)]
+
+
+def test_cluster_tells_of_every_trace(run: Path) -> None:
+    found = json.loads(call("cluster", str(run), "--json"))
+    assert sorted(name for one in found for name in one["ids"]) == ["g000000-0-a0", "g000001-0-a0", "g000002-0-a0"]
+    assert "wrong_tool 1" in call("cluster", str(run), "--tag", "wrong_tool")
+
+
+def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "How many rows?"},
+        {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "cout", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "error: no such tool"},
+        {"role": "assistant", "content": "I cannot do that."},
+    ]
+    given = tmp_path / "chats.jsonl"
+    given.write_text(json.dumps({"messages": chat}) + "\n" + HOSTILE + "\n")
+    into = tmp_path / "support"
+    assert json.loads(call("import", str(into), str(given), "--json")) == {"kept": 1, "left_out": 1}
+    (row,) = json.loads(call("list", str(into), "--json"))["traces"]
+    assert (row["why"], row["phase"], row["question"]) == ("imported", "imported", "How many rows?")
+    assert row["tag"] == "wrong_tool", "no format says that this answer is an error, but its words do"
+    assert "no such tool" in call("show", str(into), row["id"])
+    assert call("import", str(into), str(given)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
+    assert "holds no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
+    out = tmp_path / "out.jsonl"
+    assert json.loads(call("export", str(run), str(out), "--tag", "misread_output", "--json")) == {"documents": 1}
+    assert "421" in out.read_text()
+    back = tmp_path / "back"
+    assert json.loads(call("import", str(back), str(out), "--format", "atif", "--json"))["kept"] == 1
+
+
+def hostile() -> list[Trace]:
+    """Traces as nobody should write them: control characters everywhere, huge, empty, with missing parts."""
+    nasty: Any = {HOSTILE: HOSTILE, "deep": [[[[HOSTILE] * 50] * 3]]}
+    steps = tuple(turn((HOSTILE, nasty, HOSTILE * 700, False), said=HOSTILE * 700, malformed=(HOSTILE,) * 90) for _ in range(8))
+    asked = task(HOSTILE * 5000, truth=HOSTILE, data={"kind": HOSTILE, "answer": HOSTILE}, id=f"t{HOSTILE}")
+    whole = trace(*steps, of=asked, answer=HOSTILE * 100, ended=HOSTILE, name="a" + HOSTILE)
+    score = Score(value=0.0, evidence=HOSTILE * 500, parts={HOSTILE: 0.0})
+    tags = (Tag(name=HOSTILE, by=HOSTILE, note=HOSTILE * 50, turn=10**9, trajectory=10**9),)
+    words = [said(HOSTILE, HOSTILE), said("tool", HOSTILE, answers=HOSTILE, failed=True)]
+    words += [said("assistant", "", ToolCall(name=HOSTILE, arguments=nasty))]
+    return [
+        replace(whole, score=score, tags=tags, phase=HOSTILE, origin={HOSTILE: HOSTILE}, missing=(HOSTILE,) * 99),
+        replace(heard(*words * 60), id="b", phase=HOSTILE),
+        Trace(id="c", why=Why.IMPORTED, phase="imported"),
+        Trace(
+            id="d", why=Why.IMPORTED, spoken=(Spoken(message=Message(role="", content=""), agent=HOSTILE),), tools=({}, {"name": 3}, nasty)
+        ),
+        trace(name="e"),
+    ]
+
+
+def test_hostile_traces_break_nothing_and_reach_no_terminal_raw(tmp_path: Path) -> None:
+    with Collection(tmp_path, make=True) as collection:
+        collection.add(hostile())
+        ids = [row.id for row in collection.rows()]
+    assert len(ids) == 5
+    outputs = [call(name, str(tmp_path)) for name in ("list", "tag", "list", "cluster")]
+    outputs += [call("show", str(tmp_path), one) for one in ids]
+    assert not [text for text in outputs if CONTROL.search(text)], "nothing that moves a cursor or turns text around"
+    assert all(len(text) < 200_000 for text in outputs)
+    with Collection(tmp_path) as collection:
+        assert all(row.tag for row in collection.rows()), "every trace has a tag"

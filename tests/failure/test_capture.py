@@ -1,0 +1,247 @@
+"""What is captured, that it is read back whole, that it stays within its bounds, and that damage costs no more than the damaged."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.errors import StoreError, UserError
+from agentrl.failure import Capture
+from agentrl.failure.capture import why
+from agentrl.failure.collection import FILE, Collection
+from agentrl.failure.digest import digest_of
+from agentrl.failure.rows import Wanted
+from agentrl.failure.trace import Tag, Why
+from agentrl.records import Blame, Group, ScoredEpisode
+from agentrl.sampling import Supports
+from agentrl.sections import CaptureConfig
+
+from .traces import fault, heard, python, said, scored, submit, task, trace, turn
+
+STEPS = (turn(python("print(97)", "97")), turn(submit("97")))
+
+
+def episode(number: int = 0, *, group: int = 0, value: float | None = 0.0, answer: str = "97", **more: object) -> ScoredEpisode:
+    return scored(*STEPS, name=f"g{group:06d}-{number}-a0", value=value, answer=answer, **more)  # type: ignore[arg-type]
+
+
+def group(index: int, *episodes: ScoredEpisode) -> Group:
+    return Group(index=index, task_id="t-1", task_key=task().key, episodes=episodes)
+
+
+def opened(folder: Path, **config: object) -> Capture:
+    return Capture(folder, CaptureConfig(**config), origin={"run": folder.name})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (episode(value=1.0), None),
+        (episode(value=0.9), Why.FAILED),
+        (episode(value=1.5), None),
+        (episode(ended="wall_limit"), Why.TIMEOUT),
+        (episode(ended="tool_timeout"), Why.TIMEOUT),
+        (episode(ended="turn_limit"), Why.LIMIT),
+        (episode(ended="turn_limit", value=1.0), None),
+        (episode(value=None), Why.FAULT),
+        (episode(value=float("inf")), Why.FAULT),
+        (episode(failures=(fault(Blame.TASK),)), Why.FAULT),
+        (episode(failures=(fault(Blame.POLICY),)), Why.FAILED),
+    ],
+)
+def test_why_an_episode_is_kept(given: ScoredEpisode, found: Why | None) -> None:
+    assert why(given, below=1.0) is found
+
+
+def test_an_audit_and_an_earlier_success_say_more_than_the_score() -> None:
+    assert why(episode(value=1.0), below=1.0, audit="it copied the file of answers") is Why.HACKED
+    assert why(episode(ended="turn_limit"), below=1.0, passed_before=True) is Why.REGRESSED
+    assert why(episode(value=0.3), below=0.2) is None
+
+
+def test_a_trace_is_read_back_whole(tmp_path: Path) -> None:
+    one = trace(*STEPS, of=task("\x1b[31m wide ütf \ufffd", files={"b.txt": "x" * 9000}), answer="97")
+    assert one.episode is not None
+    last = replace(STEPS[0], supports=Supports.of([(3, 9), (4, 8), ()]))
+    whole = replace(
+        one.episode, outputs={"out.bin": bytes(range(256))}, trajectories=(replace(one.episode.trajectories[0], turns=(last,)),)
+    )
+    kept = replace(one, episode=whole, tags=(Tag(name="looped", by="rules", note='"by":"person:me"'),), missing=("a",), origin={"é": "ü"})
+    foreign = replace(heard(said("assistant", "I said \ud83d\ude00", call_ids=("c",))), phase="imported")
+    with Collection(tmp_path, make=True) as collection:
+        assert collection.add([kept, foreign]) == 2
+    with Collection(tmp_path) as collection:
+        assert collection.get(kept.id) == kept and collection.get(foreign.id) == foreign and collection.get("x") is None
+        assert list(collection.traces()) == [kept, foreign]
+        assert [row.tag for row in collection.rows(Wanted(kind="sum"))] == ["looped"]
+        assert collection.counts("why") == {("failed",): 1, ("imported",): 1}
+
+
+def test_a_group_is_counted_whole_and_its_failures_are_kept(tmp_path: Path) -> None:
+    capture = opened(tmp_path)
+    capture.group(task(), group(0, episode(0), episode(1, value=1.0, answer="412"), episode(2, value=None)), step=4)
+    broken = replace(episode(3, group=1), episode=replace(episode(3, group=1).episode, failures=(fault(Blame.TASK, "TaskError"),)))
+    capture.group(task(), group(1, broken, broken), step=4)
+    known = replace(broken, episode=replace(broken.episode, failures=(fault(Blame.TASK, "quarantined"),)))
+    capture.group(task(), group(2, known, known), step=4)
+    capture.group(None, group(3, broken, broken), step=4)
+    capture.close()
+    with Collection(tmp_path) as collection:
+        assert [(row.id, row.why, row.tag) for row in collection.rows()] == [
+            ("g000000-0-a0", "failed", "wrong_answer"),
+            ("g000000-2-a0", "fault", "infrastructure"),
+            ("g000001-3-a0", "fault", "task_fault"),
+        ]
+        assert collection.counts("why", "tag") == {
+            ("", ""): 1,
+            ("failed", "wrong_answer"): 1,
+            ("fault", "infrastructure"): 1,
+            ("fault", "task_fault"): 2,
+        }
+        told = digest_of(collection)
+    assert (told["episodes"], told["failures"]) == (5, 4)
+    assert told["steps"] == [{"step": 4, "episodes": 5, "tags": {"task_fault": 2, "wrong_answer": 1, "infrastructure": 1}}]
+    assert capture.lost == 0
+
+
+def test_a_resumed_run_goes_on_and_an_evaluation_made_again_replaces_itself(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    first.group(task(), group(0, episode(0)), step=0)
+    first.begin("before")
+    first.episode(task(), episode(7, value=1.0), phase="before", step=0)
+    first.episode(task(), episode(8, of=task(id="other")), phase="before", step=0)
+    del first  # killed: nothing was closed
+    again = opened(tmp_path)
+    again.group(task(), group(1, episode(0, group=1)), step=0)
+    again.begin("before")
+    again.episode(task(), episode(7, value=1.0), phase="before", step=0)
+    again.episode(task(), replace(episode(7), episode=replace(episode(7).episode, id="after-7")), phase="after", step=9)
+    again.close()
+    with Collection(tmp_path) as collection:
+        assert [(row.id, row.phase, row.why) for row in collection.rows()] == [
+            ("g000000-0-a0", "train", "failed"),
+            ("g000001-0-a0", "train", "failed"),
+            ("after-7", "after", "regressed"),
+        ]
+        assert collection.counts("phase") == {("after",): 1, ("before",): 1, ("train",): 2}
+        found = collection.get("after-7")
+    assert found is not None and found.origin["passed_in"] == "before"
+
+
+def test_of_the_judgements_of_a_gate_one_is_made_again_and_the_others_stay(tmp_path: Path) -> None:
+    capture = opened(tmp_path)
+    for version, value in ((0, 1.0), (1, 0.0), (1, 0.0)):  # the driver died after the first judgement of version 1
+        capture.begin("gate", step=version, place=f"gate{version}")
+        for attempt in range(2):
+            one = episode(value=value)
+            named = replace(one, episode=replace(one.episode, id=f"gate{version}-r{attempt}"))
+            capture.episode(task(), named, phase="gate", step=version, place=f"gate{version}")
+    capture.close()
+    with Collection(tmp_path) as collection:
+        assert [(row.id, row.why) for row in collection.rows()] == [("gate1-r0", "regressed"), ("gate1-r1", "regressed")]
+        assert collection.counts("step", "why") == {(0, ""): 2, (1, "regressed"): 2}
+
+
+def test_what_is_frequent_makes_room_and_what_is_rare_or_tagged_stays(tmp_path: Path) -> None:
+    rare = replace(trace(*STEPS, name="rare"), tags=(Tag(name="looped", by="rules"),))
+    common = [replace(trace(*STEPS, name=f"c{n:03d}", of=task(id=f"t{n}")), tags=(Tag(name="budget", by="rules"),)) for n in range(30)]
+    with Collection(tmp_path, keep=5, make=True) as collection:
+        collection.add([rare, *common[:2]])
+        collection.tag("c001", (Tag(name="budget", by="person:me"),))
+        for one in common[2:]:
+            collection.add([one])
+        assert [row.id for row in collection.rows()] == ["rare", "c001", "c027", "c028", "c029"]
+        assert collection.dropped() == {"train": 26} and collection.counts("tag") == {("budget",): 30, ("looped",): 1}
+    tasks = sqlite3.connect(tmp_path / FILE).execute("SELECT COUNT(*) FROM tasks").fetchone()
+    assert tasks == (5,), "a task goes with its last trace"
+    with Collection(tmp_path, keep=5, make=True) as collection:
+        collection.add([replace(rare, id="more")])
+        assert len(collection) == 5, "the bound holds over a restart"
+
+
+def test_bytes_are_bounded_and_one_huge_trace_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Collection(tmp_path, keep_bytes=4000, make=True) as collection:
+        for number in range(40):
+            collection.add([trace(*STEPS, name=f"n{number}", of=task(id=f"t{number}"))])
+        assert 1 <= len(collection) < 40 and sum(row.bytes for row in collection.rows()) <= 4000
+        monkeypatch.setattr("agentrl.failure.collection.LARGEST", 100)
+        assert collection.add([trace(*STEPS, name="huge")]) == 0
+        assert collection.get("huge") is None
+
+
+def test_a_file_cut_anywhere_costs_what_is_in_it_and_no_run(tmp_path: Path) -> None:
+    capture = opened(tmp_path)
+    for index in range(12):
+        capture.group(task(), group(index, *(episode(n, group=index) for n in range(3))), step=0)
+    capture.close()
+    whole = (tmp_path / FILE).read_bytes()
+    for size in (0, 1, 100, 5000, len(whole) // 2, len(whole) - 1):
+        folder = tmp_path / f"cut{size}"
+        (folder / FILE).parent.mkdir(parents=True)
+        (folder / FILE).write_bytes(whole[:size])
+        again = opened(folder)
+        again.begin("before")
+        for index in (20, 21):
+            again.group(task(), group(index, episode(0, group=index)), step=1)
+        again.close()
+        assert again.lost == 0, size
+        with Collection(folder) as collection:
+            ids = [row.id for row in collection.rows()]
+        assert {"g000020-0-a0", "g000021-0-a0"} <= set(ids), size
+
+
+def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
+    with Collection(tmp_path, make=True) as collection:
+        collection.add([trace(*STEPS)])
+    db = sqlite3.connect(tmp_path / FILE)
+    db.execute("UPDATE traces SET body = ?", (b"\x28\xb5\x2f\xfd garbage",))
+    db.commit()
+    db.close()
+    with Collection(tmp_path) as collection, pytest.raises(StoreError, match=r"trace g000000-0-a0 .* is damaged"):
+        collection.get("g000000-0-a0")
+
+
+def test_what_is_no_collection_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no captured failures"):
+        Collection(tmp_path)
+    (tmp_path / FILE).parent.mkdir()
+    sqlite3.connect(tmp_path / FILE).execute("CREATE TABLE t (x)").connection.commit()
+    with pytest.raises(StoreError, match="not one of traces"):
+        Collection(tmp_path)
+
+
+def test_a_disk_that_refuses_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "failures").write_text("no folder")
+    capture = opened(tmp_path)
+    capture.group(task(), group(0, episode(0)), step=0)
+    assert capture.lost == 1
+
+
+def test_nothing_is_captured_where_nothing_is_to_be_kept(tmp_path: Path) -> None:
+    capture = opened(tmp_path, keep=0)
+    capture.group(task(), group(0, episode(0)), step=0)
+    capture.begin("before")
+    assert not (tmp_path / "failures").exists() and capture.lost == 0
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=24), st.integers(1, 6))
+def test_counts_are_of_all_and_never_fewer_than_what_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, failures: list[tuple[str, bool]], keep: int
+) -> None:
+    folder = tmp_path_factory.mktemp("c")
+    with Collection(folder, keep=keep, make=True) as collection:
+        for number, (tag, retag) in enumerate(failures):
+            name = f"n{number}"
+            collection.add([replace(trace(*STEPS[:1], name=name), tags=(Tag(name=tag, by="rules"),))])
+            if retag:
+                collection.tag(name, (Tag(name="z", by="rules"),))
+        assert sum(collection.counts("tag").values()) == len(failures)
+        assert len(collection) == min(keep, len(failures)) == len(failures) - sum(collection.dropped().values())
+        kept = [row.tag for row in collection.rows()]
+        assert all(collection.counts("tag")[(tag,)] >= kept.count(tag) for tag in set(kept))

@@ -1,0 +1,59 @@
+"""From traces to a suite, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import UserError
+from agentrl.failure.case import load_suite
+from agentrl.failure.promote import promote
+from agentrl.failure.trace import Tag, Why
+from agentrl.failure.twins import Likeness
+
+from .traces import heard, python, submit, task, trace, turn
+
+STEPS = (turn(python("print(97)", "97")), turn(submit("97")))
+ONE = replace(trace(*STEPS, name="g000012-3-a0", answer="97"), tags=(Tag(name="wrong_answer", by="rules", confidence=0.3),))
+
+
+def test_a_case_is_the_task_with_where_it_comes_from(tmp_path: Path) -> None:
+    (done,) = promote([ONE], tmp_path / "suite", note="seen twice", by="me")
+    suite = load_suite(tmp_path / "suite")
+    (case,) = suite.cases
+    assert case.task == ONE.task and case.tags == ONE.tags and case.note == "seen twice"
+    assert case.trace == "r:g000012-3-a0" and case.id.startswith("sum-") and done.path == tmp_path / "suite" / "cases" / f"{case.id}.json"
+    assert case.origin == {
+        "run": "r", "trace": "g000012-3-a0", "phase": "train", "step": "2", "why": "failed", "versions": "3", "by": "me"
+    }  # fmt: skip
+
+
+def test_a_task_is_in_a_suite_once_and_twins_are_told(tmp_path: Path) -> None:
+    again = replace(ONE, id="g000099-0-a0")
+    twin = trace(*STEPS, name="twin", of=task(files={"b.csv": "amount\n400\n12\n"}))
+    other = trace(*STEPS, name="other", of=task("What is the mean?"))
+    done = promote([ONE, again, other], tmp_path)
+    assert [(one.trace, one.likeness, one.path is None) for one in done] == [
+        ("g000012-3-a0", None, False),
+        ("g000099-0-a0", Likeness.SAME, True),
+        ("other", None, False),
+    ]
+    assert "already" in done[1].told
+    (late,) = promote([twin], tmp_path)
+    assert late.likeness is Likeness.TWIN and late.case == done[0].case and late.path is not None and "near twin" in late.told
+    assert len(load_suite(tmp_path).cases) == 3
+
+
+@pytest.mark.parametrize(("given", "said"), [(heard(), "holds no task"), (replace(ONE, why=Why.FAULT), "is a fault")])
+def test_what_makes_no_case_is_refused_before_anything_is_written(tmp_path: Path, given: object, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        promote([ONE, given], tmp_path / "suite")  # type: ignore[list-item]
+    assert not (tmp_path / "suite").exists()
+
+
+def test_a_hostile_kind_makes_a_plain_name(tmp_path: Path) -> None:
+    named = trace(*STEPS, of=task(data={"kind": "../../etc\x00\x1b[31m/" + "x" * 200, "answer": "1"}))
+    (done,) = promote([named], tmp_path)
+    assert done.path is not None and done.path.parent == tmp_path / "cases" and len(done.path.name) < 80 and done.path.name.isascii()

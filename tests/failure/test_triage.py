@@ -1,0 +1,118 @@
+"""Rules of one's own, judges that fail and abstain, and which tag counts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.errors import PluginError
+from agentrl.failure.rules import RULES
+from agentrl.failure.trace import Tag, Trace
+from agentrl.failure.triage import TAXONOMY, by_judge, by_rules, load_rules, name_of
+
+from .traces import python, submit, trace, turn
+
+UNCLEAR = trace(turn(python("print(97)", "97")), turn(submit("97")), answer="97")
+CLEAR = trace(turn(said="I cannot."), ended="answered")
+
+RULE = """
+from agentrl.failure.trace import Tag, Trace
+from agentrl.failure.view import view
+
+
+def wrong_unit(trace: Trace) -> Tag | None:
+    seen = view(trace)
+    return Tag(name="wrong_unit", by="me", turn=1, confidence=0.9) if seen.answer == "97" else None
+
+
+def broken(trace):
+    raise SystemExit("no")
+
+
+def odd(trace):
+    return "wrong_unit"
+
+
+def shouting(trace):
+    return Tag(name="WRONG UNIT", by="me")
+
+
+RULES = [broken, odd, shouting, wrong_unit]
+number = 3
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(RULE)
+    return str(path)
+
+
+def test_a_rule_of_ones_own_names_a_class_of_ones_own(mine: str) -> None:
+    rules = load_rules([f"{mine}:wrong_unit"])
+    tags = by_rules(UNCLEAR, rules)
+    assert (tags[0].name, tags[0].by, tags[0].turn) == ("wrong_unit", "rules", 1)
+    assert by_rules(CLEAR, rules)[0].name == "gave_up"
+
+
+def test_rules_that_raise_or_give_no_tag_say_nothing(mine: str) -> None:
+    assert [tag.name for tag in by_rules(UNCLEAR, load_rules([f"{mine}:RULES"]))] == ["wrong_unit"]
+
+
+def test_what_is_no_rule_is_refused(mine: str) -> None:
+    with pytest.raises(PluginError, match="no plain function"):
+        load_rules([f"{mine}:number"])
+    with pytest.raises(PluginError, match="has no attribute"):
+        load_rules([f"{mine}:nothing"])
+
+
+def test_shipped_tags_are_in_the_taxonomy_and_someone_is_sure_of_each() -> None:
+    assert by_rules(UNCLEAR, RULES)[0].name == "wrong_answer" and by_rules(UNCLEAR, RULES)[0].confidence < 0.5
+    assert {rule.__name__ for rule in RULES} - {"format_of_calls", "format_of_answer", "forbidden_tool"} <= set(TAXONOMY)
+
+
+class Judge:
+    name = "reader"
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.read = answer, ""
+
+    async def __call__(self, text: str) -> Tag | None:
+        self.read = text
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer == "late":
+            await asyncio.sleep(60)
+        return self.answer  # type: ignore[no-any-return]
+
+
+async def test_a_judge_is_asked_where_no_rule_is_sure() -> None:
+    judge = Judge(Tag(name="misread_output", by="", confidence=0.7, turn=1))
+    tags = await by_judge(UNCLEAR, RULES, judge)
+    assert (tags[0].name, tags[0].by) == ("misread_output", "judge:reader") and "97" in judge.read
+    judge.read = ""
+    assert (await by_judge(CLEAR, RULES, judge))[0].name == "gave_up" and not judge.read, "a sure rule is not asked about"
+
+
+@pytest.mark.parametrize("answer", [None, "late", "a tag", RuntimeError("503"), Tag(name="No Tag", by="x")])
+async def test_a_judge_that_abstains_fails_or_talks_nonsense_leaves_the_rest(answer: Any) -> None:
+    assert (await by_judge(UNCLEAR, RULES, Judge(answer), timeout_s=0.05))[0].name == "wrong_answer"
+
+
+def test_what_a_person_says_counts_before_all_else() -> None:
+    by_rule, first, second = (Tag(name=name, by=by) for name, by in (("looped", "rules"), ("budget", "person:a"), ("format", "person:b")))
+    assert [name_of(tags) for tags in ((), (by_rule,), (by_rule, first), (first, by_rule, second))] == ["", "looped", "budget", "format"]
+
+
+def test_a_rule_gets_the_trace_itself(mine: str) -> None:
+    got: list[Trace] = []
+
+    def look(given: Trace) -> None:
+        got.append(given)
+
+    by_rules(UNCLEAR, [look])
+    assert got == [UNCLEAR]

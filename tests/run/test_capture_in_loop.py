@@ -1,0 +1,122 @@
+"""Capture in the real loop: training groups and evaluations of a scripted policy, down to the report and to a suite."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.failure import Capture
+from agentrl.failure.case import load_suite
+from agentrl.failure.collection import Collection
+from agentrl.failure.digest import write_digest
+from agentrl.failure.promote import promote
+from agentrl.failure.rows import Wanted
+from agentrl.observe import write_report
+from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
+from agentrl.run import loop, measure
+from agentrl.run.held_out import evaluate_served
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.driving import Family, Journaled, make_recipe, make_task, opened
+
+
+def script(turn: int, episode: str) -> str:
+    """Member 0 solves its task, 1 misreads what it is told, 2 calls a tool that is not there; in an evaluation all misread."""
+    member = episode.split("-")[1] if episode.startswith("g") else "1"
+    call: tuple[str, dict[str, Any]] = ("python", {"code": "print(3)"})
+    if turn == 0 and member == "2":
+        call = ("search", {"query": "3"})
+    elif turn == 1:
+        call = ("submit", {"answer": {"0": "3", "1": "5", "2": "7"}[member]})
+    return f"<tool_call>\n{json.dumps({'name': call[0], 'arguments': call[1]})}\n</tool_call>"
+
+
+async def judge(task: Task, episode: Episode) -> Score:
+    if episode.answer is None:
+        raise RuntimeError("no answer to judge")
+    return Score(value=float(episode.answer == task.data["answer"]))
+
+
+def asked(index: int) -> Task:
+    return replace(make_task(index), data={"answer": "3", "kind": "three"})
+
+
+class Registry:
+    def set_evals(self, number: int, rates: object) -> None: ...
+
+
+async def played(folder: Path, **capture: Any) -> Any:
+    changes = {f"capture.{key}": value for key, value in capture.items()}
+    recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0, **changes})
+    async with opened(folder, Journaled(folder / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
+        run.groups = replace(run.groups, score=judge)
+        run.registry = Registry()  # type: ignore[assignment]
+        await evaluate_served(run, "before", step=0)
+        await loop._roll_out(run)
+        await evaluate_served(run, "after", step=1)
+        return SimpleNamespace(lost=run.capture.lost, spent_s=run.capture.spent_s, recipe=recipe)
+
+
+async def test_failures_of_training_and_evaluation_are_captured_named_reported_and_promoted(tmp_path: Path) -> None:
+    run = await played(tmp_path)
+    assert run.lost == 0
+    with Collection(tmp_path) as collection:
+        assert collection.counts("phase", "tag") == {
+            ("after", "misread_output"): 4,
+            ("before", "misread_output"): 4,
+            ("train", ""): 2,
+            ("train", "misread_output"): 2,
+            ("train", "wrong_tool"): 2,
+        }
+        found = collection.get("g000001-2-a0")
+        assert found is not None and found.task == asked(1) and found.tags[0].turn == 0 and found.versions == (0,)
+        assert found.origin["run"] == tmp_path.name
+        done = promote(list(collection.traces(Wanted(phase="train"))), tmp_path / "suite")
+    assert [one.path is not None for one in done] == [True, False, True, False], "two failures at each of two tasks"
+    assert {case.task.key for case in load_suite(tmp_path / "suite").cases} == {asked(0).key, asked(1).key}
+    write_digest(tmp_path)
+    summary = measure.summarize(tmp_path, run.recipe, {}, backend="scripted", interrupted=False)
+    assert summary.failures == {"misread_output": 10, "wrong_tool": 2}
+    page = write_report(tmp_path).read_text()
+    assert "misread output, turn 2" in page and "12 episodes of training and evaluations failed" in page
+
+
+async def test_a_capture_that_cannot_write_costs_the_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("agentrl.failure.collection.Collection.add", full)
+    assert (await played(tmp_path)).lost > 0
+    assert measure.read_evaluation(tmp_path, "after")["heldout"]["n"] == 4
+
+
+async def test_a_rule_of_the_recipe_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from agentrl.failure.trace import Tag\ndef mine(trace):\n    return Tag(name='mine', by='me', turn=0)\n"
+    )
+    await played(tmp_path, rules=[f"{tmp_path}/mine.py:mine"], keep=3)
+    with Collection(tmp_path) as collection:
+        assert collection.counts("tag") == {("",): 2, ("mine",): 12} and collection.dropped() == {"before": 1, "train": 1, "after": 1}
+
+
+async def test_capture_costs_an_episode_little(tmp_path: Path) -> None:
+    """Milliseconds of CPU a failed episode, against seconds that it took; most of it is making JSON of its tokens."""
+    run = await played(tmp_path)
+    capture = Capture(tmp_path / "more", run.recipe.capture, origin={})
+    with Collection(tmp_path) as collection:
+        some = [found for row in collection.rows() if (found := collection.get(row.id)) is not None and found.task is not None]
+    started = time.process_time()
+    for number in range(20):
+        for one in some:
+            assert one.task is not None and one.episode is not None and one.score is not None
+            episode = ScoredEpisode(episode=replace(one.episode, id=f"{one.id}-{number}"), score=one.score)
+            capture.group(one.task, Group(index=number, task_id="t", task_key=one.episode.task_key, episodes=(episode,)), step=0)
+    spent = (time.process_time() - started) / (20 * len(some))
+    capture.close()
+    assert capture.lost == 0 and spent < 0.02, f"{1000 * spent:.2f} ms an episode"
