@@ -131,6 +131,9 @@ async def test_exact(verifier: Exact, answer: str | None, due: float) -> None:
         (numeric, "3", "3 or 4", 0.0),
         (numeric, "3", "1_000", 0.0),
         (numeric, "2", "2" * 300, 0.0),
+        (numeric, "1 m", "1 peV^-12", 0.0),  # worth more than a float holds
+        (numeric, "1 m", "1 m/peV^12", 0.0),  # and a division by what is worth less
+        (numeric, "0", "7 peV^12 J^-12 peV^12 J^-12", 0.0),
     ],
 )
 async def test_numeric(verifier: Numeric, truth: Any, answer: str, due: float) -> None:
