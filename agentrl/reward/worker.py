@@ -34,6 +34,9 @@ from agentrl.plugins import resolve
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
 STARTING_S = 60.0  # for a child to import what it needs, on a machine that is busy
+PATIENCE_S = 3600.0
+"""`timeout_s` of a verifier that asks a worker. Each answer has a deadline of its own; behind many that get to theirs an honest one waits
+for minutes, and must not lose its score to them."""
 MAX_REPLY = 1 << 20
 _SPARE_S = 30.0  # beyond the deadline, at which the kernel ends a child, before its driver does
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
