@@ -28,7 +28,7 @@ judge = Judge(endpoint=one, form=CORRECT)
 strict = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.8)
 stricter = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.95)
 changed = Judge(endpoint=one, form=HELPFUL, calibration="c.json")
-both = Ensemble(judges={{"strict": strict, "again": judge}})
+both = Ensemble(judges={{"strict": strict, "again": Judge(endpoint=Endpoint(url="{url}", model="scripted", seed=1), form=CORRECT)}})
 pairs = Pairwise(endpoint=one)
 
 
