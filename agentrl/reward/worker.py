@@ -168,6 +168,8 @@ class _Child:
             raise InfrastructureError(f"the judging process answered request {answered.get('number')}, not {number}")
         if "task" in answered:
             raise TaskError(answered["task"])
+        if answered.get("full"):  # what earlier answers left in its caches may be what fills it, so it serves nobody any more
+            self.close()
         if "raised" in answered:
             raise Raised(f"raised {answered['raised']}")
         return answered["reply"]
@@ -269,6 +271,8 @@ def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_
         return reply
     except TaskError as error:
         return json.dumps({"number": number, "task": str(error)[:2000]})
+    except MemoryError as error:
+        return json.dumps({"number": number, "raised": f"MemoryError: {error}"[:500], "full": True})
     except Exception as error:  # whatever the libraries raise at what an agent wrote
         return json.dumps({"number": number, "raised": f"{type(error).__name__}: {error}"[:500]})
     finally:
