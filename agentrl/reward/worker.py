@@ -256,16 +256,24 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies.write("ready\n")
     replies.flush()
+    full = (_size() + memory) // 2
     for line in sys.stdin:
         asked = json.loads(line)
-        replies.write(_answer(function, asked["request"], asked["number"], deadline_s) + "\n")
+        replies.write(_answer(function, asked["request"], asked["number"], deadline_s, full) + "\n")
         replies.flush()
 
 
-def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float) -> str:
+def _size() -> int:
+    """Bytes of this process's address space."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
+    """The reply, and whether more than `full` bytes are still taken after it: a library that has no memory may say anything."""
     try:
         at_most(deadline_s)
-        reply = json.dumps({"number": number, "reply": function(request)})
+        reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
         if len(reply) > MAX_REPLY:
             raise ValueError(f"a reply of {len(reply)} characters")
         return reply

@@ -36,8 +36,11 @@ def act(request: Any) -> Any:
         case "hoard":
             while True:
                 hoard.append(bytearray(64 << 20))
+        case "keep":
+            hoard.append(bytearray(600 << 20))
+            return "kept"
         case "modest":
-            return len(bytearray(256 << 20))
+            return len(bytearray(512 << 20))
         case "huge reply":
             return "x" * (2 << 20)
         case "print":
@@ -132,5 +135,7 @@ async def test_a_process_that_is_full_is_replaced() -> None:
     one = Worker(act, deadline_s=5.0, memory=1 << 30)
     with pytest.raises(Raised, match="MemoryError"):
         await one.ask("hoard")
-    assert await one.ask("modest") == 256 << 20
+    assert await one.ask("modest") == 512 << 20
+    assert await one.ask("keep") == "kept"
+    assert await one.ask("modest") == 512 << 20
     one.close()
