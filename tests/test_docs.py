@@ -107,6 +107,8 @@ def _bound(node: ast.stmt) -> Iterator[str]:
             yield node.name
         case ast.Assign(targets=[ast.Name() as target]) | ast.AnnAssign(target=ast.Name() as target):
             yield target.id
+        case ast.If():  # where imports are for type checkers, and lazy otherwise
+            yield from (name for child in node.body for name in _bound(child))
         case ast.ImportFrom():
             yield from (alias.asname or alias.name for alias in node.names)
 

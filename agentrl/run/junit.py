@@ -23,10 +23,10 @@ def junit(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str
         folder: the run folder, for the commands that show more.
         at: when the evaluation began, ISO 8601.
     """
-    root = xml.Element("testsuites", name="agentrl", **_counts(outcomes))
+    root = xml.Element("testsuites", {"name": "agentrl", **_counts(outcomes)})
     for name in dict.fromkeys(one.suite for one in outcomes):
         some = [one for one in outcomes if one.suite == name]
-        suite = xml.SubElement(root, "testsuite", name=clean(name), **_counts(some), **({"timestamp": clean(at)} if at else {}))
+        suite = xml.SubElement(root, "testsuite", {"name": clean(name), **_counts(some), **({"timestamp": clean(at)} if at else {})})
         about = xml.SubElement(suite, "properties")
         xml.SubElement(about, "property", name="policy", value=clean(policy))
         for one in some:

@@ -103,7 +103,7 @@ def make_part(policy: NamedPolicy) -> Any:
 
     Raises `PluginError` where it makes none.
     """
-    made = parts.make(_PART, policy.model)
+    made = parts.make(_PART, policy.model, None)
     if getattr(made, "tokenizer", None) is None:
         raise PluginError(
             f"--policy {policy.model!r}: what it made, of class {type(made).__name__}, has no tokenizer",

@@ -100,6 +100,9 @@ def prepared(
     """
     if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
         raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    names = [suite.name for suite in suites]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"two suites are called {twice[0]!r}", fix="change the name in one suite.toml")
     root = root_of(suites)
     add_project_root(root)
     recipe = recipe_for(policy, suites, overrides)
