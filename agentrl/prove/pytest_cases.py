@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -104,13 +104,11 @@ class CaseItem(pytest.Item):
         if self.outcome.verdict is not Verdict.PASSED:
             raise NotPassed(self.outcome)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        error = excinfo.value
+    def words(self, error: BaseException) -> str:
+        """What pytest shows of an error in place of frames; empty: the frames, since it is a bug."""
         if isinstance(error, NotPassed):
             return "\n".join(self._told(error.outcome))
-        if isinstance(error, AgentRLError):
-            return f"{type(error).__name__}: {error}"
-        return super().repr_failure(excinfo, style)
+        return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
 
     def reportinfo(self) -> tuple[Path, int, str]:
         return self.suite.folder / "cases" / f"{self.case.id}.json", 0, f"{line(self.suite.name, 60)}: {self.case.id}"
@@ -183,6 +181,13 @@ class Cases:
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
         self.asked = Asked(given)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+        report = yield
+        if isinstance(item, CaseItem) and call.excinfo is not None and (words := item.words(call.excinfo.value)):
+            report.longrepr = words
+        return report
 
     def pytest_sessionfinish(self) -> None:
         if self.asked is not None:

@@ -18,15 +18,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--agentrl-suite", action="append", default=[], metavar="FOLDER", help="a suite, or a folder of suites; may be given again"
     )
     group.addoption(
-        "--agentrl-policy", metavar="POLICY", help="whom the cases are asked: a model folder, RUN@VERSION, or module:attr that makes a policy"
+        "--agentrl-policy",
+        metavar="POLICY",
+        help="whom the cases are asked: a model folder, RUN@VERSION, or module:attr",
     )
     group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: what the case says, else its suite)")
     group.addoption(
-        "--agentrl-threshold", type=float, default=1.0, metavar="SCORE", help="mean score that a case without its own must reach (default: 1)"
+        "--agentrl-threshold",
+        type=float,
+        default=1.0,
+        metavar="SCORE",
+        help="mean score a case without its own must reach (default: 1)",
     )
     group.addoption("--agentrl-run-dir", metavar="FOLDER", help="where transcripts and logs go (default: runs/SUITE-eval, -eval-2, ...)")
     group.addoption(
-        "--agentrl-set", action="append", default=[], metavar="KEY=VALUE", help="dotted override, such as evaluation.temperature=0; may be given again"
+        "--agentrl-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="dotted override: evaluation.temperature=0; may be given again",
     )
 
 
