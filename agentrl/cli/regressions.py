@@ -22,6 +22,7 @@ from agentrl.run.ending import explain, stopped
 
 if TYPE_CHECKING:
     from agentrl.run.outcomes import CaseOutcome
+    from agentrl.run.policies import NamedPolicy
     from agentrl.run.regressions import Evaluated
 
 _SHOWN = 12  # cases that did not pass, told in full
@@ -30,7 +31,7 @@ _LISTED = 40  # rows of the table
 
 def hold_to_suites(
     named: Sequence[str],
-    policy: str,
+    policy: NamedPolicy,
     overrides: Sequence[str],
     *,
     repeats: int | None,
@@ -46,10 +47,9 @@ def hold_to_suites(
         raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
     with loading():
         from agentrl.run.junit import junit
-        from agentrl.run.policies import find_policy
         from agentrl.run.regressions import evaluate, exit_code, pin, prepared
 
-    with prepared(find_policy(policy), suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
+    with prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
         folder = given.start.folder
         try:
             done = asyncio.run(evaluate(given, console=not as_json))
@@ -59,7 +59,7 @@ def hold_to_suites(
             raise typer.Exit(explain(error, folder=folder)) from None
     outcomes = [outcome for one in done for outcome in one.outcomes]
     if junit_file is not None:
-        files.write(junit_file, junit(outcomes, folder=folder, policy=policy, at=done[0].results.about.at))
+        files.write(junit_file, junit(outcomes, folder=folder, policy=policy.name, at=done[0].results.about.at))
     print(json.dumps(summary(done, folder)) if as_json else table(done, folder))
     if pinning:
         print(f"{pin(done)} cases have these results as their baseline", file=sys.stderr)

@@ -16,7 +16,7 @@ from agentrl.cli.regressions import hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
-from agentrl.run.policies import version_folder
+from agentrl.run.policies import find_policy, version_folder
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -65,14 +65,15 @@ def evaluate(
         list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64; with --policy also further suites.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Whom the cases of suites are asked: a model folder, RUN@VERSION, or module:attr. Needs no recipe.")
+        str | None, typer.Option(help="Whom the cases of suites are asked: a model folder, RUN@VERSION, URL, or module:attr.")
     ] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite: its cases in place of the held-out tasks.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the case says, else its suite.")] = None,
     threshold: Annotated[float, typer.Option(help="Score from which an attempt has passed; of a case, where it has none, the mean.")] = 1.0,
+    key_env: Annotated[str, typer.Option(help="With --policy URL: environment variable that holds the key.")] = "",
     junit: Annotated[Path | None, typer.Option(help="With --policy: write JUnit XML there.")] = None,
     pin: Annotated[bool, typer.Option("--pin", help="With --policy: keep the results in the cases, as their baselines.")] = False,
-    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION. Default: the recipe's policy.model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION; with --policy URL the model's name there.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval, -eval-2, ...")] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
@@ -83,17 +84,18 @@ def evaluate(
     reaches its threshold.
     """
     if policy is not None:
-        if suite is not None or model is not None:
-            raise UserError("--policy names the model, and suites come first", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
+        if suite is not None:
+            raise UserError("--policy is held to the suites that come first", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
         more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
+        found = find_policy(policy, model_name=model or "", key_env=key_env)
         hold_to_suites(
-            named, policy, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
+            named, found, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
         )
         return
-    if junit is not None or pin:
-        raise UserError("--junit and --pin are for a policy that is held to suites", fix="agentrl eval SUITE --policy POLICY")
+    if junit is not None or pin or key_env:
+        raise UserError("--junit, --pin and --key-env are for a policy that is held to suites", fix="agentrl eval SUITE --policy POLICY")
     if recipe.is_dir():
         raise UserError(f"{recipe} is a folder: which policy is asked?", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if suite is None and (repeats is not None or threshold != 1.0):

@@ -142,7 +142,11 @@ class Cases:
         self._stack = ExitStack()
         self.asked: Asked | None = None
         try:
-            self._policy: NamedPolicy = find_policy(config.getoption("agentrl_policy"))
+            self._policy: NamedPolicy = find_policy(
+                config.getoption("agentrl_policy"),
+                model_name=config.getoption("agentrl_model"),
+                key_env=config.getoption("agentrl_key_env"),
+            )
             suites = [suite for folder in config.getoption("agentrl_suite") for suite in find_suites(Path(folder))]
         except UserError as error:
             raise pytest.UsageError(str(error)) from None

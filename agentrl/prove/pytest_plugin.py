@@ -20,8 +20,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--agentrl-policy",
         metavar="POLICY",
-        help="whom the cases are asked: a model folder, RUN@VERSION, or module:attr",
+        help="whom the cases are asked: a model folder, RUN@VERSION, URL, or module:attr",
     )
+    group.addoption("--agentrl-model", default="", metavar="NAME", help="the model's name at a URL")
+    group.addoption("--agentrl-key-env", default="", metavar="VARIABLE", help="environment variable that holds the key for a URL")
     group.addoption("--agentrl-repeats", type=int, metavar="N", help="attempts at each case (default: what the case says, else its suite)")
     group.addoption(
         "--agentrl-threshold",

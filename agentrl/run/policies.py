@@ -14,6 +14,7 @@ from agentrl.errors import PluginError, RecipeError, UserError
 from agentrl.failure.case import Suite
 from agentrl.plugins import project_root
 from agentrl.recipe import Recipe, build, load
+from agentrl.reward.judges.endpoint import checked_url
 from agentrl.run import suite_tasks
 from agentrl.weights.model_folder import read_json
 
@@ -39,6 +40,8 @@ class NamedPolicy:
     name: str  # as typed
     model: str  # the folder, absolute; the URL; or the reference
     run: Path | None = None  # whose recipe says how it is served
+    model_name: str = ""  # of an endpoint's model
+    key_env: str = ""  # environment variable that holds an endpoint's key; empty: it wants none
 
     @property
     def served(self) -> bool:
@@ -46,10 +49,15 @@ class NamedPolicy:
         return self.source in (Source.FOLDER, Source.VERSION)
 
 
-def find_policy(named: str) -> NamedPolicy:
-    """Raises `UserError` where a name stands for none."""
+def find_policy(named: str, *, model_name: str = "", key_env: str = "") -> NamedPolicy:
+    """Raises `UserError` where a name stands for none, or where the model's name lacks, or is one too many."""
     if named.startswith(("http://", "https://")):
-        return NamedPolicy(source=Source.ENDPOINT, name=named, model=named)
+        if not model_name:
+            raise UserError("an endpoint serves models by name, and there is none", fix="name it with --model (--agentrl-model in pytest)")
+        checked_url(named)
+        return NamedPolicy(source=Source.ENDPOINT, name=f"{model_name} at {named}", model=named, model_name=model_name, key_env=key_env)
+    if model_name or key_env:
+        raise UserError("the name of a model and a key are for an endpoint", fix="give --policy http(s)://HOST/v1, or leave them out")
     if (found := version_folder(named)) is not None:
         run, folder = found
         return NamedPolicy(source=Source.VERSION, name=named, model=str(folder), run=run)
@@ -89,13 +97,20 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     """
     data: dict[str, Any] = {"policy": {"max_model_len": _room(suites)}} if policy.run is None else _of_run(policy.run)
     data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(suite.folder.resolve().name for suite in suites)).lstrip("-_.")[:60] or "suite"
-    data["policy"] |= {"model": policy.model, "chat_template": None}  # of a version, its run's template is its own
+    data["policy"] |= {
+        "model": policy.name if policy.source is Source.ENDPOINT else policy.model,
+        "chat_template": None,
+    }  # of a version, its run's template is its own
     if policy.source is Source.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
     data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.options(suites)}
     data |= {"evaluation": {**data.get("evaluation", {}), "heldout": 0, "heldout_real": 0}, "gate": None}
     data |= {"trackers": ["terminal"], "tracker_options": {}}
-    return build(data).but(*overrides)
+    recipe = build(data).but(*overrides)
+    evaluation = recipe.evaluation
+    if policy.source is Source.ENDPOINT and (evaluation.top_k or evaluation.min_p):
+        raise RecipeError("evaluation.top_k and evaluation.min_p are no settings of chat completions", fix="leave them out")
+    return recipe
 
 
 def make_part(policy: NamedPolicy) -> Any:

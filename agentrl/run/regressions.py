@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from agentrl.records import PolicyVersion, ScoredEpisode
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import preflight
+from agentrl.run.chat_agent import ChatAgent, ChatEndpoint, NoTokens
 from agentrl.run.ending import closing_in_turn, kept_going
 from agentrl.run.folder import Start, check_disk, claimed, write_start
 from agentrl.run.opening import opened
@@ -82,6 +83,7 @@ class _Open:
     tracker: Tracker
     version: PolicyVersion
     sampled_by: int | None  # the version that may have sampled tokens; None: versions are not ours to know
+    spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, where its turns do not hold them
 
 
 @contextmanager
@@ -212,7 +214,9 @@ class _Asking:
         scored = await self._open.groups.episode(case.task, name=f"{label}-{case.id}-r{number}")
         self._on_scored()
         self._open.capture.episode(case.task, scored, phase=PHASE, step=0)
-        return tried(case, number, scored, phase=PHASE, version=self._open.sampled_by), scored
+        made = tried(case, number, scored, phase=PHASE, version=self._open.sampled_by)
+        tokens = self._open.spent.pop(scored.episode.id, made.attempt.tokens)
+        return replace(made, attempt=replace(made.attempt, tokens=tokens)), scored
 
 
 def _names(suites: Sequence[Suite]) -> dict[Path, str]:
@@ -270,7 +274,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
 
 @asynccontextmanager
 async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
-    """A policy that answers by itself: a part of the project."""
+    """A policy that answers by itself: a part of the project, or somebody's server."""
     recipe, folder = given.recipe, given.start.folder
     async with closing_in_turn(folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=given.root)
@@ -281,6 +285,8 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
         stack.callback(tracker.close)
         tracker.stage("start", "sandbox images")
         policy, agent = _parts(given)
+        if isinstance(agent, ChatAgent):
+            stack.push_async_callback(agent.endpoint.close)
         async with asyncio.TaskGroup() as starting:
             for suite in given.suites:
                 starting.create_task(prepare(suite, sandboxes))
@@ -303,14 +309,30 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
             max_retries=recipe.rollout.max_retries,
             on_attempt=FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency).attempt,
         )
+        spent = agent.tokens if isinstance(agent, ChatAgent) else {}
         unknown = PolicyVersion(number=0, parent=None, folder="-", sha256="")
-        yield _Open(groups=groups, sandboxes=sandboxes, capture=capture, tracker=tracker, version=unknown, sampled_by=None)
+        yield _Open(groups=groups, sandboxes=sandboxes, capture=capture, tracker=tracker, version=unknown, sampled_by=None, spent=spent)
 
 
 def _parts(given: Prepared) -> tuple[Policy, Agent]:
-    """The policy that a reference makes, and the recipe's agent in the policy's own tokens."""
-    assert given.policy.source is Source.PART
+    """The policy that a reference makes, and the recipe's agent in the policy's own tokens; or the agent of an endpoint."""
+    if given.policy.source is Source.ENDPOINT:
+        return NoTokens(), _chat_agent(given.policy, given.recipe)
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
     agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=ChatFormat(made.tokenizer))
     return made, agent
+
+
+def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:
+    serving, sampling = recipe.serving, recipe.evaluation
+    endpoint = ChatEndpoint(
+        url=policy.model,
+        model=policy.model_name,
+        key_env=policy.key_env,
+        temperature=sampling.temperature,
+        timeout_s=serving.request_timeout_s,
+        patience_s=serving.startup_timeout_s,
+        concurrency=recipe.rollout.concurrency,
+    )
+    return ChatAgent(endpoint=endpoint, sampling={"top_p": sampling.top_p} if sampling.top_p < 1 else {})
