@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from xml.etree import ElementTree as xml
 
 import pytest
@@ -14,12 +20,19 @@ from agentrl.compare import results
 from agentrl.errors import PluginError, UserError
 from agentrl.failure.case import Baseline, load_suite
 from agentrl.recipe import load
+from agentrl.reward import TaskScorer
+from agentrl.run import regressions
+from agentrl.run.folder import Start
 from agentrl.run.junit import clean
 from agentrl.run.outcomes import Verdict, judged
-from agentrl.run.policies import Source, find_policy, make_part, recipe_for, root_of
+from agentrl.run.policies import NamedPolicy, Source, find_policy, make_part, recipe_for, root_of
+from agentrl.run.preflight import Checked
+from agentrl.testing import ScriptedPolicy, byte_tokenizer
+from tests.run import test_gate
 from tests.run.suite_parts import HERE, OVERRIDES, make_case, make_suite
 
 POLICY = f"{HERE}:policy"
+scripted = test_gate.scripted
 
 
 @pytest.fixture
@@ -123,6 +136,47 @@ def test_text_that_xml_cannot_hold_is_replaced_and_nothing_else() -> None:
     back = xml.fromstring(xml.tostring(element))
     assert back.text == clean(every)
     assert clean("a\tb\nc é 漢 😀 <&>") == "a\tb\nc é 漢 😀 <&>"
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_model_folder_is_served_watched_and_held_to_its_version(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is scripted; what `agentrl eval` opens around it is the run's own."""
+    run = await test_gate.opened(project / "r")
+    run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
+    script = make_part(find_policy(POLICY)).script
+    watched: list[str] = []
+
+    @asynccontextmanager
+    async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
+        yield run
+
+    async def watch(*, on_loss: object) -> None:
+        watched.append("begun")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(regressions, "opened", opened)
+    monkeypatch.setattr(run.served, "watch", watch)
+    found: list[regressions.Evaluated] = []
+    for version in (0, 1):
+        policy = ScriptedPolicy(tokenizer, script, version=version)
+        run.groups = replace(run.groups, runner=replace(run.groups.runner, policy=policy))
+        given = regressions.Prepared(
+            policy=NamedPolicy(source=Source.FOLDER, name="m", model="m"),
+            suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
+            recipe=test_gate.RECIPE,
+            root=project,
+            start=Start(recipe=Path("s"), folder=project / "r", overrides=()),
+            repeats=None,
+            threshold=1.0,
+            checked=cast(Checked, object()),
+            scorer=TaskScorer(),
+        )
+        found += await regressions.evaluate(given, console=False)
+    right, another = ({one.case.id: one for one in each.outcomes} for each in found)
+    assert (right["good"].verdict, right["bad"].verdict) == ("passed", "failed") and watched == ["begun", "begun"]
+    assert found[0].results.about.sha256 == run.registry.get(0).sha256
+    assert {one.verdict for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
+    await test_gate.plain.close(run)
 
 
 def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
