@@ -22,6 +22,7 @@ from agentrl.failure.tell import line
 from agentrl.run.outcomes import CaseOutcome, Verdict, details, see_more, short
 from agentrl.run.policies import NamedPolicy, find_policy
 from agentrl.run.regressions import Evaluated, Prepared, evaluate, prepared
+from agentrl.usercode import describe
 
 _LOOK_S = 0.5  # between two looks while an item waits, so that ctrl-C is heard
 _STOP_S = 120.0  # for servers and sandboxes to end
@@ -41,12 +42,14 @@ class Asked:
     def __init__(self, given: Prepared) -> None:
         self.given = given
         self.done: tuple[Evaluated, ...] = ()
+        self.error: BaseException | None = None  # that ended it
         self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
             (suite.name, case.id): Future() for suite in given.suites for case in suite.cases
         }
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._begun = threading.Event()
 
     def outcome(self, suite: str, case: str) -> CaseOutcome:
         """Waits for a case. Raises what ended the evaluation before it was scored."""
@@ -65,6 +68,7 @@ class Asked:
         """Waits until the results are written where every case has been scored, and stops the rest otherwise."""
         if self._thread is None:
             return
+        self._begun.wait(_STOP_S)
         if not all(future.done() for future in self._outcomes.values()) and self._loop is not None and self._task is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(_STOP_S)
@@ -73,12 +77,16 @@ class Asked:
         try:
             asyncio.run(self._evaluate())
         except BaseException as error:  # given to the items that wait: nothing else hears of this thread
+            self.error = first(error)
             for future in self._outcomes.values():
                 if not future.done():
-                    future.set_exception(first(error))
+                    future.set_exception(self.error)
+        finally:
+            self._begun.set()
 
     async def _evaluate(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._begun.set()
         self.done = await evaluate(self.given, console=False, on_case=self._scored)
 
     def _scored(self, outcome: CaseOutcome) -> None:
@@ -193,12 +201,16 @@ class Cases:
             report.longrepr = words
         return report
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.asked is not None:
             self.asked.finish()
+            if self.asked.error is not None and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._stack.close()
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.asked is not None and self.asked.error is not None:
+            terminalreporter.write_line(f"agentrl: the evaluation did not end well, and is not kept: {describe(self.asked.error)}")
         for one in () if self.asked is None else self.asked.done:
             passed = sum(outcome.verdict is Verdict.PASSED for outcome in one.outcomes)
             name = line(one.suite.name, 80)

@@ -71,6 +71,14 @@ def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[st
     assert not (project / "runs").exists() or not any((project / "runs").rglob("*.json"))
 
 
+def test_stopping_early_ends_what_is_asked_and_a_policy_that_is_none_is_told(project: Path) -> None:
+    make_suite(project / "s", make_case("bad"), make_case("good"))
+    asked = ("-q", "--agentrl-suite", "s", "--agentrl-set", OVERRIDES[0])
+    code, out = run(project, *asked, "--agentrl-policy", f"{HERE}:no_policy")
+    assert (code == 1 and "2 errors" in out and "has no method 'generate'" in out.replace('"', "'")) or "generate" in out, out
+    assert "is not kept" in out and "Traceback" not in out
+
+
 def test_collecting_starts_nothing(project: Path) -> None:
     make_suite(project / "s", make_case("good"), make_case("bad"))
     code, out = run(project, "-q", "--collect-only", "--agentrl-suite", "s", "--agentrl-policy", "gone.module:policy")
