@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.failure.case import Case, save_case
-from agentrl.plugins import resolve
 from agentrl.records import Split
+from sandboxes.tables import Tables
 from tests.e2e.conftest import ROOT, SMALL, agentrl
 
 MODEL = ROOT / "recipes" / "models" / "tables-base"
@@ -24,7 +24,7 @@ MODEL = ROOT / "recipes" / "models" / "tables-base"
 def test_a_real_policy_is_held_to_a_suite(tmp_path: Path) -> None:
     suite = ROOT / "runs" / f"e2e-suite-{os.getpid()}"  # in the project, whose images and verifiers the cases name
     try:
-        family = resolve(f"{ROOT}/sandboxes/tables/__init__.py:Tables")(seed=11)
+        family = Tables(seed=11)
         for number in range(6):
             save_case(suite, Case(id=f"case-{number}", task=family.task(Split.HELDOUT, number), threshold=0.0 if number else 2.0))
         run = tmp_path / "run"
