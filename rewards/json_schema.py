@@ -18,7 +18,7 @@ from pydantic import Field
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
-from agentrl.reward.worker import AtAnswer, Worker
+from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
 
 DEADLINE_S = 3.0
 _FENCE = "```"
@@ -33,6 +33,7 @@ class JsonSchema(Configured):
     """
 
     name: ClassVar[str] = "json_schema"
+    timeout_s: ClassVar[float] = PATIENCE_S
 
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     """None: the task has it, in `data["schema"]`."""

@@ -17,7 +17,7 @@ from pydantic import Field
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
-from agentrl.reward.worker import AtAnswer, Worker
+from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
 
 DEADLINE_S = 3.0
 LONGEST = 4000  # characters of a submission
@@ -37,6 +37,7 @@ class Mathematics(Configured):
     """
 
     name: ClassVar[str] = "mathematics"
+    timeout_s: ClassVar[float] = PATIENCE_S
 
     decimals: int = Field(6, ge=0, le=15)
     """Decimal places that are compared of numbers that are not exact."""

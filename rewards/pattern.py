@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, wrong
-from agentrl.reward.worker import AtAnswer, Worker
+from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
 
 DEADLINE_S = 2.0
 
@@ -30,6 +30,7 @@ class Pattern(Configured):
     """
 
     name: ClassVar[str] = "pattern"
+    timeout_s: ClassVar[float] = PATIENCE_S
 
     pattern: str = ""
     """Empty: the task's truth is the pattern."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.records import Episode, Score, Task
+from agentrl.reward.worker import PATIENCE_S
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
 from sandboxes.reasoning.catalogue import speaks, too_long
 
@@ -24,35 +25,41 @@ _asking = ThreadPoolExecutor(1, thread_name_prefix="reasoning")
 """Of its own, because answers wait for one another here: whoever stops waiting is never asked about, and nothing else waits with them."""
 
 
-async def own_scorer(task: Task, episode: Episode) -> Score:
-    """1.0 when the dataset's own scorer gives the answer full marks, else 0.0. What it gives in between is kept as a part.
+class OwnScorer:
+    """Full marks of the dataset's own scorer, or nothing."""
 
-    Parts: `exact`, the value again, and `partial`, the scorer's mark as it is. Many pay 0.01 or 0.05 for any answer of the right form,
-    which is why partial marks are no reward here. White space at both ends of an answer plays no part. No answer, a huge one, and one
-    that is not in its dataset's language are wrong. So is one at which the scorer raises, exceeds its bounds twice, or gives something
-    else than a number from 0 to 1, when it gives the truth full marks: or an agent could choose which of its answers count. When it fails
-    at the truth, too, the answer is unscored.
+    timeout_s: ClassVar[float] = PATIENCE_S
+    bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
-    Raises `TaskError` when the package no longer makes the task's problem.
-    """
-    truth, origin = str(task.data["answer"]), task.data["origin"]
-    name = str(origin["dataset"])
-    answer = (episode.answer or "").strip()
-    if wrong := _wrong(name, answer, truth):
-        return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
-    mark, problem = await _marked(origin, truth, answer)
-    if problem and (await _marked(origin, truth, truth))[0] >= 1 - NEAR:  # the scorer is sound, so the answer is not
-        mark, problem = await _marked(origin, truth, answer)  # once more: the machine may have been slow
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        """1.0 when the dataset's own scorer gives the answer full marks, else 0.0. What it gives in between is kept as a part.
+
+        Parts: `exact`, the value again, and `partial`, the scorer's mark as it is. Many pay 0.01 or 0.05 for any answer of the right form,
+        which is why partial marks are no reward here. White space at both ends of an answer plays no part. No answer, a huge one, and one
+        that is not in its dataset's language are wrong. So is one at which the scorer raises, exceeds its bounds twice, or gives something
+        else than a number from 0 to 1, when it gives the truth full marks: or an agent could choose which of its answers count. When it
+        fails at the truth, too, the answer is unscored.
+
+        Raises `TaskError` when the package no longer makes the task's problem.
+        """
+        truth, origin = str(task.data["answer"]), task.data["origin"]
+        name = str(origin["dataset"])
+        answer = (episode.answer or "").strip()
+        if wrong := _wrong(name, answer, truth):
+            return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
+        mark, problem = await _marked(origin, truth, answer)
+        if problem and (await _marked(origin, truth, truth))[0] >= 1 - NEAR:  # the scorer is sound, so the answer is not
+            mark, problem = await _marked(origin, truth, answer)  # once more: the machine may have been slow
+            if problem:
+                return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"at answer {answer[:SHOWN]!r} the scorer {problem}")
         if problem:
-            return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"at answer {answer[:SHOWN]!r} the scorer {problem}")
-    if problem:
-        return Score(value=None, reason=f"reasoning-gym's scorer of {name} {problem}")
-    exact = float(mark >= 1 - NEAR)
-    return Score(
-        value=exact,
-        parts={"exact": exact, "partial": min(max(mark, 0.0), 1.0)},
-        evidence=f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}, mark {mark:g}",
-    )
+            return Score(value=None, reason=f"reasoning-gym's scorer of {name} {problem}")
+        exact = float(mark >= 1 - NEAR)
+        return Score(
+            value=exact,
+            parts={"exact": exact, "partial": min(max(mark, 0.0), 1.0)},
+            evidence=f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}, mark {mark:g}",
+        )
 
 
 async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
@@ -76,3 +83,6 @@ def _wrong(name: str, answer: str, truth: str) -> str:
     if too_long(name, answer, truth):
         return f"answer {answer[:SHOWN]!r} is longer than the truth"
     return "" if speaks(name, answer) else f"answer {answer[:SHOWN]!r} is not in the language of {name}"
+
+
+own_scorer = OwnScorer()

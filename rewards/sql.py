@@ -24,7 +24,7 @@ from pydantic import Field
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, need, wrong
-from agentrl.reward.worker import AtAnswer, Worker
+from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
 
 DEADLINE_S = 5.0
 MAX_ROWS = 20_000
@@ -45,6 +45,7 @@ class Sql(Configured):
     """
 
     name: ClassVar[str] = "sql"
+    timeout_s: ClassVar[float] = PATIENCE_S
 
     databases: tuple[str, ...] = ()
     """SQL scripts, each of which makes one database. None: the task has them, in `data["databases"]`, a text or a list."""

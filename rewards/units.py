@@ -138,9 +138,20 @@ ONE = Unit(1.0, (0,) * len(BASE))
 
 
 def unit(text: str) -> Unit | None:
-    """The unit that a text names: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number. None: not known."""
+    """The unit that a text names: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number.
+
+    None: not known, or worth so much or so little that no float holds it.
+    """
     if len(text) > LONGEST:
         return None
+    try:
+        found = _quotient(text)
+    except (OverflowError, ZeroDivisionError):  # such as peV^-12, and 1/peV^12
+        return None
+    return found if found is not None and 0 < found.factor < math.inf else None
+
+
+def _quotient(text: str) -> Unit | None:
     text = _RAISED.sub(lambda match: "^" + match[1].translate(_POWERS), text.strip()).replace("\u00b7", "*")
     above, slash, below = text.partition("/")
     if not text:

@@ -8,6 +8,7 @@ episodes.jsonl    the episodes in words, a line each, with the same `episode` as
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from agentrl.files import commit_folder, json_line, part_folder, whole_lines
 
 FORMAT = 1
 ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
+LARGEST_SCORE = 1e100
+"""Of an attempt, up or down: sums of a few larger ones are no floats any more."""
 _LARGEST = 256 << 20  # bytes of one file
 
 
@@ -158,6 +161,7 @@ def load(folder: Path) -> Results:
         about = codec.from_json(About, _bytes(folder / ABOUT))
         _bytes(folder / ATTEMPTS, read=False)
         attempts = tuple(codec.from_json(Attempt, line) for line in whole_lines(folder / ATTEMPTS))
+        _check(attempts)
     except FileNotFoundError as error:
         raise UserError(
             f"{folder} holds no evaluation of a suite: {Path(str(error.filename)).name} is missing",
@@ -166,6 +170,17 @@ def load(folder: Path) -> Results:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no evaluation of a suite: {error}"[:2000], fix="evaluate again") from None
     return Results(about=about, attempts=attempts)
+
+
+def _check(attempts: Iterable[Attempt]) -> None:
+    """Raises `ValueError` for attempts that nothing can be concluded from."""
+    seen: set[tuple[str, int]] = set()
+    for one in attempts:
+        if (one.case, one.number) in seen or one.number < 0:
+            raise ValueError(f"attempt {one.number} at {one.case!r} is there twice, or is none")
+        if one.score is not None and math.isfinite(one.score) and abs(one.score) > LARGEST_SCORE:
+            raise ValueError(f"attempt {one.number} at {one.case!r} has a score of {one.score:g}")
+        seen.add((one.case, one.number))
 
 
 def _bytes(path: Path, *, read: bool = True) -> bytes:

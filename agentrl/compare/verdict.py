@@ -50,6 +50,11 @@ class GateVerdict(Record):
     figures: Figures | None = None  # of the evaluation
     regressions: tuple[Regression, ...] = ()  # the cases that block; where only the suite fell, those that fell furthest
 
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if self.outcome is Outcome.ROLLED_BACK and (self.reference is None or not 0 <= self.reference < self.version):
+            raise ValueError(f"version {self.version} is rolled back, but to none before it: {self.reference}")
+
     @property
     def promoted(self) -> bool:
         return self.outcome in (Outcome.REFERENCE, Outcome.PROMOTED)
@@ -66,7 +71,10 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"larger than {_LARGEST >> 20} MiB")
-        return codec.from_json(GateVerdict, path.read_bytes())
+        found = codec.from_json(GateVerdict, path.read_bytes())
+        if found.version != version:
+            raise ValueError(f"it is on version {found.version}")
+        return found
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -34,6 +34,9 @@ from agentrl.plugins import resolve
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
 STARTING_S = 60.0  # for a child to import what it needs, on a machine that is busy
+PATIENCE_S = 3600.0
+"""`timeout_s` of a verifier that asks a worker. Each answer has a deadline of its own; behind many that get to theirs an honest one waits
+for minutes, and must not lose its score to them."""
 MAX_REPLY = 1 << 20
 _SPARE_S = 30.0  # beyond the deadline, at which the kernel ends a child, before its driver does
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -165,6 +168,8 @@ class _Child:
             raise InfrastructureError(f"the judging process answered request {answered.get('number')}, not {number}")
         if "task" in answered:
             raise TaskError(answered["task"])
+        if answered.get("full"):  # what earlier answers left in its caches may be what fills it, so it serves nobody any more
+            self.close()
         if "raised" in answered:
             raise Raised(f"raised {answered['raised']}")
         return answered["reply"]
@@ -251,21 +256,31 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies.write("ready\n")
     replies.flush()
+    full = (_size() + memory) // 2
     for line in sys.stdin:
         asked = json.loads(line)
-        replies.write(_answer(function, asked["request"], asked["number"], deadline_s) + "\n")
+        replies.write(_answer(function, asked["request"], asked["number"], deadline_s, full) + "\n")
         replies.flush()
 
 
-def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float) -> str:
+def _size() -> int:
+    """Bytes of this process's address space."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
+    """The reply, and whether more than `full` bytes are still taken after it: a library that has no memory may say anything."""
     try:
         at_most(deadline_s)
-        reply = json.dumps({"number": number, "reply": function(request)})
+        reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
         if len(reply) > MAX_REPLY:
             raise ValueError(f"a reply of {len(reply)} characters")
         return reply
     except TaskError as error:
         return json.dumps({"number": number, "task": str(error)[:2000]})
+    except MemoryError as error:
+        return json.dumps({"number": number, "raised": f"MemoryError: {error}"[:500], "full": True})
     except Exception as error:  # whatever the libraries raise at what an agent wrote
         return json.dumps({"number": number, "raised": f"{type(error).__name__}: {error}"[:500]})
     finally:

@@ -17,6 +17,7 @@ from agentrl import codec
 from agentrl.compare import Judgement, Results, Rule, Scores, judge, results, suspicious
 from agentrl.compare.rule import passes
 from agentrl.compare.verdict import FILE, GateVerdict, Outcome, Regression, evaluation_folder, read_verdict, read_verdicts
+from agentrl.errors import StoreError
 from agentrl.failure.case import Suite
 from agentrl.files import read_json_lines
 from agentrl.gating import GATE, GateConfig
@@ -189,7 +190,9 @@ def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
         run.registry.set_state(version.number, VersionState.PROMOTED)
     if verdict.outcome is Outcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
         to = run.registry.get(verdict.reference)
-        assert to is not None, "promoted versions are never forgotten before their successors"
+        if to is None or to.state is not VersionState.PROMOTED:
+            path = evaluation_folder(run.folder, version.number) / FILE
+            raise StoreError(f"{path} sends the run back to version {verdict.reference}, which was not promoted")
         request = rollback.Request(version=version.number, sha256=version.sha256, to=to.number, to_sha256=to.sha256, reason=verdict.reason)
         rollback.ask(run.folder / "versions", request)
     figure = verdict.figures.pass_at_1 if verdict.figures is not None else None

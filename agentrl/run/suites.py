@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -166,14 +165,14 @@ def tried(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version
     reason = reason_of(scored)
     if others and version is not None:
         reason = f"version {', '.join(map(str, others))} sampled some of it, not {version} alone"
-    counts = not reason and value is not None and math.isfinite(value)
+    counts = not reason and value is not None and abs(value) <= results.LARGEST_SCORE
     attempt = Attempt(
         case=case.id,
         task_key=case.task.key,
         number=number,
         episode=episode.id,
         score=value if counts else None,
-        reason="" if counts else reason or "the score is not finite",
+        reason="" if counts else reason or "the score is not finite, or too large for a mean",
         again=again,
         tokens=episode.completion_tokens,
         turns=sum(len(one.turns) for one in episode.trajectories),

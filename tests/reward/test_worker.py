@@ -15,6 +15,7 @@ from agentrl.errors import InfrastructureError, TaskError
 from agentrl.reward.worker import AtAnswer, Raised, Stopped, Unsound, Worker, _Child
 
 prepared = False
+hoard: list[bytearray] = []
 
 
 def prepare() -> None:
@@ -32,6 +33,14 @@ def act(request: Any) -> Any:
             os.kill(os.getpid(), signal.SIGSEGV)
         case "memory":
             return len(bytearray(1 << 40))
+        case "hoard":
+            while True:
+                hoard.append(bytearray(64 << 20))
+        case "keep":
+            hoard.append(bytearray(600 << 20))
+            return "kept"
+        case "modest":
+            return len(bytearray(512 << 20))
         case "huge reply":
             return "x" * (2 << 20)
         case "print":
@@ -119,3 +128,14 @@ async def test_whoever_stops_waiting_is_never_asked_about() -> None:
 def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
     with pytest.raises(ValueError, match="top of a module"):
         Worker(lambda request: request)
+
+
+async def test_a_process_that_is_full_is_replaced() -> None:
+    """What one answer left in memory must not fail the next ones, and with them the sound request."""
+    one = Worker(act, deadline_s=5.0, memory=1 << 30)
+    with pytest.raises(Raised, match="MemoryError"):
+        await one.ask("hoard")
+    assert await one.ask("modest") == 512 << 20
+    assert await one.ask("keep") == "kept"
+    assert await one.ask("modest") == 512 << 20
+    one.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from pathlib import Path
@@ -13,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import PluginError
+from agentrl.plugins import resolve
 from agentrl.prove.null_answers import prove_null_answers
 from agentrl.prove.verifiers import Golden
 from agentrl.records import Blame, Score
 from agentrl.reward import TaskScorer, configured
+from agentrl.reward.asking import limit_of
 from agentrl.reward.rubric import Rubric
+from agentrl.reward.worker import PATIENCE_S, Worker
 from rewards.exact import Exact, exact
 from rewards.form import Form, Length
 from rewards.json_schema import JsonSchema, json_schema, same_json
@@ -25,6 +29,7 @@ from rewards.mathematics import expression, mathematics
 from rewards.numeric import Numeric, numeric, quantity
 from rewards.outputs import Outputs, outputs, same
 from rewards.pattern import Pattern, pattern
+from rewards.pattern import verdict as matches
 from rewards.sql import Refused, Result, Sql, differ, execute, orders, same_bag, sql
 from rewards.tool_use import ToolUse
 from rewards.units import BASE, unit
@@ -131,6 +136,9 @@ async def test_exact(verifier: Exact, answer: str | None, due: float) -> None:
         (numeric, "3", "3 or 4", 0.0),
         (numeric, "3", "1_000", 0.0),
         (numeric, "2", "2" * 300, 0.0),
+        (numeric, "1 m", "1 peV^-12", 0.0),  # worth more than a float holds
+        (numeric, "1 m", "1 m/peV^12", 0.0),  # and a division by what is worth less
+        (numeric, "0", "7 peV^12 J^-12 peV^12 J^-12", 0.0),
     ],
 )
 async def test_numeric(verifier: Numeric, truth: Any, answer: str, due: float) -> None:
@@ -340,6 +348,22 @@ def test_a_connection_only_reads_even_past_its_authorizer(monkeypatch: pytest.Mo
             execute("/only-reads", query)
     assert len(execute("/only-reads", "SELECT * FROM t").rows) == 3
     keep.close()
+
+
+async def test_nobodys_score_is_lost_to_waiting_for_an_answer_that_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(matches, deadline_s=0.5, processes=1)
+    monkeypatch.setattr("rewards.pattern._worker", worker)
+    scorer = TaskScorer(timeout_s=0.4, _verifiers={"v": pattern})
+    given_ = await asyncio.gather(*(scorer(task(answer="(a+)+b"), episode(answer)) for answer in ("a" * 60, "aab")))
+    worker.close()
+    assert [one.value for one in given_] == [0.0, 1.0], given_
+
+
+@pytest.mark.parametrize(
+    "name", ["json_schema:json_schema", "mathematics:mathematics", "pattern:pattern", "reasoning:own_scorer", "sql:sql"]
+)
+def test_whoever_asks_a_worker_waits_for_his_turn(name: str) -> None:
+    assert limit_of(resolve(f"rewards.{name}"), 30.0) == PATIENCE_S
 
 
 FILES = {

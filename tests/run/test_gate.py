@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.cli import app
 from agentrl.compare.verdict import Outcome, read_verdict, read_verdicts
-from agentrl.errors import UserError
+from agentrl.errors import StoreError, UserError
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
 from agentrl.gating import GATE, GateConfig
@@ -215,6 +215,27 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
     await run.served.swap(run.registry.get(3))
     record_missing(run)
     assert measure.recorded(tmp_path) == {1, 2, 3}
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    await judge_served(run)
+    publish(run, 1, 0, "bad")
+    publish(run, 2, 1, "bad c01")
+    run.registry.set_state(1, VersionState.SERVING)
+    await run.served.swap(run.registry.get(2))
+    await judge_served(run)
+    path = tmp_path / "gate/000002/verdict.json"
+    said = json.loads(path.read_text())
+    changes: list[dict[str, Any]] = [{"version": 0}, {"reference": None}, {"reference": 2}, {"reference": 1}]
+    for changed in changes:
+        path.write_text(json.dumps(said | changed))
+        with pytest.raises(StoreError, match=r"verdict\.json"):
+            await judge_served(run)
+    path.write_text(json.dumps(said))
+    await judge_served(run)
     await plain.close(run)
 
 

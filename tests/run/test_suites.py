@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -103,6 +104,15 @@ def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
     (tmp_path / "attempts.jsonl").write_text("")
     with pytest.raises(UserError, match="is no evaluation"):
         results.load(tmp_path)
+    about = results.About(
+        suite="s", suite_sha256="", cases=1, repeats=1, model="m", version=0, sha256="", recipe="r", recipe_sha256="", sampling={}, seed=0,
+        threshold=1.0, agentrl="0", at="",
+    )  # fmt: skip
+    one = results.Attempt(case="c", task_key="k", number=0, episode="e", score=1.0)
+    for attempts in ((one, one), (dataclasses.replace(one, number=-1),), (dataclasses.replace(one, score=1.7e308),)):
+        results.save(tmp_path, results.Results(about=about, attempts=attempts), [])
+        with pytest.raises(UserError, match="is no evaluation"):
+            results.load(tmp_path)
     for wrong in (["compare", "a", "b", "--alpha", "0.9"], ["eval", "recipes/quickstart.py", "--repeats", "3"]):
         done = CliRunner().invoke(app, wrong)
         assert isinstance(done.exception, UserError), done.output

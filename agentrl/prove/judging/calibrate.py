@@ -18,7 +18,7 @@ from agentrl import usercode
 from agentrl.errors import UserError
 from agentrl.prove.judging import agreement as stats
 from agentrl.prove.judging.agreement import Bin, Table
-from agentrl.prove.judging.labels import Item, Labelled
+from agentrl.prove.judging.labels import Item, Labelled, different
 from agentrl.records import Score
 from agentrl.reward.judges import Comparison, Spent
 from agentrl.reward.judges.calibration import Calibration, Measured
@@ -47,6 +47,7 @@ class Report:
     calibration: Calibration
     pairs: bool  # measured on pairs of a right and a wrong answer: "right" means that the first one is
     disputed: int  # answers on which the labellers do not agree
+    copies: int  # labelled answers that say what another one says, to the same question: they count once
     length_bias: Measured | None  # correlation of score and length (logarithm; of a pair, the difference) among answers of one label
     position_bias: Measured | None  # of pairs: how often place A was preferred, where a place was; 0.5 is none
     inconsistent: Measured | None  # of pairs: how often the two orders were told apart
@@ -80,7 +81,8 @@ async def calibrate(
         ledger: file of answers and counts, relative to `root`, for a judge that names none: a second measurement then costs nothing.
         progress: hears how many are done.
     """
-    known = [one for one in labelled if one.right is not None]
+    every = different(labelled)
+    known = [one for one in every if one.right is not None]
     if len({one.right for one in known}) < 2:
         raise UserError("the labels hold only right or only wrong answers", fix="label some of both: agentrl label RUN")
     measured = judge.undemanding(ledger=ledger) if hasattr(judge, "undemanding") else judge
@@ -95,7 +97,15 @@ async def calibrate(
         if hasattr(measured, "close"):
             await measured.close()
     made = _calibration(judge, verdicts, reference=reference, labels_sha256=labels_sha256, threshold=threshold)
-    return _report(made, verdicts, pairs, disputed=len(labelled) - len(known), spent=_less(after, before), wall_s=time.monotonic() - began)
+    return _report(
+        made,
+        verdicts,
+        pairs,
+        disputed=len(every) - len(known),
+        copies=len(labelled) - len(every),
+        spent=_less(after, before),
+        wall_s=time.monotonic() - began,
+    )
 
 
 async def _asked(
@@ -126,7 +136,7 @@ async def _asked(
 
 async def _scored(judge: Any, one: Labelled) -> Verdict:
     item = one.item
-    task = item.task(reference_key=getattr(judge, "reference", "answer"))
+    task = item.task(reference_keys=_reference_keys(judge))
     about: dict[str, Any] = {"label": bool(one.right), "chars": len(item.answer), "task_id": item.task_id}
     given = await _called(judge, lambda: judge(task, item.episode()))
     if isinstance(given, str):
@@ -134,6 +144,14 @@ async def _scored(judge: Any, one: Labelled) -> Verdict:
     if not isinstance(given, Score) or given.value is None or not math.isfinite(given.value):
         return Verdict(score=None, reason=given.reason if isinstance(given, Score) and given.value is None else "no finite score", **about)
     return Verdict(score=given.value, **about)
+
+
+def _reference_keys(judge: Any) -> set[str]:
+    """Where a judge, or each of an ensemble's, looks for the reference in a task's data."""
+    members = getattr(judge, "judges", None)
+    if isinstance(members, Mapping):
+        return {key for one in members.values() for key in _reference_keys(one)}
+    return {str(getattr(judge, "reference", "answer"))}
 
 
 async def _compared(judge: Any, first: Item, second: Item, label: bool) -> Verdict:
@@ -201,7 +219,9 @@ def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, lab
     )
 
 
-def _report(made: Calibration, verdicts: Sequence[Verdict], pairs: bool, *, disputed: int, spent: Spent | None, wall_s: float) -> Report:
+def _report(
+    made: Calibration, verdicts: Sequence[Verdict], pairs: bool, *, disputed: int, copies: int, spent: Spent | None, wall_s: float
+) -> Report:
     given = [(one.score, one) for one in verdicts if one.score is not None]
     scores, labels = [score for score, _ in given], [one.label for _, one in given]
     lengths = [math.copysign(math.log1p(abs(one.chars)), one.chars) for _, one in given]
@@ -214,6 +234,7 @@ def _report(made: Calibration, verdicts: Sequence[Verdict], pairs: bool, *, disp
         calibration=made,
         pairs=pairs,
         disputed=disputed,
+        copies=copies,
         length_bias=stats.partial_correlation(lengths, scores, labels),
         position_bias=stats.share(sides["A"], preferred) if preferred else None,
         inconsistent=stats.share(apart, len(both)) if both else None,

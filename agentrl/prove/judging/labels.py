@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ class Item:
     messages: tuple[Mapping[str, Any], ...] = ()  # the conversation, as in a run's `episodes/`
     data: Mapping[str, Any] = field(default_factory=dict)  # further truth for verifiers that want it
 
-    def task(self, *, reference_key: str = "answer") -> Task:
+    def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
         """A task for a verifier: the question and the truth, nothing that could be run."""
-        truth = {} if self.reference is None else {reference_key: self.reference}
+        truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
         return Task(
             id=self.task_id,
             family="labels",
@@ -96,6 +96,17 @@ def read_labels(paths: Sequence[Path]) -> list[Labelled]:
             else:
                 given.pop(by, None)
     return [Labelled(item=items[key], votes=given) for key, given in votes.items() if given]
+
+
+def different(labelled: Sequence[Labelled]) -> list[Labelled]:
+    """Each answer once: what a judge is shown twice it answers alike, so that a copy adds no evidence. Votes on copies are put together."""
+    found: dict[str, tuple[Item, dict[str, bool]]] = {}
+    for one in labelled:
+        item = one.item
+        key = _hash(item.question, item.answer, item.reference, item.messages, dict(item.data))
+        votes = found.setdefault(key, (item, {}))[1]
+        votes |= {f"{item.id} {by}": right for by, right in one.votes.items()}
+    return [Labelled(item=item, votes=votes) for item, votes in found.values()]
 
 
 def settled(path: Path) -> dict[str, str]:

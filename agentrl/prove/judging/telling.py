@@ -24,6 +24,7 @@ def data(report: Report) -> dict[str, Any]:
     return {
         "pairs": report.pairs,
         "disputed": report.disputed,
+        "copies": report.copies,
         "length_bias": None if report.length_bias is None else asdict(report.length_bias),
         "position_bias": None if report.position_bias is None else asdict(report.position_bias),
         "inconsistent": None if report.inconsistent is None else asdict(report.inconsistent),
@@ -56,6 +57,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  {'reliability':<15} score -> share right: {curve}; off by {report.calibration_error:.3f} on average"
     if report.disputed:
         yield f"  {report.disputed} answers are left out: as many labellers say right as wrong"
+    if report.copies:
+        yield f"  {report.copies} labelled answers are copies of another one: they count once"
     yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
     if made.tasks < judged:
         yield f"  {judged} answers to {made.tasks} tasks: answers to one task are alike, so that the intervals are somewhat too narrow"

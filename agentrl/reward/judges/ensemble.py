@@ -58,6 +58,12 @@ class Ensemble:
             raise UserError("an ensemble has two judges or more, each with a name without a slash", fix='judges={"strict": a, "mild": b}')
         if any(needs_sandboxes(judge) for judge in self.judges.values()):
             raise UserError("a verifier that needs sandboxes cannot be in an ensemble", fix="name it beside it, in tasks.verifiers")
+        known = [one for judge in self.judges.values() if (one := getattr(judge, "identity", ""))]
+        if len(set(known)) < len(known):
+            raise UserError(
+                "two judges of an ensemble ask the same of the same model, so that one would be given the other's kept answer",
+                fix="give their endpoints another seed, or, where servers of one name serve other weights, another revision",
+            )
         if not 1 <= self._needed <= len(self.judges) or not self.max_disagreement >= 0:
             raise UserError(f"a quorum of {self.quorum} of {len(self.judges)} judges", fix="give a number from 1 to that of the judges")
         if self.min_agreement and self.calibration is None:

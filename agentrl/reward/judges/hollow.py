@@ -16,6 +16,7 @@ _OPENINGS = (
 )
 _OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
 _SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols that mean something
+_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # letters and symbols of Unicode that show nothing, or stand for nothing
 _WORDLESS = re.compile(r"[^\w' -]+|_+")
 
 
@@ -29,7 +30,7 @@ def hollow(answer: str | None, *, question: str = "", reference: str | None = No
     plain = _plain(answer[:_LONGEST])
     if reference is not None and (answer.strip() == reference.strip() or plain == _plain(reference[:_LONGEST]) != ""):
         return ""
-    if not any(unicodedata.category(char) in _SAYING for char in answer):
+    if not any(unicodedata.category(char) in _SAYING for char in answer if char not in _BLANK):
         return "the answer holds no letter, digit or symbol"
     if len(answer) <= _LONGEST and _OPENING.fullmatch(plain):
         return "the answer is an opening without anything after it"

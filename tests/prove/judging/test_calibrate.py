@@ -28,8 +28,21 @@ judge = Judge(endpoint=one, form=CORRECT)
 strict = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.8)
 stricter = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.95)
 changed = Judge(endpoint=one, form=HELPFUL, calibration="c.json")
-both = Ensemble(judges={{"strict": strict, "again": judge}})
+both = Ensemble(judges={{"strict": strict, "again": Judge(endpoint=Endpoint(url="{url}", model="scripted", seed=1), form=CORRECT)}})
 pairs = Pairwise(endpoint=one)
+
+
+async def by_key(task, episode):
+    from agentrl.records import Score
+    return Score(value=float(task.data["solution"] in episode.answer))
+
+
+class Keyed:
+    reference = "solution"
+    __call__ = staticmethod(by_key)
+
+
+panel = Ensemble(judges={{"one": Keyed(), "other": Keyed()}})
 
 
 async def plain(task, episode):
@@ -104,6 +117,22 @@ def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> 
     assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout
     picture = ElementTree.parse(project / "c.svg").getroot()
     assert len(list(picture.iter("{http://www.w3.org/2000/svg}circle"))) >= 2 + 5
+
+
+def test_copies_of_an_answer_are_no_evidence(project: Path) -> None:
+    lines = (project / "labels.jsonl").read_text().splitlines()[:8]
+    copies = [json.dumps({**json.loads(line), "id": f"{number}-{copy}"}) for number, line in enumerate(lines) for copy in range(50)]
+    (project / "labels.jsonl").write_text("\n".join(copies) + "\n")
+    with ChatServer(flipping(0.0)) as server:
+        _, found, _ = calibrate(project, server)
+    assert found["agreement"]["n"] == 8 and found["agreement"]["low"] < 0.7, "400 of 400 would be above 0.99"  # type: ignore[index]
+    assert found["more"]["copies"] == 392  # type: ignore[index]
+
+
+def test_the_judges_of_an_ensemble_find_the_reference_where_they_look(project: Path) -> None:
+    with ChatServer([]) as server:
+        code, found, told = calibrate(project, server, "panel")
+    assert code == 0 and found["agreement"]["value"] == 1.0, told  # type: ignore[index]
 
 
 def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project: Path) -> None:

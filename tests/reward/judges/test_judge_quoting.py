@@ -97,6 +97,8 @@ def test_cut_keeps_head_and_tail() -> None:
         "Solution",
         "\u89e3",
         "Final answer:",
+        "\u3164",  # a letter without a shape
+        "\u2800 \ufffd",
     ],
 )
 def test_answers_that_say_nothing(answer: str | None) -> None:

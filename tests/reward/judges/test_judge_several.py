@@ -65,13 +65,22 @@ def test_ensembles_that_are_refused(how: dict[str, Any]) -> None:
         Ensemble(**{"judges": dict.fromkeys("abc", Fixed(1.0)), **how})
 
 
+def test_the_same_judge_is_not_asked_twice() -> None:
+    """The cache would give the second one the answer of the first, and the two would always agree."""
+    one, other = (Judge(endpoint=endpoint(f"http://127.0.0.1:{port}/v1"), form=CORRECT) for port in (8000, 8001))
+    with pytest.raises(UserError, match="kept answer"):
+        Ensemble(judges={"a": one, "b": other})
+    differs = Judge(endpoint=endpoint("http://127.0.0.1:8001/v1", revision="32b"), form=CORRECT)
+    assert Ensemble(judges={"a": one, "b": differs}).identity
+
+
 async def test_an_ensemble_is_known_by_its_members() -> None:
     with ChatServer([Says(scores(correct=1))]) as server:
         one, other = (Judge(endpoint=endpoint(server.url, seed=seed), form=CORRECT) for seed in (1, 2))
         both = Ensemble(judges={"a": one, "b": other})
         assert (await both(TASK, episode())).value == 1.0 and both.spent().calls == 2
         await both.close()
-    assert both.identity and both.identity != Ensemble(judges={"a": one, "b": one}).identity
+    assert both.identity and both.identity != Ensemble(judges={"a": other, "b": one}).identity
     assert Ensemble(judges={"a": one, "b": Fixed(1.0)}).identity == "", "a verifier without an identity gives none"
     assert both.timeout_s > one.endpoint.patience_s
 
