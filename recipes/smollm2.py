@@ -32,16 +32,16 @@ recipe = Recipe(
     tasks=TasksConfig(
         family="sandboxes.reasoning:Reasoning",
         options={
-            "datasets": "basic_arithmetic, chain_sum, products, lcm, spell_backward",
-            "heldout_kinds": "count_bits, gcd, bitwise_arithmetic, letter_counting",
+            "datasets": "basic_arithmetic(max_terms=3 max_digits=2), chain_sum, products, spell_backward",
+            "heldout_kinds": "count_bits, lcm, bitwise_arithmetic, letter_counting",
             "turn_tokens": 96,
         },
     ),
-    rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=0.7, top_k=20, min_p=0.1),
+    rollout=RolloutConfig(group_size=8, groups_per_step=8, concurrency=64, temperature=1.0, top_k=20, min_p=0.1),
     evaluation=EvalConfig(heldout=80, heldout_real=48, temperature=0.0),
-    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=2.0),
+    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=1.5),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=2e-5, zero_stage=0, ranks=1, max_tokens_per_microbatch=4096),
+    learner=LearnerConfig(lr=2e-5, zero_stage=0, ranks=1, max_tokens_per_microbatch=2048),
 )
 
 if __name__ == "__main__":
