@@ -264,3 +264,13 @@ def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(tmp_path: Pat
     capture.close()
     with Collection(tmp_path) as collection:
         assert [row.id for row in collection.rows()] == ["g000000-0-a0", "g000011-0-a0"]
+
+
+def test_the_traces_of_a_run_that_nobody_can_write_to_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Collection(tmp_path, make=True) as collection:
+        collection.add([trace(*STEPS)])
+    monkeypatch.setattr("agentrl.failure.collection.os.access", lambda path, mode: False)  # an archive, mounted to be read
+    with Collection(tmp_path) as collection:
+        assert len(collection) == 1 and [path.name for path in (tmp_path / "failures").iterdir()] == ["traces.sqlite"]
+        with pytest.raises(StoreError, match="readonly"):
+            collection.forget("train")
