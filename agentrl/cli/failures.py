@@ -78,7 +78,8 @@ def list_failures(
     )
     for title, counts in tables:
         shown = [f"{line(name, 40) or '-'} {times}" for name, times in counts.items() if times]
-        print(f"  {title}: {'  '.join(shown[:24])}{'  ...' if len(shown) > 24 else ''}")
+        if shown:
+            print(f"  {title}: {'  '.join(shown[:24])}{'  ...' if len(shown) > 24 else ''}")
     wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for row in rows:
         score = "-" if row.score is None else f"{row.score:g}"
