@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sqlite3
 import time
@@ -18,6 +19,8 @@ from agentrl.failure.triage import Rule, by_rules, load_rules
 from agentrl.files import sync
 from agentrl.records import Group, ScoredEpisode, Task
 from agentrl.sections import CaptureConfig
+
+log = logging.getLogger(__name__)
 
 Audit = Callable[[Task, ScoredEpisode], str]
 """Why a score was not earned, in words; empty when nothing speaks against it."""
@@ -95,6 +98,11 @@ class Capture:
             self._guarded(lambda collection: collection.forget(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
+        if self.lost:
+            log.warning("%d episodes are not among the captured failures, nor in their counts: they could not be written", self.lost)
+        self._shut()
+
+    def _shut(self) -> None:
         if self._collection is not None:
             self._collection.close()
             self._collection = None
@@ -175,7 +183,7 @@ class Capture:
         return self._collection
 
     def _set_aside(self) -> None:
-        self.close()
+        self._shut()
         path = self._run_dir / FILE
         number = next(n for n in range(1, 10_000) if not path.with_name(f"damaged-{n}-{path.name}").exists())
         for suffix in ("", "-wal", "-shm"):

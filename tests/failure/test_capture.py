@@ -249,7 +249,9 @@ def test_counts_are_of_all_and_never_fewer_than_what_is_kept(
         assert all(collection.counts("tag")[(tag,)] >= kept.count(tag) for tag in set(kept))
 
 
-def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("agentrl.failure.capture._BUSY_S", 0.3)
     opened(tmp_path).group(task(), group(0, episode(0)), step=0)
     capture, other = opened(tmp_path), sqlite3.connect(tmp_path / FILE, isolation_level=None)
@@ -262,6 +264,7 @@ def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(tmp_path: Pat
     monkeypatch.setattr("agentrl.failure.capture.time", SimpleNamespace(monotonic=lambda: began + 60, thread_time=time.thread_time))
     capture.group(task(), group(11, episode(0, group=11)), step=0)
     capture.close()
+    assert "20 episodes are not among the captured failures" in caplog.text
     with Collection(tmp_path) as collection:
         assert [row.id for row in collection.rows()] == ["g000000-0-a0", "g000011-0-a0"]
 
