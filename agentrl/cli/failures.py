@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ OfWhy = Annotated[str, typer.Option("--why", help="Only those kept for this: fai
 Rules = Annotated[list[str] | None, typer.Option("--rules", help="Rules of yours, module:attr or ./file.py:attr, asked first.")]
 _TELL_EVERY = 500  # traces between two words of progress
 _BATCH = 100  # traces that are in memory at once
+_LEAST_QUESTION = 12  # characters of a question that say anything
 _TOLD = 20  # of what could not be read
 T = TypeVar("T")
 
@@ -76,11 +78,14 @@ def list_failures(
     )
     for title, counts in tables:
         shown = [f"{line(name, 40) or '-'} {times}" for name, times in counts.items() if times]
-        print(f"  {title}: {'  '.join(shown[:24])}{'  ...' if len(shown) > 24 else ''}")
+        if shown:
+            print(f"  {title}: {'  '.join(shown[:24])}{'  ...' if len(shown) > 24 else ''}")
+    wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for row in rows:
         score = "-" if row.score is None else f"{row.score:g}"
-        told = f"{line(row.id, 40):28} {line(row.tag, 24):20} {row.why:9} {line(row.phase, 12):8} v{row.version:<4} {score:>5}"
-        print(f"{told}  {line(row.question, 60)}")
+        told = f"{line(row.id, 40):14} {line(row.tag, 24):19} {row.why:9} {line(row.phase, 12):6} v{row.version:<3} {score:>5}"
+        room = wide - len(told) - 2 if wide else 60
+        print(f"{told}  {line(row.question, room)}" if room >= _LEAST_QUESTION else told)
 
 
 @failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sqlite3
 import time
@@ -19,6 +20,8 @@ from agentrl.files import sync
 from agentrl.records import Group, ScoredEpisode, Task
 from agentrl.sections import CaptureConfig
 
+log = logging.getLogger(__name__)
+
 Audit = Callable[[Task, ScoredEpisode], str]
 """Why a score was not earned, in words; empty when nothing speaks against it."""
 
@@ -26,6 +29,8 @@ KINDS = 200
 """Kinds of tasks counted apart; the rest are counted together."""
 OTHERS = "others"
 _BUSY_S = 2.0  # for another process that writes tags: all episodes wait meanwhile
+_SLOW_S = 0.2  # what takes longer and fails all the same is left alone for `_REST` times as long: a locked file, a disk that hangs
+_REST = 50
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
@@ -55,7 +60,8 @@ def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: 
 class Capture:
     """Keeps the failures of a run in its folder, tagged by rules, and counts all of them.
 
-    What goes wrong here is logged, and costs that trace and nothing else: a damaged file is set aside and a new one begun.
+    What goes wrong here is logged, and costs that trace and nothing else: a damaged file is set aside and a new one begun, and where
+    failing takes long, as with a locked file, no more than a fiftieth of the run's time goes into trying again.
 
     Args:
         origin: what is the same for all traces of the run: its name, recipe, model.
@@ -69,6 +75,7 @@ class Capture:
         self._rules: tuple[Rule, ...] = load_rules(config.rules) if config.keep else ()
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
+        self._resting_until = 0.0  # monotonic
 
     def group(self, task: Task | None, group: Group, *, step: int) -> None:
         """Looks at a stored group of training."""
@@ -88,9 +95,14 @@ class Capture:
     def begin(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """An evaluation begins, maybe again: what there is of it goes, of a phase or of one step of it."""
         if self._config.keep:
-            self._guarded(lambda collection: collection.forget(phase, step=step, place=place))
+            self._guarded(lambda collection: collection.forget(phase, step=step, place=place), episodes=0)
 
     def close(self) -> None:
+        if self.lost:
+            log.warning("%d episodes are not among the captured failures, nor in their counts: they could not be written", self.lost)
+        self._shut()
+
+    def _shut(self) -> None:
         if self._collection is not None:
             self._collection.close()
             self._collection = None
@@ -98,8 +110,11 @@ class Capture:
     def _look(self, task: Task | None, episodes: Sequence[ScoredEpisode], *, phase: str, step: int, place: str = "") -> None:
         if not self._config.keep:
             return
+        if time.monotonic() < self._resting_until:
+            self.lost += len(episodes)
+            return
         started = time.thread_time()
-        self._guarded(lambda collection: self._keep(collection, task, episodes, phase, step, place))
+        self._guarded(lambda collection: self._keep(collection, task, episodes, phase, step, place), episodes=len(episodes))
         self.spent_s += time.thread_time() - started
 
     def _keep(
@@ -141,7 +156,8 @@ class Capture:
         self._kinds.add(kind)
         return kind
 
-    def _guarded(self, step: Callable[[Collection], object]) -> None:
+    def _guarded(self, step: Callable[[Collection], object], *, episodes: int) -> None:
+        began = time.monotonic()
         try:
             try:
                 step(self._opened())
@@ -152,8 +168,10 @@ class Capture:
                 self._set_aside()
                 step(self._opened())
         except Exception as error:
-            self.lost += 1
+            self.lost += episodes
             usercode.report("capturing a failure", error)
+            if (took := time.monotonic() - began) > _SLOW_S:
+                self._resting_until = time.monotonic() + _REST * took
 
     def _opened(self) -> Collection:
         if self._collection is None:
@@ -165,7 +183,7 @@ class Capture:
         return self._collection
 
     def _set_aside(self) -> None:
-        self.close()
+        self._shut()
         path = self._run_dir / FILE
         number = next(n for n in range(1, 10_000) if not path.with_name(f"damaged-{n}-{path.name}").exists())
         for suffix in ("", "-wal", "-shm"):

@@ -11,6 +11,7 @@ handed to other people. `keep` bounds what that takes.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,7 +59,7 @@ class Collection:
         keep: traces kept in each phase; None: all. When a phase is full, the oldest of its most frequent tag makes room, so that what
             happens all the time never displaces what is rare. One that a person has tagged stays.
         keep_bytes: the same for their compressed size.
-        make: make the file where there is none; otherwise that is a `UserError`.
+        make: make the file where there is none; otherwise that is a `UserError`, and what cannot be written to is read.
         busy_timeout_s: longest wait for another process's write.
 
     Every method raises `StoreError` when the file is damaged, locked for long or cannot be written.
@@ -79,10 +80,14 @@ class Collection:
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(self.path, timeout=busy_timeout_s, isolation_level=None)
+            reads_only = not make and _unchangeable(self.path)
+            name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if reads_only else self.path
+            self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=reads_only)
         try:
             with _translated(self.path):
-                self._prepare()
+                if not reads_only:
+                    self._prepare()
+                self._check()
                 self._held = {phase: _Held(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
         except BaseException:
             self._db.close()
@@ -286,6 +291,9 @@ class Collection:
         finally:
             if db.in_transaction:
                 db.execute("ROLLBACK")
+
+    def _check(self) -> None:
+        db = self._db
         if _pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
         if (found := _pragma(db, "user_version")) != _SCHEMA_VERSION:
@@ -352,6 +360,12 @@ def _add_count(db: sqlite3.Connection, count: Count) -> None:
 
 def _drop(db: sqlite3.Connection, phase: str, by: int) -> None:
     db.execute("INSERT INTO dropped VALUES (?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n", (phase, by))
+
+
+def _unchangeable(path: Path) -> bool:
+    """Whether nobody can write to a file, and it is whole: SQLite reads it then without the files that it would make beside it."""
+    wal = path.with_name(f"{path.name}-wal")
+    return not os.access(path.parent, os.W_OK) and not (wal.exists() and wal.stat().st_size)
 
 
 def _pragma(db: sqlite3.Connection, name: str) -> int:

@@ -6,7 +6,8 @@ what a question is about.
 
     SAME    the tasks have one key; or one prompt (by roles and folded texts), the same tools, and the same files by names and folded
             texts. Names, split, limits, verifiers and even the truth may differ.
-    TWIN    prompts that are equal once ids are folded, files that are alike, and the same truth once ids are folded; or prompts that
+            Tasks without files in different images are the same only where their answers are, too: the image may hold what is asked.
+    TWIN    prompts that are equal once ids are folded, files that are alike, and the same truth, ids told by their places; or prompts that
             are equal with their ids, and files that are alike, whatever the truth.
 
 Files are alike when both tasks have none, or when at least `ALIKE` of the lines of both, ids folded, are common to them (Jaccard's
@@ -51,7 +52,11 @@ def fold_ids(text: str) -> str:
 
 def likeness(case: Task, task: Task) -> Likeness | None:
     """What a task is to the task of a case; None when it may be trained on."""
-    if case.key == task.key or (_prompt(case, fold) == _prompt(task, fold) and case.tools == task.tools and _files(case) == _files(task)):
+    if case.key == task.key:
+        return Likeness.SAME
+    if not _one_world(case, task):
+        return None
+    if _prompt(case, fold) == _prompt(task, fold) and case.tools == task.tools and _files(case) == _files(task):
         return Likeness.SAME
     if _prompt(case, fold_ids) != _prompt(task, fold_ids) or not _files_alike(case, task):
         return None
@@ -98,6 +103,13 @@ def _digest(task: Task) -> str:
     return hashlib.sha256(repr(_prompt(task, fold_ids)).encode("utf-8", "replace")).hexdigest()
 
 
+def _one_world(one: Task, other: Task) -> bool:
+    """Whether prompt and files tell all of what two tasks are about. Where the image holds the rest, it must be one, or the answer."""
+    if one.sandbox.image == other.sandbox.image or one.files or one.binary_files or other.files or other.binary_files:
+        return True
+    return "answer" in one.data and one.data["answer"] == other.data.get("answer")
+
+
 def _files(task: Task) -> dict[str, str]:
     return {path: fold(text) for path, text in task.files.items()} | dict(task.binary_files)
 
@@ -114,6 +126,15 @@ def _file_lines(task: Task) -> Counter[str]:
 
 
 def _truth(task: Task) -> str:
-    """What is right, ids folded: the answer where the task has one, else all that it keeps from the agent."""
+    """What is right: the answer where the task has one, else all that it keeps from the agent. An id is told by its place among those of
+    prompt and files; one that an answer is made of, and that they do not hold, stays: it was worked out, as 0x2f is."""
     truth: Any = task.data.get("answer", dict(task.data))
-    return fold_ids(json.dumps(truth, sort_keys=True, ensure_ascii=False))
+    text = fold(json.dumps(truth, sort_keys=True, ensure_ascii=False))
+    if not _ID.search(text):
+        return text
+    seen: dict[str, int] = {}
+    for words in (*(message.content for message in task.prompt), *(task.files[path] for path in sorted(task.files))):
+        for found in _ID.finditer(fold(words)):
+            seen.setdefault(found[0], len(seen))
+    worked_out = "answer" in task.data
+    return _ID.sub(lambda found: f"#{seen[found[0]]}" if found[0] in seen else found[0] if worked_out else "#", text)

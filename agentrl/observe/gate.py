@@ -5,7 +5,6 @@ Read from `gate/` of the run folder: `000012/verdict.json` and the episodes that
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.observe.charts import Chart, Series, line_chart
+from agentrl.observe.rundata import parse
 from agentrl.observe.transcripts import Attempt, shown_between
 
 Line = dict[str, Any]
@@ -144,11 +144,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[Line]:
         notes.append(f"{path.parent.name}/{path.name} is larger than {_LARGEST >> 20} MiB and left out")
         return
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
+        if (line := parse(text)) is not None:
             yield line
 
 

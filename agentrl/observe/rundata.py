@@ -14,6 +14,7 @@ from agentrl.observe.summary import Summary
 
 Line = dict[str, Any]
 
+_DIGITS = 18
 _EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
@@ -60,7 +61,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _read_left_out(path: Path, notes: list[str]) -> Iterator[tuple[str, str, dict[str, int]]]:
-    phases = _parse(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
+    phases = parse(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
     if phases is None:
         notes.append("evaluations.json cannot be read")
     for phase, splits in (phases or {}).items():
@@ -85,7 +86,7 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         if not text.strip():
             continue
-        line = _parse(text)
+        line = parse(text)
         if line is not None and all(isinstance(line.get(key), kind) for key, kind in required.items()):
             found.append(line)
         else:
@@ -95,18 +96,24 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
     return found
 
 
-def _parse(text: str) -> Line | None:
+def parse(text: str) -> Line | None:
+    """A JSON object; None for anything else. An integer too large to be counted with is a float, and infinite where need be."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= _DIGITS else float(digits))
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
 
 
+def listed(found: Any) -> list[Any]:
+    """What a list holds; nothing where there is something else in its place."""
+    return found if isinstance(found, list) else []
+
+
 def _read_object(path: Path, notes: list[str]) -> Line:
     if not path.exists():
         return {}
-    found = _parse(path.read_text(encoding="utf-8", errors="replace"))
+    found = parse(path.read_text(encoding="utf-8", errors="replace"))
     if found is None:
         notes.append(f"{path.name} cannot be read")
     return found or {}

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.observe.rundata import listed
+
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
 
@@ -113,11 +115,11 @@ def _attempt(title: str, item: Transcript) -> Attempt:
         title=title,
         question=_cut(_text(item, "question") or _text(item, "task_id")),
         kind=" · ".join(part for part in kind if part),
-        versions=", ".join(map(str, item.get("versions") or [])) or "?",
+        versions=", ".join(map(str, listed(item.get("versions")))) or "?",
         bubbles=_bubbles(item),
         others=tuple(
             Conversation(title=f"{_text(other, 'agent')}, ended by {_text(other, 'stop_reason') or '?'}", bubbles=_bubbles(other))
-            for other in item.get("trajectories") or []
+            for other in listed(item.get("trajectories"))
             if isinstance(other, dict)
         ),
         outcome=tuple((name, _cut(value)) for name, value in outcome),
@@ -126,7 +128,7 @@ def _attempt(title: str, item: Transcript) -> Attempt:
 
 
 def _bubbles(item: Transcript) -> tuple[Bubble, ...]:
-    return tuple(_bubble(message) for message in item.get("messages") or [] if isinstance(message, dict))
+    return tuple(_bubble(message) for message in listed(item.get("messages")) if isinstance(message, dict))
 
 
 def _bubble(message: Mapping[str, Any]) -> Bubble:
@@ -137,7 +139,7 @@ def _bubble(message: Mapping[str, Any]) -> Bubble:
         role=_ROLES.get(role, role),
         content=_cut(content) if content.strip() else "",
         as_typed=role in ("tool", "assistant"),
-        calls=tuple(_call(call) for call in message.get("tool_calls") or [] if isinstance(call, dict)),
+        calls=tuple(_call(call) for call in listed(message.get("tool_calls")) if isinstance(call, dict)),
     )
 
 
@@ -159,7 +161,7 @@ def _badge(item: Transcript) -> Badge:
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:
     """The pairs in an order that shows every split and kind early; of one kind, the longest conversation first."""
-    ordered = sorted(pairs, key=lambda pair: len(pair[1].get("messages") or []), reverse=True)
+    ordered = sorted(pairs, key=lambda pair: len(listed(pair[1].get("messages"))), reverse=True)
     seen: Counter[str] = Counter()
     rank: dict[int, tuple[int, int]] = {}
     for number, (_, after) in enumerate(ordered):

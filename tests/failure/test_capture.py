@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -245,3 +247,33 @@ def test_counts_are_of_all_and_never_fewer_than_what_is_kept(
         assert len(collection) == min(keep, len(failures)) == len(failures) - sum(collection.dropped().values())
         kept = [row.tag for row in collection.rows()]
         assert all(collection.counts("tag")[(tag,)] >= kept.count(tag) for tag in set(kept))
+
+
+def test_a_locked_file_stops_the_run_once_and_not_at_every_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agentrl.failure.capture._BUSY_S", 0.3)
+    opened(tmp_path).group(task(), group(0, episode(0)), step=0)
+    capture, other = opened(tmp_path), sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    for index in range(1, 11):
+        capture.group(task(), group(index, episode(0, group=index), episode(1, group=index)), step=0)
+    assert time.monotonic() - began < 1.0 and capture.lost == 20
+    other.execute("ROLLBACK")
+    monkeypatch.setattr("agentrl.failure.capture.time", SimpleNamespace(monotonic=lambda: began + 60, thread_time=time.thread_time))
+    capture.group(task(), group(11, episode(0, group=11)), step=0)
+    capture.close()
+    assert "20 episodes are not among the captured failures" in caplog.text
+    with Collection(tmp_path) as collection:
+        assert [row.id for row in collection.rows()] == ["g000000-0-a0", "g000011-0-a0"]
+
+
+def test_the_traces_of_a_run_that_nobody_can_write_to_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Collection(tmp_path, make=True) as collection:
+        collection.add([trace(*STEPS)])
+    monkeypatch.setattr("agentrl.failure.collection.os.access", lambda path, mode: False)  # an archive, mounted to be read
+    with Collection(tmp_path) as collection:
+        assert len(collection) == 1 and [path.name for path in (tmp_path / "failures").iterdir()] == ["traces.sqlite"]
+        with pytest.raises(StoreError, match="readonly"):
+            collection.forget("train")

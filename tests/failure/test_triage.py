@@ -14,6 +14,8 @@ from agentrl.failure.trace import Tag, Trace
 from agentrl.failure.triage import TAXONOMY, by_judge, by_rules, load_rules, name_of
 
 from .traces import python, submit, trace, turn
+from .transcripts import labelled
+from .transcripts_more import more
 
 UNCLEAR = trace(turn(python("print(97)", "97")), turn(submit("97")), answer="97")
 CLEAR = trace(turn(said="I cannot."), ended="answered")
@@ -116,3 +118,10 @@ def test_a_rule_gets_the_trace_itself(mine: str) -> None:
 
     by_rules(UNCLEAR, [look])
     assert got == [UNCLEAR]
+
+
+def test_transcripts_are_named_as_people_name_them_with_the_turn() -> None:
+    some, rules = [*labelled(), *more()], load_rules()
+    first = [(name, turn, by_rules(trace, rules)[0]) for name, turn, trace in some]
+    wrong = [f"{name} {turn}: {tag.name} {tag.turn} {tag.note}" for name, turn, tag in first if (tag.name, tag.turn) != (name, turn)]
+    assert len(some) == 110 and len(wrong) <= 2, "\n".join(wrong)

@@ -12,7 +12,7 @@ from agentrl.errors import RecipeError, UserError
 from agentrl.failure.case import Case, save_case
 from agentrl.failure.twins import Likeness, Withheld, fold_ids, likeness, withheld
 from agentrl.protocols import TaskFamily
-from agentrl.records import Limits, Message, Split, Task
+from agentrl.records import Limits, Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule
 from sandboxes.tables import Tables
 
@@ -20,11 +20,19 @@ from .traces import task
 
 LINES = "".join(f"row {n}\n" for n in range(40))
 ASKED = task("What is the status of order-10432?", "shipped", files={})
+BUGGY = task("Make the tests pass.", files={}, data={"tests": ["test_a"]}, sandbox=SandboxSpec(image="bugs/one"))
 FILED = task("What is the total?", "412", files={"a.csv": LINES})
 
 
 def asked(text: str, of: Task = ASKED, **changes: object) -> Task:
     return replace(of, prompt=(of.prompt[0], Message(role="user", content=text)), **changes)  # type: ignore[arg-type]
+
+
+def coded(order: str, rows: str, code: str) -> Task:
+    return task(f"Which code has {order}?", code, files={"codes.csv": rows})
+
+
+CODED = coded("o-17", "o-16,aa1\no-17,zx81\n", "zx81")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,13 @@ def asked(text: str, of: Task = ASKED, **changes: object) -> Task:
         (FILED, replace(FILED, files={"a.csv": LINES.replace("row", "line")}), None),
         (FILED, replace(FILED, files={}), None),
         (FILED, replace(FILED, binary_files={"x": "AAAA"}), Likeness.TWIN),
+        (task("What is 0x7f - 0x1a?", "0x65", files={}), task("What is 0x6e - 0x1a?", "0x54", files={}), None),
+        (CODED, coded("o-77", "o-3,bb2\no-77,cc4\n", "cc4"), Likeness.TWIN),
+        (CODED, coded("o-3", "o-3,bb2\no-77,cc4\n", "bb2"), None),
+        (BUGGY, replace(BUGGY, sandbox=SandboxSpec(image="bugs/two")), None),
+        (BUGGY, replace(BUGGY, limits=Limits(turns=9)), Likeness.SAME),
+        (ASKED, replace(ASKED, sandbox=SandboxSpec(image="sandboxes/newer")), Likeness.SAME),
+        (FILED, replace(FILED, sandbox=SandboxSpec(image="sandboxes/newer")), Likeness.SAME),
         (task("What is 2 + 3?", "5", files={}), task("What is 4 + 1?", "5", files={}), None),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from jinja2 import UndefinedError
 from agentrl.errors import StoreError
 from agentrl.observe import write_report
 from agentrl.observe.charts import Series, line_chart
+from agentrl.observe.failures import told as of_failures
 from agentrl.observe.markup import environment, render
-from agentrl.observe.transcripts import choose_pairs
+from agentrl.observe.rundata import parse
+from agentrl.observe.transcripts import choose_pairs, shown_alone
 
-from .conftest import HOSTILE, transcript, write_lines
+from .conftest import HOSTILE, step_line, transcript, write_lines
 
 VOID = {"meta", "br"}
 
@@ -234,4 +238,41 @@ def test_failures_are_told_by_tag_over_steps_phases_and_versions(run_dir: Path) 
 def test_a_damaged_digest_of_failures_costs_its_section(run_dir: Path, content: str) -> None:
     (run_dir / "failures").mkdir()
     (run_dir / "failures" / "failures.json").write_text(content)
+    assert "Episodes to read" in Page(write_report(run_dir)).shown
+
+
+ODD: tuple[Any, ...] = (5, -1.5, float("inf"), "x", None, [], {}, True, [5], [{"role": 5, "tool_calls": 5}], 10**400, "\ud83d", {"a": 5})
+
+
+def altered(whole: Any, at: tuple[Any, ...], value: Any) -> Any:
+    if not at:
+        return value
+    changed = dict(whole) if isinstance(whole, dict) else list(whole)
+    changed[at[0]] = altered(whole[at[0]], at[1:], value)
+    return changed
+
+
+def places(whole: Any) -> Iterator[tuple[Any, ...]]:
+    """Every key and index within, but for all but the first of a list."""
+    for key in whole if isinstance(whole, dict) else range(min(1, len(whole))) if isinstance(whole, list) else ():
+        yield (key,)
+        yield from ((key, *rest) for rest in places(whole[key]))
+
+
+def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: Path) -> None:
+    spoken = transcript("train", 1, "train", 0.0)
+    spoken |= {"trajectories": [{"agent": "sub", "stop_reason": "answered", "messages": spoken["messages"]}]}
+    failing = failures_file(examples=[spoken | {"tag": "looped", "turn": 1, "note": "again"}])
+    for value in ODD:
+        for at in places(spoken):
+            line = parse(json.dumps(altered(spoken, at, value)))
+            assert line is not None and shown_alone(line) and choose_pairs([spoken, line], [line, spoken], 2)
+        for at in places(failing):
+            of_failures(parse(json.dumps(altered(failing, at, value))) or {})
+    odd = [altered(spoken, at, value) | {"task_id": f"{at} {value}", "step": at} for value in ODD for at in places(spoken)]
+    lines = "".join(json.dumps(line) + "\n" for line in odd if isinstance(line["messages"], list))
+    for name in ("train", "before", "after"):
+        (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
+    steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     assert "Episodes to read" in Page(write_report(run_dir)).shown
