@@ -45,15 +45,17 @@ class Tables:
         seed: int = 0,
         *,
         wild: bool = False,
+        kinds: str = "",
         turn_tokens: int = LIMITS.turn_tokens,
         episode_tokens: int = LIMITS.episode_tokens,
     ) -> None:
-        """`wild` names are longer and stranger; `turn_tokens` and `episode_tokens` give a policy room to think before it acts.
+        """`wild` names are longer and stranger; `kinds` names those that are asked, such as "total, average" (all); `turn_tokens` and `episode_tokens` give a policy room to think before it acts.
 
         In a recipe these are `tasks.options`.
         """
         self.seed = seed
         self.wild = wild
+        self.kinds = tuple(_kind(name.strip()) for name in kinds.split(",")) if kinds else KINDS
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
@@ -67,7 +69,7 @@ class Tables:
                 f"tables has no task {index} in split {split}", fix=f"use an index from 0 to {'...' if end is None else end - 1}"
             )
         rng = Random(f"tables:{self.seed}:{split}:{index}")
-        return self._asked(rng, KINDS[index % len(KINDS)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
+        return self._asked(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Questions of the task's kind about other tables, for training: alike, harder (longer tables, stranger names), and easier.
@@ -110,3 +112,9 @@ class Tables:
             if question is not None:
                 return question
         raise TaskError(f"no table gave a question of kind {kind.name!r} in {ATTEMPTS} attempts")
+
+
+def _kind(name: str) -> Kind:
+    if name not in BY_NAME:
+        raise UserError(f"tables has no kind of question {name!r}", fix=f"tasks.options.kinds takes {', '.join(BY_NAME)}")
+    return BY_NAME[name]
