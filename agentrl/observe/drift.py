@@ -21,7 +21,7 @@ Steps = Sequence[Mapping[str, float]]
 """The figures of finished steps, oldest first; a figure that a step has none of is not in it."""
 
 WINDOW = 6
-SPREADS = 3.0
+SPREADS = 4.0
 LEAST = 0.03  # of a score or a share
 LONGER = 0.2  # of the length before
 DISAGREEMENT = "judge_disagreement"

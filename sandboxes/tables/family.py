@@ -49,9 +49,12 @@ class Tables:
         turn_tokens: int = LIMITS.turn_tokens,
         episode_tokens: int = LIMITS.episode_tokens,
     ) -> None:
-        """`wild` names are longer and stranger; `kinds` names those that are asked, such as "total, average" (all); `turn_tokens` and `episode_tokens` give a policy room to think before it acts.
+        """In a recipe these are `tasks.options`.
 
-        In a recipe these are `tasks.options`.
+        Args:
+            wild: names are longer and stranger.
+            kinds: the kinds of question that are asked, such as "total, average"; empty: all.
+            turn_tokens: completion tokens of one turn. This and `episode_tokens` give a policy room to think before it acts.
         """
         self.seed = seed
         self.wild = wild

@@ -68,6 +68,8 @@ def test_a_step_without_the_figure_is_no_zero() -> None:
 
 
 def test_chance_alone_speaks_in_few_runs() -> None:
-    """The rule on one figure looks 13 times in 24 steps; figures of much noise and no drift."""
-    runs = [[{"step": at + 1, "unscored_share": rng.gauss(0.3, 0.1)} for at in range(24)] for rng in map(Random, range(200))]
-    assert sum(bool(raised(steps)) for steps in runs) <= 20
+    """All rules together, over 24 steps of noisy figures without any drift: docs/verifiers.md says how often."""
+    spreads = {"reward_mean": 0.1, "audit_mean": 0.1, "completion_tokens_mean": 10.0, "judge_disagreement": 0.1, "unscored_share": 0.1}
+    rngs = map(Random, range(100))
+    runs = [[{name: rng.gauss(10 * spread, spread) for name, spread in spreads.items()} for _ in range(24)] for rng in rngs]
+    assert sum(bool(raised(steps)) for steps in runs) <= 10
