@@ -27,7 +27,14 @@ settings.register_profile("quick", settings.get_profile("agentrl"), max_examples
 settings.load_profile("agentrl")
 
 
-TOGETHER = {"e2e": "servers", "serving": "servers", "sandbox": "sandboxes", "prove/test_attacks.py": "sandboxes", "learner": "learner"}
+TOGETHER = {
+    "e2e": "servers",
+    "serving": "servers",
+    "model/test_smollm2.py": "servers",
+    "sandbox": "sandboxes",
+    "prove/test_attacks.py": "sandboxes",
+    "learner": "learner",
+}
 FIRST = ("servers", "sandboxes", "learner")
 LAST_OF_ITS_GROUP = "prove/test_attacks.py"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -11,9 +11,10 @@ from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
 from sandboxes.reasoning import catalogue, problems
 from sandboxes.reasoning.mixture import Rounds, Source, parse
 from sandboxes.reasoning.problems import Problem, digest
-from sandboxes.reasoning.worked import GENERAL, program
+from sandboxes.reasoning.worked import GENERAL, program, telling
 
 MOST_EXAMPLES = 8
+_CANDIDATES = 24  # problems that a kind's examples are chosen from
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 ASKED = {
     "python": "Solve the problem with the tool python. Then submit the answer.",
@@ -136,15 +137,23 @@ class Reasoning:
     def _examples(self, source: Source) -> tuple[Problem, ...]:
         """The solved problems of a dataset's prompts, the same for every task and seed; no task has a question of theirs."""
         if source.name not in self._worked:
-            own = self._drawn([source])
-            solved = all(program(source.name, one.question) is not None for one in own)
-            self._worked[source.name] = own if solved else self._drawn([Source(name=name) for name in GENERAL])
+            own = self._telling(source, self.examples)
+            self._worked[source.name] = own or self._of_other_kinds()
         return self._worked[source.name]
 
-    def _drawn(self, kinds: Sequence[Source]) -> tuple[Problem, ...]:
-        """As many problems as a prompt has examples; the kinds take turns."""
+    def _of_other_kinds(self) -> tuple[Problem, ...]:
+        """For kinds that no short program solves: examples of those in `GENERAL`, which take turns."""
+        kinds = [self._telling(Source(name=name), self.examples) for name in GENERAL]
         places = [divmod(place, len(kinds)) for place in range(self.examples)]
-        return tuple(problems.problem(kinds[turn], seed=_OF_EXAMPLES, heldout=False, number=number) for number, turn in places)
+        return tuple(kinds[turn][number] for number, turn in places)
+
+    def _telling(self, source: Source, count: int) -> tuple[Problem, ...]:
+        """`count` problems of a dataset with which to show what its problems can look like; none where no short program solves them."""
+        drawn = problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=0)
+        if program(source.name, drawn.question) is None:
+            return ()
+        others = (problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=number) for number in range(1, _CANDIDATES))
+        return telling([drawn, *(one for one in others if program(source.name, one.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
         """An example as a conversation: the question, the program, what it prints, and the answer; without a tool the answer alone."""

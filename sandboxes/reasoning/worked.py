@@ -1,11 +1,17 @@
 """Short programs for the kinds of problem that a few lines of Python solve, read off the question: they make the worked examples of a
 prompt, and are the gold solutions of these kinds. A program prints exactly the answer.
+
+Which problems are the examples matters to a small model more than anything else in its prompt: one that was shown no formula that begins
+with a minus sign or a bracket leaves it out when it meets one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+
+from sandboxes.reasoning.problems import Problem
 
 GENERAL = ("products", "spell_backward")
 """Kinds whose examples stand in the prompts of kinds without a program."""
@@ -21,6 +27,28 @@ def program(kind: str, question: str) -> str | None:
         return PROGRAMS[kind](question) if kind in PROGRAMS else None
     except _Unlike:
         return None
+
+
+def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
+    """The problems whose questions together show the most pairs of neighbouring marks; of equal ones, those of a usual length.
+
+    Digits are one mark and letters another. Questions of more than twice the usual length are no candidates.
+    """
+    usual = median(len(one.question) for one in candidates)
+    left = [one for one in candidates if len(one.question) <= 2 * usual]
+    chosen: list[Problem] = []
+    seen: set[str] = set()
+    while left and len(chosen) < count:
+        best = max(left, key=lambda one: (len(_marks(one.question) - seen), -abs(len(one.question) - usual)))
+        chosen.append(best)
+        left.remove(best)
+        seen |= _marks(best.question)
+    return tuple(chosen)
+
+
+def _marks(question: str) -> set[str]:
+    text = re.sub(r"\s+", "", re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", question)))
+    return {text[at : at + 2] for at in range(len(text) - 1)}
 
 
 def _found(pattern: str, question: str) -> tuple[str, ...]:

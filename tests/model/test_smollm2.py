@@ -1,10 +1,12 @@
-"""The pretrained model that an ordinary package carries, imported once."""
+"""The pretrained model that an ordinary package carries: imported once, and trained for two steps as its recipe says."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +71,27 @@ def test_the_command_finds_it_done_without_loading_anything(made: Imported) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "holds this model already; nothing was done" in done.stdout, done.stderr
     assert hashlib.sha256((made.folder / "chat_template.jinja").read_bytes()).hexdigest() == made.record["chat_template"]["sha256"]
+
+
+@pytest.mark.bubblewrap
+def test_the_tasks_of_its_recipe_hold() -> None:
+    command = [sys.executable, "-m", "agentrl", "check", "recipes/smollm2.py", "--count", "5", "--backend", "bubblewrap"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.e2e
+@pytest.mark.vllm
+@pytest.mark.deepspeed
+@pytest.mark.bubblewrap
+def test_two_steps_of_its_recipe(made: Imported, tmp_path: Path) -> None:
+    """With the two kinds of problems that it solves about half the time, so that there is something to learn from."""
+    run, kinds = tmp_path / "run", "tasks.options.datasets=chain_sum, spell_backward"
+    small = ["rollout.groups_per_step=2", "evaluation.heldout=4", "evaluation.heldout_real=4", "serving.kv_cache_gb=0.5"]
+    command = [sys.executable, "-m", "agentrl", "train", "recipes/smollm2.py", f"policy.model={made.folder}", "steps=2", kinds, *small]
+    done = subprocess.run([*command, "--run-dir", str(run), "--sandbox", "bubblewrap"], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["finished"] and (summary["steps"], summary["weight_swaps"]) == (2, 2)
+    assert summary["swap_probe_max_abs_diff"] <= 1e-3
+    assert (run / "model" / "model.safetensors").stat().st_size > 500e6
