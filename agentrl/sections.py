@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from agentrl.section import Section
 
@@ -35,18 +35,10 @@ class CaptureConfig(Section):
 class PracticeConfig(Section):
     """Tasks made from the cases of suites by `agentrl practice`, mixed into training. docs/practice.md says how they are made."""
 
-    suites: dict[str, int] = Field(min_length=1)
+    suites: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field(min_length=1)
     """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
     """Share of the groups that practise; the others have tasks of the family."""
-
-    @field_validator("suites")
-    @classmethod
-    def _weights(cls, suites: dict[str, int]) -> dict[str, int]:
-        for suite, weight in suites.items():
-            if not 1 <= weight <= MOST_WEIGHT:
-                raise ValueError(f"{suite} has weight {weight}; use a whole number from 1 to {MOST_WEIGHT}")
-        return suites
 
 
 class Limit(Section):

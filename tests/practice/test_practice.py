@@ -147,6 +147,6 @@ def test_a_recipe_names_suites_with_weights(suite: Path) -> None:
     config = PracticeConfig(suites={"suite": 2}, share=0.25)
     mixed = open_practice(config, seed=0, root=suite.parent, withheld=Withheld(CASES))
     assert mixed.share == Fraction(1, 4) and mixed.weights == (2,) and len(mixed.tasks[0]) == 6
-    for wrong, said in (({"suites": {}}, "at least 1"), ({"suites": {"a": 0}}, "weight 0"), ({"suites": {"a": 1}, "share": 0}, "share")):
+    for wrong, said in (({"suites": {}}, "at least 1"), ({"suites": {"a": 0}}, "suites.a"), ({"suites": {"a": 1}, "share": 0}, "share")):
         with pytest.raises(RecipeError, match=said):
             build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "practice": wrong}})
