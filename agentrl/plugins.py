@@ -50,6 +50,14 @@ def add_project_root(root: Path) -> None:
         sys.path.insert(0, text)
 
 
+def project_root(path: Path) -> Path:
+    """The nearest folder above a file or folder that holds a pyproject.toml, else the current directory."""
+    for folder in path.resolve().parents:
+        if (folder / "pyproject.toml").is_file():
+            return folder
+    return Path.cwd()
+
+
 def content_root() -> Path:
     """The folder that holds `sandboxes`, `rewards` and `recipes`. Raises `UserError` when neither place has them."""
     for root in (PACKAGE / "_project", PACKAGE.parent):

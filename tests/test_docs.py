@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from agentrl.agent.calls import read_calls
 from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import RecipeError
 from agentrl.failure.triage import load_rules
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
+from agentrl.run.policies import find_policy, make_part
 from agentrl.section import section_of
 from tests.failure import traces
 
@@ -107,6 +109,8 @@ def _bound(node: ast.stmt) -> Iterator[str]:
             yield node.name
         case ast.Assign(targets=[ast.Name() as target]) | ast.AnnAssign(target=ast.Name() as target):
             yield target.id
+        case ast.If():  # where imports are for type checkers, and lazy otherwise
+            yield from (name for child in node.body for name in _bound(child))
         case ast.ImportFrom():
             yield from (alias.asname or alias.name for alias in node.names)
 
@@ -207,6 +211,13 @@ def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
     looked = traces.turn(traces.python("print(412)", "412"))
     tags = [rule(traces.trace(looked, traces.turn(traces.submit(text)), answer=text)) for text in ("412000", "0.412", "421", "", "x")]
     assert [tag and (tag.name, tag.turn) for tag in tags] == [("wrong_unit", 1), ("wrong_unit", 1), None, None, None]
+
+
+def test_the_policy_example_answers_the_cases_of_a_suite(project: Path) -> None:
+    write_examples("failures.md", project)
+    made = make_part(find_policy(f"{project}/policies/sure.py:policy"))
+    calls, errors, _ = read_calls(made.script(0, "any episode"))
+    assert [(call.name, call.arguments) for call in calls] == [("submit", {"answer": "97"})] and not errors
 
 
 def test_the_gate_example_loads(project: Path) -> None:

@@ -54,6 +54,14 @@ def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     return tuple(calls), tuple(errors), "".join((*outside, text[at:])).strip()
 
 
+def read_call(name: str, arguments: str) -> ToolCall | str:
+    """A call whose name and arguments come apart, the arguments as JSON text; or what is wrong with it, in words for the model."""
+    try:
+        return _call(f'{{"name": {json.dumps(name)}, "arguments": {arguments.strip() or "{}"}}}')
+    except _Refused as error:
+        return str(error)
+
+
 def _call(body: str) -> ToolCall:
     if len(body) > MAX_CHARS:
         raise _Refused(f"tool call of {len(body)} characters; it may have {MAX_CHARS}")

@@ -68,7 +68,7 @@ class TurnLoop:
         results: list[ToolResult] = []
         for call in parsed.message.tool_calls:
             started = time.monotonic()
-            outcome = await self._call(episode, tools, call)
+            outcome = await call_one(episode, tools, call)
             wall_s = time.monotonic() - started
             results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
@@ -79,15 +79,17 @@ class TurnLoop:
             results.append(ToolResult(name="", output=episode.shown(text), ok=False))
         return tuple(results)
 
-    async def _call(self, episode: LiveEpisode, tools: Toolbox, call: ToolCall) -> ToolOutcome:
-        tool = tools.get(call.name)
-        if tool is None:
-            return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
-        arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
-        sandbox = await episode.sandbox() if tool.needs_sandbox else None
-        with episode.running(sandbox):
-            called = await call_tool(tool, arguments, sandbox, episode.task.limits, turn=episode.turn_count)
-        if called.failure is not None:
-            episode.add_failure(called.failure)
-        episode.sandbox_lost = called.sandbox_lost
-        return called.outcome
+
+async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall) -> ToolOutcome:
+    """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are."""
+    tool = tools.get(call.name)
+    if tool is None:
+        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+    arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
+    sandbox = await episode.sandbox() if tool.needs_sandbox else None
+    with episode.running(sandbox):
+        called = await call_tool(tool, arguments, sandbox, episode.task.limits, turn=episode.turn_count)
+    if called.failure is not None:
+        episode.add_failure(called.failure)
+    episode.sandbox_lost = called.sandbox_lost
+    return called.outcome

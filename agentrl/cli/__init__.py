@@ -18,10 +18,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement-learning post-training for tool-using language-model agents.",
 )
+EVAL_EXAMPLES = (
+    "Examples: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json; "
+    "agentrl eval evals/reading --policy runs/quickstart@12 --junit eval.xml"
+)
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
 
 app.command("train", epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")(train.train)
-app.command("eval", epilog="Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json")(train.evaluate)
+app.command("eval", epilog=EVAL_EXAMPLES)(train.evaluate)
 app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05")(
     suites.compare_evaluations
 )

@@ -198,6 +198,8 @@ def promote_failures(
     version: OfVersion = None,
     most: Annotated[int | None, typer.Option(min=1, help="At most so many of those that the filters leave, the newest.")] = None,
     note: Annotated[str, typer.Option(help="Why these are worth keeping.")] = "",
+    threshold: Annotated[float | None, typer.Option(help="Mean score that the attempts at each must reach. Default: the best, 1.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts at each. Default: what the suite says.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again."""
@@ -214,7 +216,7 @@ def promote_failures(
         found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
     if not found:
         raise UserError(f"{run} has no trace that these filters leave", fix=f"agentrl failures list {run} shows what there is")
-    done = promote(found, into, note=note, by=_me())
+    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats)
     written = sum(one.path is not None for one in done)
     if as_json:
         print(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from agentrl.errors import RecipeError
 from agentrl.plugins import add_project_root, resolve
+from agentrl.plugins import project_root as project_root
 from agentrl.recipe import Recipe, apply_overrides
 
 
@@ -19,11 +20,3 @@ def load_recipe(path: Path, overrides: list[str]) -> tuple[Path, Recipe]:
     if not isinstance(found, Recipe):
         raise RecipeError(f"{path}: `recipe` is {type(found).__name__}, not agentrl.Recipe", fix="write recipe = Recipe(...)")
     return root, apply_overrides(found, overrides)
-
-
-def project_root(path: Path) -> Path:
-    """The nearest folder above a file that holds a pyproject.toml, else the current directory."""
-    for folder in path.resolve().parents:
-        if (folder / "pyproject.toml").is_file():
-            return folder
-    return Path.cwd()

@@ -119,7 +119,7 @@ def summary(found: Results) -> dict[str, Any]:
 def table(found: Results, *, where: Path) -> str:
     """An evaluation for a person: its figures, then the cases that did not always pass."""
     figures, threshold = found.figures(), found.about.threshold
-    lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *_rates(figures)]
+    lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
     for case, scores in found.scores().items():
         counted = [score for score in scores if score is not None]
@@ -134,7 +134,8 @@ def table(found: Results, *, where: Path) -> str:
     return "\n".join([*lines, f"evaluation {where}"])
 
 
-def _rates(figures: Figures) -> list[str]:
+def rates(figures: Figures) -> list[str]:
+    """Figures in lines."""
     lines, rate = [], figures.pass_at_1
     if rate is not None:
         lines.append(f"pass@1  {rate:.3f}  95% interval [{figures.low:.3f}, {figures.high:.3f}]")

@@ -12,9 +12,11 @@ import typer
 
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe
+from agentrl.cli.regressions import hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
+from agentrl.run.policies import find_policy, version_folder
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
@@ -53,17 +55,49 @@ def train(
 
 
 def evaluate(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file whose model, sandbox, sampling and (without --suite) tasks are used.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64.")] = None,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE|SUITE", help="Recipe file whose model, sandbox, sampling and tasks are used; with --policy a suite's folder."
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64; with --policy also further suites.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Whom the cases of suites are asked: a model folder, RUN@VERSION, URL, or module:attr.")
+    ] = None,
     suite: Annotated[Path | None, typer.Option(help="Folder of a suite: its cases in place of the held-out tasks.")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the suite says.")] = None,
-    threshold: Annotated[float, typer.Option(help="Score from which an attempt at a case has passed.")] = 1.0,
-    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION. Default: the recipe's policy.model.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="Attempts at each case. Default: what the case says, else its suite.")] = None,
+    threshold: Annotated[float, typer.Option(help="Score from which an attempt has passed; of a case, where it has none, the mean.")] = 1.0,
+    key_env: Annotated[str, typer.Option(help="With --policy URL: environment variable that holds the key.")] = "",
+    junit: Annotated[Path | None, typer.Option(help="With --policy: write JUnit XML there.")] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="With --policy: keep the results in the cases, as their baselines.")] = False,
+    model: Annotated[str | None, typer.Option(help="Model folder or id, or RUN@VERSION; with --policy URL the model's name there.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where transcripts and logs go. Default: runs/NAME-eval, -eval-2, ...")] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Evaluate a model on the held-out tasks of a recipe, or on a suite of cases (--suite)."""
+    """Evaluate a model on the held-out tasks of a recipe, or on a suite of cases (--suite); or hold a policy to suites (--policy).
+
+    With --policy the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its attempts
+    reaches its threshold.
+    """
+    if policy is not None:
+        if suite is not None:
+            raise UserError("--policy is held to the suites that come first", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
+        more = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
+        named = [str(recipe), *(item for item in more if "=" not in item)]
+        changes = [item for item in more if "=" in item]
+        found = find_policy(policy, model_name=model or "", key_env=key_env)
+        hold_to_suites(
+            named, found, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
+        )
+        return
+    if junit is not None or pin or key_env:
+        raise UserError("--junit, --pin and --key-env are for a policy that is held to suites", fix="agentrl eval SUITE --policy POLICY")
+    if recipe.is_dir():
+        raise UserError(f"{recipe} is a folder: which policy is asked?", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if suite is None and (repeats is not None or threshold != 1.0):
         raise UserError("--repeats and --threshold are for cases, and there is no suite", fix="name one: --suite evals/SUITE")
     root, written = load_recipe(recipe, [])
@@ -88,15 +122,8 @@ def evaluate(
 
 def _model(named: str) -> str:
     """What `--model` names: a folder, a version of a run (RUN@VERSION), or an id."""
-    run, at, number = named.rpartition("@")
-    if at and number.isdecimal() and len(number) < 10 and (Path(run) / "versions").is_dir():
-        folder = Path(run) / "versions" / f"{int(number):06d}"
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"{run} keeps no whole model of version {int(number)}: it is none, an adapter, or its weights were removed",
-                fix=f"choose another (agentrl versions {run}), or raise learner.keep_versions",
-            )
-        return str(folder.resolve())
+    if (found := version_folder(named)) is not None:
+        return str(found[1])
     return str(Path(named).resolve()) if Path(named).is_dir() else named
 
 

@@ -8,6 +8,7 @@ Each task names its verifiers, image and limits itself, so a case is judged as t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,8 +24,25 @@ from agentrl.records import Task
 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
+_SETTINGS = "suite.toml"
 _LARGEST = 16 << 20  # bytes of one case
 MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline(Record):
+    """What a policy scored at a case once: the one that failed it, or the one that the case was pinned to later."""
+
+    model: str
+    version: int | None = None  # of its run; None: not known
+    scores: tuple[float | None, ...] = ()  # of its attempts; None: unscored
+    at: str = ""  # when, UTC, ISO 8601
+
+    @property
+    def mean(self) -> float | None:
+        """Of the attempts that have a score."""
+        scored = [score for score in self.scores if score is not None]
+        return sum(scored) / len(scored) if scored else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +54,11 @@ class Case(Record):
     trace: str = ""  # the trace that it was promoted from
     tags: tuple[Tag, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
-    note: Text = ""
+    note: Text = ""  # why it is kept
+    by: str = ""  # who promoted it
+    threshold: float | None = None  # the mean score that its attempts must reach; None: the evaluation's
+    repeats: int | None = None  # attempts at it in one evaluation; None: the suite's
+    baseline: Baseline | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -45,6 +67,10 @@ class Case(Record):
             raise ValueError(f"Case.id {self.id[:80]!r} is no name: letters, digits, dots, dashes, underscores")
         if self.format != FORMAT:
             raise ValueError(f"Case.format {self.format} is not known; this version reads {FORMAT}")
+        if self.threshold is not None and not math.isfinite(self.threshold):
+            raise ValueError(f"Case.threshold must be a finite number, got {self.threshold}")
+        if self.repeats is not None and not 1 <= self.repeats <= MOST_REPEATS:
+            raise ValueError(f"Case.repeats must be from 1 to {MOST_REPEATS}, got {self.repeats}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +86,28 @@ class Suite:
 
 def load_suite(folder: Path) -> Suite:
     """Reads a suite. Raises `UserError` that names the file and what is wrong with it."""
-    settings = _settings(folder / "suite.toml")
+    settings = _settings(folder / _SETTINGS)
     cases = tuple(_case(path) for path in sorted((folder / "cases").glob("*.json")))
     if not cases:
         raise UserError(f"suite {folder} has no cases", fix="promote some: agentrl failures promote RUN --into SUITE")
     return Suite(folder=folder, cases=cases, **settings)
 
 
+def find_suites(folder: Path) -> tuple[Suite, ...]:
+    """The suite in a folder, or all suites in a folder of them, by name. Raises `UserError` where there is none."""
+    if (folder / _SETTINGS).is_file():
+        return (load_suite(folder),)
+    inside = sorted(path.parent for path in folder.glob(f"*/{_SETTINGS}"))
+    if not inside:
+        raise UserError(
+            f"{folder} is no suite, and holds none: no {_SETTINGS}", fix="promote failures: agentrl failures promote RUN --into SUITE"
+        )
+    return tuple(map(load_suite, inside))
+
+
 def save_case(folder: Path, case: Case) -> Path:
     """Adds a case to the suite in `folder`, made where there is none; a case of this id is replaced. Returns the case's file."""
-    about = folder / "suite.toml"
+    about = folder / _SETTINGS
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     if not about.exists():
         write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from agentrl.errors import UserError
-from agentrl.failure.case import Case, load_suite, save_case
+from agentrl.failure.case import Baseline, Case, load_suite, save_case
 from agentrl.failure.rows import kind_of
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.twins import Likeness, Withheld
@@ -30,8 +32,10 @@ class Promoted:
         return f"{self.trace}: {self.path}{twin}"
 
 
-def case_of(trace: Trace, *, note: str = "", by: str = "") -> Case:
+def case_of(trace: Trace, *, note: str = "", by: str = "", threshold: float | None = None, repeats: int | None = None) -> Case:
     """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case.
+
+    Its baseline is what the policy scored when it failed.
 
     Raises `UserError` for a trace that does not hold its task, and for a fault, which tells nothing about a policy.
     """
@@ -50,15 +54,42 @@ def case_of(trace: Trace, *, note: str = "", by: str = "") -> Case:
     origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
     run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
-    return Case(id=f"{kind}-{trace.task.key[:12]}", task=trace.task, trace=f"{run}{trace.id}", tags=trace.tags, origin=origin, note=note)
+    return Case(
+        id=f"{kind}-{trace.task.key[:12]}",
+        task=trace.task,
+        trace=f"{run}{trace.id}",
+        tags=trace.tags,
+        origin=origin,
+        note=note,
+        by=by,
+        threshold=threshold,
+        repeats=repeats,
+        baseline=_baseline(trace),
+    )
 
 
-def promote(traces: list[Trace], suite: Path, *, note: str = "", by: str = "") -> list[Promoted]:
+def _baseline(trace: Trace) -> Baseline | None:
+    """Of the one attempt that there is. None: nothing scored it, or several versions sampled it."""
+    value = None if trace.score is None else trace.score.value
+    if value is None or not math.isfinite(value) or len(trace.versions) > 1:
+        return None
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    return Baseline(model=trace.origin.get("model", ""), version=next(iter(trace.versions), None), scores=(value,), at=at)
+
+
+def promote(
+    traces: list[Trace], suite: Path, *, note: str = "", by: str = "", threshold: float | None = None, repeats: int | None = None
+) -> list[Promoted]:
     """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
+
+    Args:
+        note: why these are worth keeping; `by`: who says so.
+        threshold: the mean score that the attempts at each case must reach; None: what an evaluation says.
+        repeats: attempts at each case in an evaluation; None: what the suite says.
 
     Raises `UserError` for a trace that makes no case, before any is written.
     """
-    cases = [(trace, case_of(trace, note=note, by=by)) for trace in traces]
+    cases = [(trace, case_of(trace, note=note, by=by, threshold=threshold, repeats=repeats)) for trace in traces]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
     done: list[Promoted] = []
     for trace, case in cases:

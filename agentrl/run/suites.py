@@ -79,7 +79,7 @@ async def try_cases(
         done += 1
         on_done(done, total)
         on_scored(case.task, scored)
-        return _tried(case, number, scored, phase=phase, version=version, again=again)
+        return tried(case, number, scored, phase=phase, version=version, again=again)
 
     async with asyncio.TaskGroup() as running:
         jobs = [running.create_task(one(case, number)) for case in cases for number in numbers]
@@ -158,12 +158,13 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _tried(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int, again: bool) -> Tried:
+def tried(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> Tried:
+    """The record of an attempt. `version`: the one that may have sampled its tokens; None: any may."""
     episode, value = scored.episode, scored.score.value
-    words = transcript(case.task, scored, phase=phase, step=version)
+    words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted({span.version for one in episode.trajectories for turn in one.turns for span in turn.versions} - {version})
     reason = reason_of(scored)
-    if others:
+    if others and version is not None:
         reason = f"version {', '.join(map(str, others))} sampled some of it, not {version} alone"
     counts = not reason and value is not None and math.isfinite(value)
     attempt = Attempt(

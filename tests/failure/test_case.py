@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from agentrl import codec
 from agentrl.errors import UserError
-from agentrl.failure.case import Case, load_suite, save_case
+from agentrl.failure.case import Case, find_suites, load_suite, save_case
 from agentrl.failure.trace import Tag, Trace, Why
 from agentrl.records import Message, SandboxSpec, Split, Task
 
@@ -57,6 +58,28 @@ def test_a_file_that_is_no_case_is_named(tmp_path: Path, content: bytes) -> None
     (tmp_path / "cases" / "x.json").write_bytes(content)
     with pytest.raises(UserError, match=r"x\.json"):
         load_suite(tmp_path)
+
+
+def test_a_case_without_the_newer_fields_is_read_and_wrong_ones_are_refused(tmp_path: Path) -> None:
+    path = save_case(tmp_path, Case(id="a", task=make_task()))
+    older = json.loads(path.read_bytes())
+    for name in ("by", "threshold", "repeats", "baseline"):
+        del older[name]
+    path.write_text(json.dumps(older))
+    assert load_suite(tmp_path).cases == (Case(id="a", task=make_task()),)
+    for wrong in ({"threshold": "much"}, {"repeats": 0}, {"repeats": 10**6}, {"baseline": {"scores": [1]}}):
+        path.write_text(json.dumps(older | wrong))
+        with pytest.raises(UserError, match=r"a\.json"):
+            load_suite(tmp_path)
+
+
+def test_a_folder_of_suites_gives_all_of_them(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        save_case(tmp_path / name, Case(id="x", task=make_task()))
+    assert [suite.name for suite in find_suites(tmp_path)] == ["a", "b"]
+    assert [suite.name for suite in find_suites(tmp_path / "b")] == ["b"]
+    with pytest.raises(UserError, match="holds none"):
+        find_suites(tmp_path / "a" / "cases")
 
 
 def test_a_folder_without_cases_is_no_suite(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ONE = replace(trace(*STEPS, name="g000012-3-a0", answer="97"), tags=(Tag(name="w
 
 
 def test_a_case_is_the_task_with_where_it_comes_from(tmp_path: Path) -> None:
-    (done,) = promote([ONE], tmp_path / "suite", note="seen twice", by="me")
+    (done,) = promote([ONE], tmp_path / "suite", note="seen twice", by="me", threshold=0.75, repeats=4)
     suite = load_suite(tmp_path / "suite")
     (case,) = suite.cases
     assert case.task == ONE.task and case.tags == ONE.tags and case.note == "seen twice"
@@ -28,6 +28,14 @@ def test_a_case_is_the_task_with_where_it_comes_from(tmp_path: Path) -> None:
     assert case.origin == {
         "run": "r", "trace": "g000012-3-a0", "phase": "train", "step": "2", "why": "failed", "versions": "3", "by": "me"
     }  # fmt: skip
+    assert (case.by, case.threshold, case.repeats) == ("me", 0.75, 4)
+    assert case.baseline is not None and (case.baseline.version, case.baseline.scores, case.baseline.mean) == (3, (0.0,), 0.0)
+
+
+def test_what_nothing_scored_is_no_baseline(tmp_path: Path) -> None:
+    assert ONE.score is not None
+    promote([replace(ONE, score=replace(ONE.score, value=None, reason="no judge"))], tmp_path)
+    assert load_suite(tmp_path).cases[0].baseline is None
 
 
 def test_a_task_is_in_a_suite_once_and_twins_are_told(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
-            _checked_url(self.url)
+            checked_url(self.url)
         if not self.model:
             raise UserError("a judge's endpoint needs the name of a model", fix='Endpoint(url=..., model="...")')
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
@@ -116,8 +116,10 @@ class Endpoint:
             "structured": self.structured,
         }
 
-    async def ask(self, messages: Sequence[Mapping[str, str]], *, schema: Mapping[str, Any] | None = None) -> Reply:
-        """The model's answer, readable or not.
+    async def ask(
+        self, messages: Sequence[Mapping[str, Any]], *, schema: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None
+    ) -> Reply:
+        """The model's answer, readable or not. `more`: further keys of this request; they count before `options`.
 
         Busy and broken servers (408, 425, 429, 5xx, no connection, no answer in time, an answer that breaks off) are asked again after
         the wait that their headers ask for. All questions of an endpoint wait together.
@@ -138,7 +140,7 @@ class Endpoint:
                 continue
             tries += 1
             async with wire.slots:
-                got = await self._once(wire, messages, schema, limit_s=min(self.timeout_s, left))
+                got = await self._once(wire, self._body(messages, schema, more or {}), messages, schema, limit_s=min(self.timeout_s, left))
             if isinstance(got, _Later):
                 why = got.why
                 self._pause(wire, wait_s(tries, got.wait_s), why)
@@ -183,21 +185,31 @@ class Endpoint:
         return self._wires[loop]
 
     async def _once(
-        self, wire: _Wire, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any] | None, *, limit_s: float
+        self,
+        wire: _Wire,
+        body: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        schema: Mapping[str, Any] | None,
+        *,
+        limit_s: float,
     ) -> Reply | _Later | _NoSchema:
         import httpx
 
         key = self._key()
         try:
-            async with asyncio.timeout(limit_s), self._posted(wire, self._body(messages, schema), key) as response:
+            async with asyncio.timeout(limit_s), self._posted(wire, body, key) as response:
                 if response.status_code == 200:
-                    return _reply(await _bounded(response, self.max_bytes), self.max_bytes, messages)
+                    return self._read(await _bounded(response, self.max_bytes), messages)
                 said = _without(key, printable((await _bounded(response, 4 * _EXCERPT)).decode(errors="replace"), _EXCERPT))
                 return self._refusal(response, " ".join(said.split()), schema)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
         except (httpx.HTTPError, httpx.StreamError) as error:
             return _Later(why=_without(key, describe(error)))
+
+    def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
+        """The answer in the body of a 200."""
+        return _reply(content, self.max_bytes, messages)
 
     def _refusal(self, response: httpx.Response, said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
         """What to do about a status that is no 200. Raises `JudgeError` where asking again would not help."""
@@ -218,8 +230,8 @@ class Endpoint:
         async with wire.http.stream("POST", f"{self._base()}/chat/completions", json=body, headers=headers) as response:
             yield response
 
-    def _body(self, messages: Sequence[Mapping[str, str]], schema: Mapping[str, Any] | None) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "messages": list(messages), self.tokens_name: self.max_tokens, **self.options}
+    def _body(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.model, "messages": list(messages), self.tokens_name: self.max_tokens, **self.options, **more}
         if self.temperature is not None:
             body["temperature"] = self.temperature
         if self.seed is not None:
@@ -229,7 +241,7 @@ class Endpoint:
         return body
 
     def _base(self) -> str:
-        return _checked_url(self.url if isinstance(self.url, str) else self.url()).rstrip("/")
+        return checked_url(self.url if isinstance(self.url, str) else self.url()).rstrip("/")
 
     def _key(self) -> str:
         if not self.key_env:
@@ -258,12 +270,13 @@ class _NoSchema:
     why: str
 
 
-def _checked_url(url: str) -> str:
+def checked_url(url: str) -> str:
+    """The url of an endpoint. Raises `UserError` for one that is none, or that holds a secret."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
         raise UserError(
-            "a judge's url is http(s)://HOST/PATH without a user, a password or a query",
-            fix='such as "https://api.example.org/v1"; the key comes from the environment variable that key_env names',
+            "an endpoint's url is http(s)://HOST/PATH without a user, a password or a query",
+            fix='such as "https://api.example.org/v1"; the key comes from the environment variable that is named for it',
         )
     return url
 
@@ -279,7 +292,7 @@ async def _bounded(response: httpx.Response, most: int) -> bytes:
     return b"".join(parts)[: most + 1]
 
 
-def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, str]]) -> Reply:
+def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
     """The answer in the body of a 200. What cannot be read is kept as it came, with the problem."""
     asked = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")

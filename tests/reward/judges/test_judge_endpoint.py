@@ -157,7 +157,7 @@ async def test_a_redirect_is_not_followed() -> None:
 
 @pytest.mark.parametrize("url", ["", "ftp://x/v1", "https://user:pass@x/v1", "https://x/v1?key=1", "localhost:8000"])
 def test_urls_that_are_refused(url: str) -> None:
-    with pytest.raises(UserError, match="judge's url"):
+    with pytest.raises(UserError, match="an endpoint's url"):
         Endpoint(url=url, model="m")
 
 

@@ -1,0 +1,155 @@
+"""Which policy an evaluation asks, as a person names it, and the recipe that follows from that where nobody wrote one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from agentrl import parts
+from agentrl.errors import PluginError, RecipeError, UserError
+from agentrl.failure.case import Suite
+from agentrl.plugins import project_root
+from agentrl.recipe import Recipe, build, load
+from agentrl.reward.judges.endpoint import checked_url
+from agentrl.run import suite_tasks
+from agentrl.weights.model_folder import read_json
+
+_LONGEST_CONTEXT = 1 << 20
+_PART = parts.Kind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
+_FIX = "give a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr that makes a policy"
+
+
+class Source(StrEnum):
+    """Where a policy's answers come from."""
+
+    FOLDER = "folder"  # a model folder, served here
+    VERSION = "version"  # a version of a run, served here as that run did
+    ENDPOINT = "endpoint"  # somebody's server of chat completions
+    PART = "part"  # an object of the project
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPolicy:
+    """A policy, found."""
+
+    source: Source
+    name: str  # as typed
+    model: str  # the folder, absolute; the URL; or the reference
+    run: Path | None = None  # whose recipe says how it is served
+    model_name: str = ""  # of an endpoint's model
+    key_env: str = ""  # environment variable that holds an endpoint's key; empty: it wants none
+
+    @property
+    def served(self) -> bool:
+        """Whether a server of ours answers for it."""
+        return self.source in (Source.FOLDER, Source.VERSION)
+
+
+def find_policy(named: str, *, model_name: str = "", key_env: str = "") -> NamedPolicy:
+    """Raises `UserError` where a name stands for none, or where the model's name lacks, or is one too many."""
+    if named.startswith(("http://", "https://")):
+        if not model_name:
+            raise UserError("an endpoint serves models by name, and there is none", fix="name it with --model (--agentrl-model in pytest)")
+        checked_url(named)
+        return NamedPolicy(source=Source.ENDPOINT, name=f"{model_name} at {named}", model=named, model_name=model_name, key_env=key_env)
+    if model_name or key_env:
+        raise UserError("the name of a model and a key are for an endpoint", fix="give --policy http(s)://HOST/v1, or leave them out")
+    if (found := version_folder(named)) is not None:
+        run, folder = found
+        return NamedPolicy(source=Source.VERSION, name=named, model=str(folder), run=run)
+    if Path(named).is_dir():
+        return NamedPolicy(source=Source.FOLDER, name=named, model=str(Path(named).resolve()))
+    if ":" in named:
+        return NamedPolicy(source=Source.PART, name=named, model=named)
+    raise UserError(f"--policy {named}: no such folder, nor a version of a run", fix=_FIX)
+
+
+def version_folder(named: str) -> tuple[Path, Path] | None:
+    """Run folder and model folder of RUN@VERSION; None for what is not written so. Raises `UserError` where the model is gone."""
+    run, at, number = named.rpartition("@")
+    if not at or not number.isdecimal() or len(number) > 9 or not (Path(run) / "versions").is_dir():
+        return None
+    folder = Path(run) / "versions" / f"{int(number):06d}"
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{run} keeps no whole model of version {int(number)}: it is none, an adapter, or its weights were removed",
+            fix=f"choose another (agentrl versions {run}), or raise learner.keep_versions",
+        )
+    return Path(run).resolve(), folder.resolve()
+
+
+def root_of(suites: Sequence[Suite]) -> Path:
+    """The project that suites belong to: their images and verifiers are named relative to it. Raises `UserError` for two projects."""
+    roots = sorted({project_root(suite.folder) for suite in suites})
+    if len(roots) > 1:
+        raise UserError(f"suites of two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
+    return roots[0]
+
+
+def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence[str] = ()) -> Recipe:
+    """How a policy is evaluated on suites. A version is served, sampled and put in sandboxes as its run says; else defaults hold.
+
+    Raises `RecipeError` for an override that is none, `UserError` for a run whose recipe cannot be read.
+    """
+    data: dict[str, Any] = {"policy": {"max_model_len": _room(suites)}} if policy.run is None else _of_run(policy.run)
+    data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(suite.folder.resolve().name for suite in suites)).lstrip("-_.")[:60] or "suite"
+    data["policy"] |= {
+        "model": policy.name if policy.source is Source.ENDPOINT else policy.model,
+        "chat_template": None,
+    }  # of a version, its run's template is its own
+    if policy.source is Source.FOLDER:
+        data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
+    data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.options(suites)}
+    data |= {"evaluation": {**data.get("evaluation", {}), "heldout": 0, "heldout_real": 0}, "gate": None}
+    data |= {"trackers": ["terminal"], "tracker_options": {}}
+    recipe = build(data).but(*overrides)
+    evaluation = recipe.evaluation
+    if policy.source is Source.ENDPOINT and (evaluation.top_k or evaluation.min_p):
+        raise RecipeError("evaluation.top_k and evaluation.min_p are no settings of chat completions", fix="leave them out")
+    return recipe
+
+
+def make_part(policy: NamedPolicy) -> Any:
+    """The policy that a reference makes: an `agentrl.protocols.Policy` with the `tokenizer` that its token ids are of.
+
+    Raises `PluginError` where it makes none.
+    """
+    made = parts.make(_PART, policy.model, None)
+    if getattr(made, "tokenizer", None) is None:
+        raise PluginError(
+            f"--policy {policy.model!r}: what it made, of class {type(made).__name__}, has no tokenizer",
+            fix="give it the attribute `tokenizer`, a Hugging Face one with a chat template, as agentrl.testing.ScriptedPolicy has",
+        )
+    return made
+
+
+def _of_run(run: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = load(run / "recipe.json").model_dump(mode="json")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{run}: its recipe cannot be read: {getattr(error, 'message', None) or error}"[:2000],
+            fix="give the version's folder in place of RUN@VERSION; it is served with the default settings then",
+        ) from None
+    return found
+
+
+def _room(suites: Sequence[Suite]) -> int:
+    """The context that the longest case needs."""
+    longest = max(case.task.limits.episode_tokens for suite in suites for case in suite.cases)
+    if longest > _LONGEST_CONTEXT:
+        raise RecipeError(f"a case asks for a context of {longest:,} tokens", fix="set policy.max_model_len=...")
+    return max(16, longest)
+
+
+def _longest(model: Path) -> int:
+    """The context that a model was made for; a wrong folder is told of by the checks before a start."""
+    try:
+        found = read_json(model / "config.json").get("max_position_embeddings")
+    except (OSError, ValueError):
+        return _LONGEST_CONTEXT
+    return found if type(found) is int and found >= 16 else _LONGEST_CONTEXT

@@ -1,0 +1,120 @@
+"""The server's seconds for the requests of one step of a run, under settings of the server: contenders take turns, each on a fresh server.
+
+    python benchmarks/replay.py runs/smollm2                      # as a run starts it, beside what it was before, and beside one thread
+    python benchmarks/replay.py runs/smollm2 --step 3 --repeat 3 --only "as it is"
+
+Every episode of the step is played again turn by turn, all at the same time: the same contexts, and as many tokens sampled as were then,
+at the recipe's sampling. Nothing else runs: no sandboxes, no learner. The prefix cache begins empty in each repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # as the command line does: a recipe may name parts of the project
+
+from agentrl import plugins  # noqa: E402
+from agentrl import recipe as recipes  # noqa: E402
+from agentrl.experience import open_store  # noqa: E402
+from agentrl.recipe import Recipe  # noqa: E402
+from agentrl.records import Episode  # noqa: E402
+from agentrl.serving import VLLMServer  # noqa: E402
+from agentrl.serving.client import distribution  # noqa: E402
+
+SLEEPING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+CONTENDERS: Mapping[str, tuple[dict[str, str], dict[str, str]]] = {
+    "as it is": ({}, {}),
+    "blocks of 128 tokens": ({"--block-size": "128"}, {}),
+    "threads sleep at once": ({}, SLEEPING),
+    "both": ({"--block-size": "128"}, SLEEPING),
+}
+"""Name -> arguments and environment that differ from what a run gives its server."""
+
+
+class Changed(VLLMServer):
+    """A server with other arguments and another environment."""
+
+    arguments: Mapping[str, str]
+    variables: Mapping[str, str]
+
+    def _command(self, device: str, port: int) -> list[str]:
+        words = super()._command(device, port)
+        for name, value in self.arguments.items():
+            words[words.index(name) + 1] = value
+        return words
+
+    def _environment(self, device: str, scratch: Path) -> dict[str, str]:
+        return {**super()._environment(device, scratch), **self.variables}
+
+
+async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) -> None:
+    """One episode again: its trajectories one after the other, each a growing context."""
+    for trajectory in episode.trajectories:
+        context: list[int] = []
+        for turn in trajectory.turns:
+            context += turn.prompt_ids
+            sampling = {**distribution(recipe.rollout.sampling), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
+            asked = {"logprobs": max(recipe.rollout.top_k, 0), "detokenize": False}
+            body = {"token_ids": list(context), "sampling_params": sampling | asked, "cache_salt": salt}
+            await server.control.generate(body, timeout_s=600.0)
+            context += turn.completion_ids
+
+
+async def seconds(recipe: Recipe, model: Path, episodes: list[Episode], name: str, repeat: int) -> list[float]:
+    """Wall seconds of each repetition on one server."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "versions").mkdir()
+        server = Changed(recipe=recipe, model=model, version=0, run_dir=Path(folder))
+        server.arguments, server.variables = CONTENDERS[name]
+        await server.start()
+        try:
+            spent = []
+            for number in range(repeat):
+                began = time.perf_counter()
+                await asyncio.gather(*(play(server, recipe, episode, f"{name}-{number}") for episode in episodes))
+                spent.append(time.perf_counter() - began)
+            return spent
+        finally:
+            await server.stop()
+
+
+async def main(given: argparse.Namespace) -> None:
+    plugins.add_project_root(ROOT)
+    recipe = recipes.load(given.run / "recipe.json")
+    store = open_store(given.run, recipe)
+    size = recipe.rollout.groups_per_step
+    groups = store.groups(range(given.step * size, (given.step + 1) * size))
+    store.close()
+    episodes = [scored.episode for group in groups for scored in group.episodes if not scored.episode.left_out]
+    tokens = sum(len(turn.completion_ids) for one in episodes for line in one.trajectories for turn in line.turns)
+    model = given.run / "versions" / "000000"
+    print(f"{len(episodes)} episodes, {tokens} sampled tokens", file=sys.stderr)
+    names = given.only or list(CONTENDERS)
+    spent: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(given.rounds):
+        for name in names:
+            spent[name] += await seconds(recipe, model, episodes, name, given.repeat)
+            print(f"{name}: {', '.join(f'{one:.1f}' for one in spent[name])} s", file=sys.stderr)
+    first = statistics.median(spent[names[0]])
+    print("| server | seconds, median (range) | tokens/s | times the first |\n| --- | --- | --- | --- |")
+    for name, found in spent.items():
+        median = statistics.median(found)
+        print(f"| {name} | {median:.1f} ({min(found):.1f} to {max(found):.1f}) | {tokens / median:.0f} | {median / first:.2f} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run folder whose version 0 is still there")
+    parser.add_argument("--step", type=int, default=0, help="whose episodes are played again (default 0)")
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions on each server (default 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="servers of each contender, in turns (default 2)")
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), help="these contenders alone")
+    asyncio.run(main(parser.parse_args()))

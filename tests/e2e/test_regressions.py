@@ -1,0 +1,42 @@
+"""Failures of a real policy made cases, and the policy held to them by `agentrl eval --policy` and by pytest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.failure.case import Case, save_case
+from agentrl.records import Split
+from sandboxes.tables import Tables
+from tests.e2e.conftest import ROOT, SMALL, agentrl
+
+MODEL = ROOT / "recipes" / "models" / "tables-base"
+
+
+@pytest.mark.e2e
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_real_policy_is_held_to_a_suite(tmp_path: Path) -> None:
+    suite = ROOT / "runs" / f"e2e-suite-{os.getpid()}"  # in the project, whose images and verifiers the cases name
+    try:
+        family = Tables(seed=11)
+        for number in range(6):
+            save_case(suite, Case(id=f"case-{number}", task=family.task(Split.HELDOUT, number), threshold=0.0 if number else 2.0))
+        run = tmp_path / "run"
+        overrides = [item for item in SMALL if item.startswith(("rollout.concurrency", "sandbox"))]
+        code, out = agentrl("eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json")
+        told = json.loads(out.splitlines()[-1])
+        assert code == 1 and [one["case"] for one in told["cases"] if one["verdict"] != "passed"] == ["case-0"], out
+        assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"
+        command = [sys.executable, "-m", "pytest", "-p", "agentrl.prove.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
+        command += ["--agentrl-suite", str(suite), "--agentrl-policy", str(MODEL), "--agentrl-run-dir", str(tmp_path / "again")]
+        there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0 and "5 passed, 1 deselected" in done.stdout, done.stdout + done.stderr
+    finally:
+        subprocess.run(["rm", "-rf", str(suite)], check=True)
