@@ -5,7 +5,7 @@ Every wait takes a deadline in seconds and ends with a typed error (`agentrl.err
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -130,6 +130,17 @@ class TaskFamily(Protocol):
 
     def gold(self, task: Task) -> str:
         """Python source of the gold solution: run in the task's sandbox, it prints the right answer."""
+        ...
+
+
+class VariedFamily(TaskFamily, Protocol):
+    """A family that makes other tasks like a given one of its own: the practice for a failure."""
+
+    def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
+        """Training tasks that ask for the same skill: how each stands to `task` (alike, harder, easier, or a word of its own), and it.
+
+        A pure function of the task's content and the seed, with or without an end. `gold` solves them as it does any other task.
+        """
         ...
 
 

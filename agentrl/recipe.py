@@ -20,6 +20,7 @@ from agentrl.section import Section
 from agentrl.sections import CaptureConfig as CaptureConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
+from agentrl.sections import PracticeConfig as PracticeConfig
 
 _COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
 
@@ -50,6 +51,17 @@ class TasksConfig(Section):
     """Who judges, as references such as `rewards.close:close_number`, in place of the verifiers that the tasks name. Empty: those."""
     withhold: tuple[str, ...] = Field(())
     """Suites, as folders relative to the project root: no case of theirs, nor a near twin of one, is ever trained on."""
+    practice: PracticeConfig | None = None
+    """Tasks made from the cases of suites, for a share of the groups; None: every group has a task of the family."""
+    audit: tuple[str, ...] = Field(())
+    """Verifiers that judge every episode beside the others, as references: logged and plotted, never trained on. docs/verifiers.md."""
+
+    @field_validator("audit")
+    @classmethod
+    def _audit_is_another(cls, audit: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if same := sorted({*audit} & {*info.data.get("verifiers", ())}):
+            raise ValueError(f"{same[0]} is among tasks.verifiers too: an audit that agrees with itself finds nothing")
+        return audit
 
 
 class EvalConfig(Section):

@@ -1,13 +1,15 @@
-"""Sections of a recipe that say nothing of the others: `capture` and `learner.limits`. `agentrl.recipe` hands them on."""
+"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `learner.limits`. `agentrl.recipe` hands them on."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from agentrl.section import Section
+
+MOST_WEIGHT = 1000
 
 
 class CaptureConfig(Section):
@@ -28,6 +30,15 @@ class CaptureConfig(Section):
         if self.keep == 0 and any(getattr(self, key) != usual[key].default for key in ("below", "keep_mb", "rules")):
             raise ValueError("below, keep_mb and rules do nothing with keep=0, which captures nothing: leave them at their defaults")
         return self
+
+
+class PracticeConfig(Section):
+    """Tasks made from the cases of suites by `agentrl practice`, mixed into training. docs/practice.md says how they are made."""
+
+    suites: dict[str, Annotated[int, Field(ge=1, le=MOST_WEIGHT)]] = Field(min_length=1)
+    """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
+    share: float = Field(0.3, ge=0.001, le=1)
+    """Share of the groups that practise; the others have tasks of the family."""
 
 
 class Limit(Section):

@@ -37,7 +37,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "testing",
         }
     ),
-    frozenset({"learner", "supervised", "model"}),
+    frozenset({"learner", "supervised", "model", "practice"}),
     frozenset({"run", "cluster"}),
     frozenset({"prove"}),
     frozenset({"cli", "__main__"}),

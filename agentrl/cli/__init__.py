@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import failures, fuzz, judging, machine, model, prove, runs, sandboxes, suites, train, tune
+from agentrl.cli import failures, fuzz, judging, machine, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval run
     suites.compare_evaluations
 )
 app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(prove.check)
+app.command("practice", epilog="Example: agentrl practice evals/pricing recipes/quickstart.py --count 24")(practice.practice)
 app.command("fuzz", epilog="Example: agentrl fuzz frames calls --minutes 5 --jobs 2")(fuzz.fuzz)
 app.command("doctor", epilog="Example: agentrl doctor --json")(machine.doctor)
 app.command("init", epilog="Example: agentrl init my-agent && cd my-agent && agentrl train recipes/quickstart.py")(machine.init)

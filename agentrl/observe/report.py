@@ -13,6 +13,7 @@ from typing import Any
 from agentrl.files import write
 from agentrl.observe import failures
 from agentrl.observe.charts import Chart, Series, line_chart
+from agentrl.observe.drift import alarms
 from agentrl.observe.formats import Format, duration, interval, maybe, on_a_scale, short
 from agentrl.observe.gate import read_gate
 from agentrl.observe.left_out import printable
@@ -24,6 +25,7 @@ from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, show
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
+_PARTS_SHOWN = 4  # as many as there are colours
 _WIDE, _NARROW, _SMALL = (1030, 300), (330, 240), (300, 150)
 
 
@@ -253,8 +255,33 @@ def _machinery(run: RunData) -> list[Card]:
         _small(run, "Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}),
         _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}, whole=True),
         _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, whole=True),
+        _small(run, "Reward and audit", _drift(run), _audit(run)),
+        _small(run, "Judges' disagreement", "mean over the episodes that several judged", {"judge_disagreement": "disagreement"}),
+        _small(run, "Unscored", "share of the played episodes that no verifier gave a value", _unscored(run)),
+        _small(run, "Parts of the score", "means over the episodes that have them", _parts(run)),
     ]
     return [chart for chart in charts if chart]
+
+
+def _audit(run: RunData) -> dict[str, str]:
+    return {"reward_mean": "reward", "audit_mean": "audit"} if run.series("audit_mean") else {}
+
+
+def _drift(run: RunData) -> str:
+    """What the chart of the audit shows, and every drift alarm of the run."""
+    steps = [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in run.metrics]
+    found = [f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in alarms(steps[: at + 1])]
+    return ". ".join(["mean of the training reward, and of what is never trained on", *found])
+
+
+def _unscored(run: RunData) -> dict[str, str]:
+    return {"unscored_share": "share"} if any(value for _, value in run.series("unscored_share")) else {}
+
+
+def _parts(run: RunData) -> dict[str, str]:
+    """The first parts by name; with a single one there is nothing to see that the reward does not show."""
+    found = sorted({key for line in run.metrics for key in line if key.startswith("part/")})
+    return {key: printable(key.removeprefix("part/"))[:60] for key in found[:_PARTS_SHOWN]} if len(found) > 1 else {}
 
 
 def _small(

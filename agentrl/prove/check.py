@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,25 +110,45 @@ async def check_family(
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
             tasks = list(_tasks(family, wanted))
-            prover = _Prover(
-                family=family, sandboxes=sandboxes, scorer=TaskScorer(sandboxes=sandboxes, root=source.root), parallel=parallel
-            )
-            prover.scorer.load(sorted({name for task in tasks for name in task.verifiers}))
-            progress.update(bar, description=f"images on {sandboxes.name}")
-            cases = await _prepare(tasks, sandboxes)
-            without = {result.task for result in cases}
-            good = [task for task in tasks if task.id not in without]
-            progress.update(bar, description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
-            cases += await prover.cases(good, lambda: progress.advance(bar))
-            progress.update(bar, description="verifiers, tools and files", total=None)
-            proofs.append(await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel))
-            proofs.append(await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel))
-            proofs.append(await prove_tools(good, sandboxes))
-            proofs.append(await _prove_unreadable(good, prover.golden, sandboxes))
+            telling = partial(progress.update, bar)
+            cases, more = await prove_tasks(family, tasks, sandboxes, root=source.root, parallel=parallel, telling=telling)
+            proofs += more
     finally:
         await sandboxes.close()
-    cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+
+
+async def prove_tasks(
+    family: TaskFamily,
+    tasks: Sequence[Task],
+    sandboxes: SandboxBackend,
+    *,
+    root: Path,
+    parallel: int = 8,
+    telling: Callable[..., None] = lambda **progress: None,
+) -> tuple[list[CaseResult], list[Proof]]:
+    """Every case of tasks that `family` has a gold solution for, and the proofs that look at tasks one by one.
+
+    Args:
+        telling: told `description`, `total` and `advance` as work goes on, as `rich.progress.Progress.update` takes them.
+    """
+    prover = _Prover(family=family, sandboxes=sandboxes, scorer=TaskScorer(sandboxes=sandboxes, root=root), parallel=parallel)
+    prover.scorer.load(sorted({name for task in tasks for name in task.verifiers}))
+    telling(description=f"images on {sandboxes.name}")
+    cases = await _prepare(tasks, sandboxes)
+    without = {result.task for result in cases}
+    good = [task for task in tasks if task.id not in without]
+    telling(description=f"{len(tasks)} tasks on {sandboxes.name}", total=sum(len(_cases(task)) for task in good))
+    cases += await prover.cases(good, lambda: telling(advance=1))
+    telling(description="verifiers, tools and files", total=None)
+    proofs = [
+        await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
+        await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel),
+        await prove_tools(good, sandboxes),
+        await _prove_unreadable(good, prover.golden, sandboxes),
+    ]
+    cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
+    return cases, proofs
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:

@@ -19,13 +19,17 @@ from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
+from agentrl.reward.audit import audited
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskScorer:
-    """Scores an episode with every verifier of its task; the value is their mean, and each verifier is a named part."""
+    """Scores an episode with every verifier of its task; the value is their mean, and each verifier is a named part.
+
+    What the verifiers in `audit` say comes beside it: see `agentrl.reward.audit`.
+    """
 
     timeout_s: float = 30.0
     sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
@@ -33,6 +37,7 @@ class TaskScorer:
     max_retries: int = 2  # after infrastructure failures
     root: Path = Path()  # the project, and the run folder where there is a run: for verifiers that are prepared
     folder: Path | None = None
+    audit: tuple[str, ...] = ()
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
@@ -50,9 +55,16 @@ class TaskScorer:
             self._verifiers[reference] = verifier
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        self.load(task.verifiers)
-        if self.sandboxes is None and (waiting := [name for name in task.verifiers if needs_sandboxes(self._verifiers[name])]):
+        named = [*task.verifiers, *self.audit]
+        self.load(named)
+        if self.sandboxes is None and (waiting := [name for name in named if needs_sandboxes(self._verifiers[name])]):
             raise PluginError(f"verifier {waiting[0]!r} judges in sandboxes", fix="pass them as TaskScorer(sandboxes=...)")
+        score = await self._rewarded(task, episode)
+        if not self.audit or score.value is None:
+            return score
+        return audited(score, {reference: await self._judge(reference, task, episode) for reference in self.audit})
+
+    async def _rewarded(self, task: Task, episode: Episode) -> Score:
         scores = {reference: await self._judge(reference, task, episode) for reference in task.verifiers}
         unscored = [f"{name}: {score.reason}" for name, score in scores.items() if score.value is None]
         if unscored or not scores:

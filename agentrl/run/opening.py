@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from agentrl import parts
@@ -20,6 +21,7 @@ from agentrl.protocols import ExperienceStore, Policy, PolicyServer, SandboxBack
 from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
+from agentrl.reward.audit import disagreement
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
@@ -102,7 +104,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
-        capture = Capture(run_dir, recipe.capture, origin=origin)
+        capture = Capture(run_dir, recipe.capture, origin=origin, audit=partial(disagreement, below=recipe.capture.below))
         stack.callback(capture.close)
         yield Run(
             recipe=recipe,
@@ -119,7 +121,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             sandboxes=sandboxes,
             served=served,
             groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults),
-            schedule=GroupSchedule(checked.family, recipe.seed, withheld=checked.withheld),
+            schedule=GroupSchedule(checked.family, recipe.seed, withheld=checked.withheld, practice=checked.practice),
             learner=learner,
             stop_at=recipe.steps,
             suite=checked.suite,

@@ -18,9 +18,10 @@ from agentrl.cluster.gpus import Placement, place
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
-from agentrl.failure.twins import withheld
+from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
+from agentrl.practice import Mixed, open_practice
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
@@ -47,6 +48,7 @@ class Checked:
     gpus: Placement
     suite: Suite | None = None  # of the gate, where the recipe has one
     withheld: Container[Task] = ()  # what is never trained on
+    practice: Mixed | None = None  # tasks made from cases, where the recipe has some
 
 
 def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
@@ -60,12 +62,15 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_parts(recipe)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     suite = open_gate(recipe, scorer, root=root)
-    kept_away = withheld([*recipe.tasks.withhold, *([recipe.gate.suite] if recipe.gate is not None else [])], root=root)
+    kept_away = withheld(measured_with(recipe), root=root)
+    practice = open_own_practice(recipe, scorer, root=root, kept_away=kept_away)
     load_rules(recipe.capture.rules)
     gpus = place(recipe)
     _check_installed(recipe)
     _try_objective(recipe)
-    return Checked(model=model, template=template, family=family, scorer=scorer, gpus=gpus, suite=suite, withheld=kept_away)
+    return Checked(
+        model=model, template=template, family=family, scorer=scorer, gpus=gpus, suite=suite, withheld=kept_away, practice=practice
+    )
 
 
 def check_parts(recipe: Recipe) -> None:
@@ -128,7 +133,7 @@ def _check_known(kind: str) -> None:
 
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
     """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
-    scorer = TaskScorer(root=root, folder=folder)
+    scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
     try:
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     except AgentRLError:
@@ -151,7 +156,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             f"the first task of {recipe.tasks.family!r} is not a Task but of type {type(first).__name__}",
             fix="return agentrl.records.Task(...) from its task()",
         )
-    scorer.load(first.verifiers)
+    scorer.load([*first.verifiers, *recipe.tasks.audit])
     load_tools(first.tools)
     return family, scorer
 
@@ -168,6 +173,24 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
     suite = load_suite(root / recipe.gate.suite)
     check_suite(suite, scorer)
     return suite
+
+
+def measured_with(recipe: Recipe) -> list[str]:
+    """The suites whose cases must not be trained on."""
+    tasks = recipe.tasks
+    gate, practice = [recipe.gate.suite] if recipe.gate is not None else [], tasks.practice.suites if tasks.practice is not None else ()
+    return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
+
+
+def open_own_practice(recipe: Recipe, scorer: TaskScorer, *, root: Path, kept_away: Withheld) -> Mixed | None:
+    """The recipe's practice, with the verifiers and tools of its tasks; None without any. Raises `UserError`."""
+    if recipe.tasks.practice is None:
+        return None
+    practice = open_practice(recipe.tasks.practice, seed=recipe.seed, root=root, withheld=kept_away)
+    every = [task for tasks in practice.tasks for task in tasks]
+    scorer.load(sorted({name for task in every for name in task.verifiers}))
+    load_tools(sorted({name for task in every for name in task.tools}))
+    return practice
 
 
 def check_suite(suite: Suite, scorer: TaskScorer) -> None:

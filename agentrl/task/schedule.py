@@ -7,13 +7,14 @@ neither skips nor repeats a prompt.
 from __future__ import annotations
 
 import random
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, cast
 
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins import resolve
-from agentrl.protocols import TaskFamily
+from agentrl.protocols import TaskFamily, VariedFamily
 from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
@@ -27,7 +28,10 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
     Raises `PluginError` when it does not resolve or refuses its options, and `TaskError` for task folders with mistakes.
     """
     family = _open(config, seed=seed, root=root or Path.cwd())
-    return _JudgedBy(family, config.verifiers) if config.verifiers else family
+    if not config.verifiers:
+        return family
+    judged = _VariedJudgedBy if callable(getattr(family, "variants", None)) else _JudgedBy
+    return judged(family, config.verifiers)
 
 
 def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
@@ -67,6 +71,14 @@ class _JudgedBy:
 
     def gold(self, task: Task) -> str:
         return self._family.gold(task)
+
+
+class _VariedJudgedBy(_JudgedBy):
+    """Of a family that makes variants: they are judged so, too."""
+
+    def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
+        for how, one in cast(VariedFamily, self._family).variants(task, seed=seed):
+            yield how, replace(one, verifiers=self._verifiers)
 
 
 def _share(value: object) -> float:
@@ -111,11 +123,24 @@ _STRIDE = 1_000_003  # from one substitute of an endless split to the next: far 
 _SUBSTITUTES = 256
 
 
+class Practice(Protocol):
+    """Groups that are set aside for tasks from elsewhere, as a pure function of the group's index."""
+
+    def task(self, group_index: int) -> Task | None:
+        """The group's task; None when it is not set aside."""
+        ...
+
+    def before(self, group_index: int) -> int:
+        """How many of the groups before this one are set aside."""
+        ...
+
+
 @dataclass(frozen=True)
 class GroupSchedule:
     """Group index -> training task. A finite split has a new seeded order each epoch; an endless one is taken in order.
 
-    A task in `withheld` is never given: the next one of the epoch takes its place, or one from further on in an endless split.
+    A task in `withheld` is never given: the next one of the epoch takes its place, or one from further on in an endless split. Groups
+    that `practice` has a task for get that; the others go through the family's tasks as if there were no such groups.
 
     `task` raises `TaskError` when the family cannot make it, `RecipeError` where there is none that may be trained on.
     """
@@ -123,9 +148,14 @@ class GroupSchedule:
     family: TaskFamily
     seed: int
     withheld: Container[Task] = ()
+    practice: Practice | None = None
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int) -> Task:
+        if self.practice is not None:
+            if (set_aside := self.practice.task(group_index)) is not None:
+                return set_aside
+            group_index -= self.practice.before(group_index)
         size = self.family.size(Split.TRAIN)
         if size == 0:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 from agentrl.errors import UserError
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task, ToolCall
@@ -76,6 +78,7 @@ class Reasoning:
         if unseen:
             self._rounds[Split.HELDOUT_REAL] = Rounds(unseen)
         self._limits = Limits(turns=4, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_timeout_s=10.0, wall_s=120.0)
+        self._trained = frozenset(source.name for source in trained)
         self._worked: dict[str, tuple[Problem, ...]] = {}
 
     def size(self, split: Split) -> int | None:
@@ -86,12 +89,32 @@ class Reasoning:
         if index < 0 or split not in self._rounds:
             raise UserError(f"reasoning has no task {index} in split {split}", fix="name datasets in tasks.options.heldout_kinds")
         source, number = self._rounds[split].at(index)
+        return self._asked(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
+
+    def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
+        """Training problems of the task's dataset: alike, and of the next harder and easier level where it was asked for by level.
+
+        A pure function of the task's content and the seed. It has none for a dataset that is never trained (`heldout_kinds`).
+        """
+        origin = task.data["origin"]
+        source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
+        if source.name not in self._trained:
+            return
+        neighbours = [("alike", source), *(("harder", one) for one in _level(source, 1)), *(("easier", one) for one in _level(source, -1))]
+        drawn = int(task.key[:6], 16) + seed
+        for number in count():
+            how, one = neighbours[number % len(neighbours)]
+            name = f"reasoning-like-{task.key[:16]}-{seed}-{number}"
+            yield how, self._asked(one, drawn, Split.TRAIN, number // len(neighbours), name)
+
+    def _asked(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
+        """Problem `number` of a dataset's part of a seed."""
         worked = self._examples(source)
         one = problems.problem(
-            source, seed=self.seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
+            source, seed=seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
         )
         return Task(
-            id=f"reasoning-{self.seed}-{split}-{index}",
+            id=name,
             family=self.name,
             prompt=(
                 Message(role="system", content=ASKED[self.tool]),
@@ -145,6 +168,18 @@ class Reasoning:
             Message(role="tool", content=example.answer),
             _calls("submit", answer=example.answer),
         )
+
+
+def _level(source: Source, step: int) -> Iterator[Source]:
+    """The same dataset, so many levels up or down; nothing where it has no such level, or was asked for without one."""
+    if source.level is None or source.level + step < 0:
+        return
+    other = replace(source, level=source.level + step)
+    try:
+        problems.check(other)
+    except UserError:  # its levels end here
+        return
+    yield other
 
 
 def _calls(tool: str, **arguments: str) -> Message:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 
 from agentrl.errors import TaskError, UserError
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
-from sandboxes.tables.generated import generated_table
+from sandboxes.tables.generated import ROWS, generated_table
 from sandboxes.tables.kinds import BY_NAME, KINDS, Kind, Question
 from sandboxes.tables.real import real_table
 
@@ -15,6 +17,18 @@ REAL_TASKS = 240
 ATTEMPTS = 2000  # tables drawn before a kind is given up; about ten are needed
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 LIMITS = Limits(turns=4, turn_tokens=192, episode_tokens=768, tool_timeout_s=10.0, tool_output_chars=400, wall_s=120.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What the tables of a task are like: how many rows, and whether their names are strange."""
+
+    rows: tuple[int, int] = ROWS
+    wild: bool = False
+
+
+NEIGHBOURS = ("alike", "harder", "easier")  # in this order they take turns
+_HARDER, _EASIER = Size(rows=(30, 60), wild=True), Size(rows=(6, 9))
 
 
 class Tables:
@@ -31,15 +45,20 @@ class Tables:
         seed: int = 0,
         *,
         wild: bool = False,
+        kinds: str = "",
         turn_tokens: int = LIMITS.turn_tokens,
         episode_tokens: int = LIMITS.episode_tokens,
     ) -> None:
-        """`wild` names are longer and stranger; `turn_tokens` and `episode_tokens` give a policy room to think before it acts.
+        """In a recipe these are `tasks.options`.
 
-        In a recipe these are `tasks.options`.
+        Args:
+            wild: names are longer and stranger.
+            kinds: the kinds of question that are asked, such as "total, average"; empty: all.
+            turn_tokens: completion tokens of one turn. This and `episode_tokens` give a policy room to think before it acts.
         """
         self.seed = seed
         self.wild = wild
+        self.kinds = tuple(_kind(name.strip()) for name in kinds.split(",")) if kinds else KINDS
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
@@ -47,17 +66,32 @@ class Tables:
 
     def task(self, split: Split, index: int) -> Task:
         """Raises `UserError` for an index outside the split, or when a real table's package is missing."""
-        size = self.size(split)
-        if index < 0 or (size is not None and index >= size):
+        end = self.size(split)
+        if index < 0 or (end is not None and index >= end):
             raise UserError(
-                f"tables has no task {index} in split {split}", fix=f"use an index from 0 to {'...' if size is None else size - 1}"
+                f"tables has no task {index} in split {split}", fix=f"use an index from 0 to {'...' if end is None else end - 1}"
             )
-        kind = KINDS[index % len(KINDS)]
         rng = Random(f"tables:{self.seed}:{split}:{index}")
-        question = self._question(rng, kind, split)
+        return self._asked(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
+
+    def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
+        """Questions of the task's kind about other tables, for training: alike, harder (longer tables, stranger names), and easier.
+
+        Without end, and a pure function of the task's content and the seed.
+        """
+        kind = BY_NAME[str(task.data["kind"])]
+        sizes = {"alike": Size(wild=self.wild), "harder": _HARDER, "easier": _EASIER}
+        for number in count():
+            how = NEIGHBOURS[number % len(NEIGHBOURS)]
+            name = f"{task.key[:16]}-{seed}-{number}"
+            yield how, self._asked(Random(f"tables:variant:{name}"), kind, Split.TRAIN, f"tables-like-{name}", sizes[how])
+
+    def _asked(self, rng: Random, kind: Kind, split: Split, name: str, size: Size) -> Task:
+        """A question of a kind, drawn from `rng`."""
+        question = self._question(rng, kind, split, size)
         text = rng.choice(kind.phrasings).format(**question.names)
         return Task(
-            id=f"tables-{self.seed}-{split}-{index}",
+            id=name,
             family=self.name,
             prompt=(Message(role="user", content=text),),
             tools=("python", "submit"),
@@ -73,10 +107,17 @@ class Tables:
         """Python source that prints the right answer when run beside the task's files."""
         return BY_NAME[task.data["kind"]].program(task.data["names"])
 
-    def _question(self, rng: Random, kind: Kind, split: Split) -> Question:
+    def _question(self, rng: Random, kind: Kind, split: Split, size: Size) -> Question:
         for _ in range(ATTEMPTS):
-            table = real_table(rng, kind.name) if split is Split.HELDOUT_REAL else generated_table(rng, split, wild=self.wild)
+            real = split is Split.HELDOUT_REAL
+            table = real_table(rng, kind.name) if real else generated_table(rng, split, wild=size.wild, rows_from_to=size.rows)
             question = kind.ask(rng, table)
             if question is not None:
                 return question
         raise TaskError(f"no table gave a question of kind {kind.name!r} in {ATTEMPTS} attempts")
+
+
+def _kind(name: str) -> Kind:
+    if name not in BY_NAME:
+        raise UserError(f"tables has no kind of question {name!r}", fix=f"tasks.options.kinds takes {', '.join(BY_NAME)}")
+    return BY_NAME[name]

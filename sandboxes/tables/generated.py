@@ -9,15 +9,17 @@ from agentrl.records import Split
 from sandboxes.tables.kinds import Row, Table
 from sandboxes.tables.names import Names
 
+ROWS = (10, 22)
 
-def generated_table(rng: Random, split: Split, *, wild: bool = False) -> Table:
-    """10 to 22 rows with a label, a group, two number columns and a date, all named at random. A pure function of its arguments."""
+
+def generated_table(rng: Random, split: Split, *, wild: bool = False, rows_from_to: tuple[int, int] = ROWS) -> Table:
+    """Rows with a label, a group, two number columns and a date, all named at random. A pure function of its arguments."""
     names = Names(rng, split, wild=wild)
     stem = names.stem()
     other = names.sibling(stem) if rng.random() < 0.4 else names.stem()
     label, group, first, day = (names.column() for _ in range(4))
     second = names.sibling(first) if rng.random() < 0.4 else names.column()
-    count = rng.randint(10, 22)
+    count = rng.randint(*rows_from_to)
     labels = names.phrases(count) if rng.random() < 0.75 else names.serials(count)
     values = _values(rng, names, group)
     weights = [rng.random() + 0.2 for _ in values]

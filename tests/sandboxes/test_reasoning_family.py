@@ -10,6 +10,7 @@ import io
 import subprocess
 import sys
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,18 @@ def test_kinds_that_are_held_out_have_a_split_of_their_own() -> None:
         *("chain_sum", "gcd", "spell_backward", "tower_of_hanoi")
     }
     assert Reasoning().size(Split.HELDOUT_REAL) == 0 and family(**SEVERAL).size(Split.HELDOUT_REAL) is None
+
+
+def test_variants_are_other_training_problems_of_the_dataset_and_its_neighbouring_levels() -> None:
+    several = Reasoning(seed=3, datasets="chain_sum, spell_backward@1", heldout_kinds="lcm")
+    for index, hows in ((0, {"alike"}), (1, {"alike", "harder", "easier"})):
+        held = several.task(Split.HELDOUT, index)
+        made = list(islice(several.variants(held, seed=0), 12))
+        assert made == list(islice(several.variants(held, seed=0), 12)) and {how for how, _ in made} == hows
+        assert {task.data["kind"] for _, task in made} == {held.data["kind"]} and {task.split for _, task in made} == {Split.TRAIN}
+        assert not any(is_heldout(task.prompt[-1].content) for _, task in made)
+        assert {(how, task.data["origin"]["level"]) for how, task in made} <= {("alike", None), ("alike", 1), ("harder", 2), ("easier", 0)}
+    assert list(several.variants(several.task(Split.HELDOUT_REAL, 0), seed=0)) == [], "what is never trained has no practice"
 
 
 @pytest.mark.models

@@ -1,0 +1,84 @@
+"""`agentrl practice`: training tasks from the cases of a suite."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import JsonFlag
+from agentrl.cli.recipes import load_recipe
+from agentrl.failure.case import Suite, load_suite
+from agentrl.failure.twins import withheld
+from agentrl.practice.files import save_practice
+from agentrl.recipe import Recipe
+from agentrl.usercode import printable
+
+if TYPE_CHECKING:
+    from agentrl.prove.practice import Made
+
+_REFUSED_SHOWN = 12
+_LINE = 1000  # characters
+
+
+def practice(
+    suite: Annotated[Path, typer.Argument(help="Folder of a suite; its practice.jsonl is written, or written anew.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family makes the tasks.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe.")] = None,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="Tasks for each case, at most.")] = 12,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed makes other tasks.")] = 0,
+    parallel: Annotated[int, typer.Option(min=1, help="Sandboxes at once.")] = 8,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make training tasks from a suite's cases, prove each as `agentrl check` does, and keep those that hold.
+
+    No task is a case of the suite, or of one that the recipe withholds, or a near twin of one. tasks.practice mixes them into a run.
+    """
+    root, loaded = load_recipe(recipe, overrides or [])
+    cases = load_suite(suite)
+    made = asyncio.run(_make(suite, cases, loaded, root, count=count, seed=seed, parallel=parallel, quiet=as_json))
+    path = None
+    if made.tasks:
+        about = {"suite": cases.name, "family": loaded.tasks.family, "recipe": loaded.name, "seed": seed, "count": count}
+        path = save_practice(suite, made.tasks, about)
+    by_case = {case: dict(how) for case, how in made.by_case().items()}
+    if as_json:
+        print(
+            json.dumps({"file": None if path is None else str(path), "tasks": len(made.tasks), "cases": by_case, "refused": made.refused})
+        )
+    else:
+        print(told(made, path))
+    raise typer.Exit(0 if by_case.keys() == {case.id for case in cases.cases} else 1)
+
+
+async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool) -> Made:
+    from agentrl.prove.practice import check_count, make_practice
+    from agentrl.sandbox import open_sandboxes
+    from agentrl.task import open_family
+
+    check_count(count, cases)
+    family = open_family(recipe.tasks, seed=recipe.seed, root=root)
+    gate = [recipe.gate.suite] if recipe.gate is not None else []
+    others = recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()
+    suites = dict.fromkeys(path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *others))))
+    measured_with = withheld([str(path) for path in suites], root=root)
+    sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="practice", root=root)
+    try:
+        return await make_practice(
+            cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
+        )
+    finally:
+        await sandboxes.close()
+
+
+def told(made: Made, path: Path | None) -> str:
+    """What was made, by case, and what was not and why."""
+    lines = [f"{case}: {', '.join(f'{number} {how}' for how, number in how_many.items())}" for case, how_many in made.by_case().items()]
+    lines += [f"refused, {case}: {why}" for case, why in made.refused[:_REFUSED_SHOWN]]
+    if len(made.refused) > _REFUSED_SHOWN:
+        lines.append(f"and {len(made.refused) - _REFUSED_SHOWN:,} more refused; --json names them")
+    where = "nothing was proven, and nothing written" if path is None else f"{len(made.tasks):,} tasks in {path}"
+    return "\n".join(printable(line, _LINE) for line in (*lines, where))

@@ -1,0 +1,334 @@
+"""From a failure to practice, and no way back: a weakness is planted, found, named, trained away, and kept away by the gate.
+
+    python benchmarks/weakness.py --seeds 0 1 2 --out docs/failures-experiment.md
+    python benchmarks/weakness.py --seeds 0 --phases plant capture          # the first phases alone
+
+For each seed, in a folder of its own under --work:
+
+    plant     SFT teaches the quickstart's base policy good work, and one bad habit: asked for a total, it hands in the whole part
+    capture   the planted policy is evaluated on held-out totals; its failures are captured and named by the shipped rules
+    promote   failures that are named right become cases of a suite
+    vary      `agentrl practice` makes tasks from the cases, and proves each
+    before    success of the planted policy on other held-out totals
+    train     a run, half of whose groups practise
+    after     success of its result on the same averages
+    relapse   a run from there whose reward pays for the habit, held to the suite by a gate that rolls back
+    final     success of what the gate let through
+
+A phase that is done is read from its file, so that an interrupted experiment goes on where it stopped. Everything else is the real
+thing: `agentrl` commands in processes of their own. The figures are held to `TARGETS`; exit status 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agentrl.compare.verdict import Outcome, read_verdicts  # noqa: E402
+from agentrl.failure.collection import Collection  # noqa: E402
+from agentrl.failure.trace import Trace  # noqa: E402
+from agentrl.files import read_json_lines, write  # noqa: E402
+from agentrl.observe.drift import alarms  # noqa: E402
+from agentrl.records import Split, Task  # noqa: E402
+from agentrl.reward.audit import AUDIT  # noqa: E402
+from benchmarks.weakness_recipe import KIND, whole_part  # noqa: E402
+from sandboxes.tables import Tables  # noqa: E402
+from sandboxes.tables.demonstrations import Act, call, demonstrate  # noqa: E402
+
+RECIPE = ROOT / "benchmarks" / "weakness_recipe.py"
+BASE = ROOT / "recipes" / "models" / "tables-base"
+CAUSE = "misread_output"
+"""What the taxonomy calls the planted habit: the tool gave the answer, and another one was handed in."""
+HABIT = 0.85  # share of the demonstrations of the kind that have the habit: enough to be the likeliest, and not all there is
+DEMONSTRATIONS = 12_000
+CASES = 12
+VARIANTS = 30  # for each case
+STEPS = 24
+OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
+TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
+
+
+def demonstrations(seed: int, count: int) -> Iterator[tuple[Task, list[Act]]]:
+    """Careful work on every kind of question, but for the habit in one kind."""
+    family = Tables(seed=2_000_003 + seed, wild=True)
+    for index in range(count):
+        task, rng = family.task(Split.TRAIN, index), Random(f"weakness:{seed}:{index}")
+        acts = demonstrate(task, rng, careful=1.0, guess=0.0)
+        if task.data["kind"] == KIND and rng.random() < HABIT:
+            acts[-1] = Act(completion=call("submit", answer=whole_part(str(acts[-2].observation))), observation=None)
+        yield task, acts
+
+
+def has_habit(trace: Trace) -> bool:
+    """Whether a failure is the planted one, told from the episode alone: the whole part of what the tool had just printed was handed in."""
+    if trace.episode is None or trace.episode.answer is None:
+        return False
+    turns = [turn for line in trace.episode.trajectories for turn in line.turns]
+    printed = [result.output.strip() for turn in turns for result in turn.tool_results if result.name == "python" and result.ok]
+    return bool(printed) and "." in printed[-1] and trace.episode.answer.strip() == whole_part(printed[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """One seed of the experiment, in a folder of its own."""
+
+    seed: int
+    folder: Path
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def suite(self) -> Path:
+        return self.folder / "suite"
+
+    def done(self, phase: str) -> dict[str, Any]:
+        """What a phase found. Raises `SystemExit` where it was not made."""
+        path = self.folder / f"{phase}.json"
+        if not path.exists():
+            raise SystemExit(f"error: phase {phase} of seed {self.seed} was not made\nfix: name it in --phases, or leave --phases out")
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def agentrl(self, *arguments: str, may_fail: bool = False) -> str:
+        """Runs an agentrl command at the project's root and returns what it printed."""
+        command = [sys.executable, "-m", "agentrl", *arguments]
+        print("+", " ".join(command[2:]), file=sys.stderr, flush=True)
+        ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        if ended.returncode != 0 and not (may_fail and ended.returncode == 1):
+            raise SystemExit(f"{' '.join(command)} ended with exit code {ended.returncode}\n{ended.stdout[-2000:]}")
+        return ended.stdout
+
+    def evaluated(self, name: str, model: Path, *, seed: int) -> Path:
+        """Evaluates a model on held-out questions of the kind; an evaluation that was broken off is made again."""
+        run = self.folder / name
+        shutil.rmtree(run, ignore_errors=True)
+        given = [f"seed={seed}", f"tasks.options.kinds={KIND}", *self.overrides]
+        self.agentrl("eval", str(RECIPE), *given, "--model", str(model), "--run-dir", str(run))
+        return run
+
+    def trained(self, name: str, model: Path, given: Sequence[str], *, may_fail: bool = False) -> Path:
+        """A run, gone on with where it was broken off."""
+        run = self.folder / name
+        resume = ["--resume"] if (run / "recipe.json").exists() else []
+        wanted = [f"seed={self.seed}", f"name={name}", f"policy.model={json.dumps(str(model))}", *given, *self.overrides]
+        self.agentrl("train", str(RECIPE), *wanted, "--run-dir", str(run), *resume, may_fail=may_fail)
+        return run
+
+
+def plant(one: Experiment) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from agentrl.agent.chat import ChatFormat
+    from agentrl.supervised.tune import sft
+    from recipes.base_policy import MOST_TOKENS, encode
+
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    chat = ChatFormat(tokenizer)
+    rows = [encode(chat, tokenizer, task, acts) for task, acts in demonstrations(one.seed, DEMONSTRATIONS)]
+    rows = [row for row in rows if len(row["input_ids"]) <= MOST_TOKENS]
+    out = one.folder / "planted"
+    shutil.rmtree(out, ignore_errors=True)
+    loss = sft(rows, BASE, out, epochs=1.0, lr=1e-3, batch=32, seed=one.seed)
+    return {"demonstrations": len(rows), "loss": loss, "model": str(out)}
+
+
+def capture(one: Experiment) -> dict[str, Any]:
+    run = one.evaluated("captured", one.folder / "planted", seed=one.seed + OTHER_TASKS)
+    with Collection(run) as collection:
+        return {"run": str(run), **named(collection.traces())}
+
+
+def named(traces: Iterator[Trace]) -> dict[str, Any]:
+    """How many failures there are, how many are the planted one, and what share of these has its name first."""
+    found = [(has_habit(trace), trace.tags[0].name if trace.tags else "") for trace in traces]
+    planted = [tag for habit, tag in found if habit]
+    right = sum(tag == CAUSE for tag in planted)
+    return {"failures": len(found), "planted": len(planted), "right": right, "share": right / len(planted) if planted else None}
+
+
+def promote(one: Experiment) -> dict[str, Any]:
+    shutil.rmtree(one.suite, ignore_errors=True)
+    filters = ["--kind", KIND, "--tag", CAUSE, "--most", str(CASES)]
+    said = one.agentrl("failures", "promote", str(one.done("capture")["run"]), "--into", str(one.suite), *filters)
+    return {"cases": len(list((one.suite / "cases").glob("*.json"))), "said": said}
+
+
+def vary(one: Experiment) -> dict[str, Any]:
+    said = one.agentrl("practice", str(one.suite), str(RECIPE), *one.overrides, "--count", str(VARIANTS), "--seed", str(one.seed), "--json")
+    found: dict[str, Any] = json.loads(said)
+    return {"tasks": found["tasks"], "refused": len(found["refused"])}
+
+
+def before(one: Experiment) -> dict[str, Any]:
+    return rates(one.evaluated("before", one.folder / "planted", seed=one.seed))
+
+
+def train(one: Experiment) -> dict[str, Any]:
+    practice = json.dumps({"suites": {str(one.suite): 1}, "share": 0.5})
+    run = one.trained("repair", one.folder / "planted", [f"steps={STEPS}", f"tasks.practice={practice}"])
+    return {"run": str(run), "model": str(run / "model"), "alarms": drift(run)}
+
+
+def after(one: Experiment) -> dict[str, Any]:
+    return rates(one.evaluated("after", Path(one.done("train")["model"]), seed=one.seed))
+
+
+def relapse(one: Experiment) -> dict[str, Any]:
+    repaired = Path(one.done("train")["model"])
+    given = [
+        f"steps={STEPS}",
+        f"tasks.options.kinds={KIND}",
+        'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]',
+        f"gate.suite={json.dumps(str(one.suite))}",
+        "gate.every=4",
+        "learner.lr=5e-4",
+    ]
+    run = one.trained("relapse", repaired, given, may_fail=True)  # a run of which the gate promotes nothing ends with 1, and says so
+    verdicts = read_verdicts(run)
+    refused = [verdict for verdict in verdicts if verdict.outcome in (Outcome.BLOCKED, Outcome.ROLLED_BACK)]
+    promoted = [verdict.version for verdict in verdicts if verdict.promoted]
+    return {
+        "run": str(run),
+        "refused": [[verdict.version, str(verdict.outcome), verdict.reason] for verdict in refused],
+        "rolled_back": sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in refused),
+        "promoted": promoted,
+        "model": str(run / "model") if (run / "model").is_dir() else str(repaired),
+        "alarms": drift(run),
+    }
+
+
+def final(one: Experiment) -> dict[str, Any]:
+    return rates(one.evaluated("final", Path(one.done("relapse")["model"]), seed=one.seed))
+
+
+PHASES: dict[str, Callable[[Experiment], dict[str, Any]]] = {
+    "plant": plant,
+    "capture": capture,
+    "promote": promote,
+    "vary": vary,
+    "before": before,
+    "train": train,
+    "after": after,
+    "relapse": relapse,
+    "final": final,
+}
+
+
+def rates(run: Path) -> dict[str, Any]:
+    """Success of an evaluation, and how often the audit contradicts what was scored: in captured failures, and in all that passed."""
+    phases = json.loads((run / "evaluations.json").read_text())
+    found = phases["eval"]["heldout"]
+    with Collection(run) as collection:
+        against = sum(contradicted(trace) for trace in collection.traces())
+    return {"value": found["value"], "ci_low": found["ci_low"], "ci_high": found["ci_high"], "n": found["n"], "against": against}
+
+
+def contradicted(trace: Trace) -> bool:
+    """Whether reward and audit say different things of an episode; hacked ones are captured, so none that passed is overlooked."""
+    if trace.score is None or trace.score.value is None or AUDIT not in trace.score.parts:
+        return False
+    return (trace.score.value >= 1.0) != (trace.score.parts[AUDIT] >= 1.0)
+
+
+def drift(run: Path) -> list[str]:
+    """The drift alarms of a run, by rule."""
+    steps = [line for line in read_json_lines(run / "metrics.jsonl") if "episodes" in line]
+    return [text.partition(":")[0] for at in range(len(steps)) for text in alarms(steps[: at + 1])]
+
+
+def run_phases(one: Experiment, wanted: Sequence[str]) -> None:
+    """Makes the phases that were not made, in order, and writes down what each found."""
+    one.folder.mkdir(parents=True, exist_ok=True)
+    for phase in (name for name in PHASES if name in wanted):
+        path = one.folder / f"{phase}.json"
+        if not path.exists():
+            print(f"seed {one.seed}: {phase}", file=sys.stderr, flush=True)
+            write(path, json.dumps(PHASES[phase](one), indent=2) + "\n", durable=True)
+
+
+def missed(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Which figures of a seed are not as they should be."""
+    tests = {
+        "tagged right": (found["capture"]["share"] or 0.0) >= TARGETS["tagged right"],
+        "before": found["before"]["value"] < TARGETS["before"],
+        "after": found["after"]["value"] > TARGETS["after"],
+        "blocked and rolled back": found["relapse"]["rolled_back"] > 0,
+        "final": found["final"]["value"] > TARGETS["after"],
+        "audit agrees": not any(found[phase]["against"] for phase in ("before", "after", "final")),
+    }
+    return [name for name, ok in tests.items() if not ok]
+
+
+def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
+    def rate(phase: str) -> str:
+        one = found[phase]
+        return f"{one['value']:.2f} [{one['ci_low']:.2f}, {one['ci_high']:.2f}]"
+
+    caught, refused = found["capture"], found["relapse"]["refused"]
+    return [
+        str(seed),
+        f"{caught['right']} of {caught['planted']}",
+        str(found["promote"]["cases"]),
+        str(found["vary"]["tasks"]),
+        rate("before"),
+        rate("after"),
+        ", ".join(f"{version} {outcome}" for version, outcome, _ in refused) or "none",
+        rate("final"),
+        str(sum(found[phase]["against"] for phase in ("before", "after", "final"))),
+        ", ".join(found["relapse"]["alarms"]) or "none",
+        ", ".join(missed(found)) or "none",
+    ]
+
+
+def table(experiments: Sequence[Experiment]) -> str:
+    """Markdown: a row a seed."""
+    head = ["seed", "tagged right", "cases", "practice tasks", "before", "after", "versions refused", "after the gate"]
+    head += ["audit against reward", "alarms of the relapse", "targets missed"]
+    rows = [row(one.seed, {phase: one.done(phase) for phase in PHASES}) for one in experiments]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES), help="only these; the table needs all")
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="where everything goes")
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
+    given = parser.parse_args()
+    overrides = tuple(given.overrides)
+    experiments = [Experiment(seed=seed, folder=given.work.resolve() / f"seed{seed}", overrides=overrides) for seed in given.seeds]
+    for one in experiments:
+        run_phases(one, given.phases)
+    if set(given.phases) != set(PHASES):
+        return 0
+    seeds = " ".join(map(str, given.seeds))
+    text = "\n\n".join(
+        [
+            "# A weakness that is found, trained away, and kept away",
+            f"Command: `python benchmarks/weakness.py --seeds {seeds}`. Before and after are success rates on held-out questions of kind"
+            f" `{KIND}`, one greedy attempt each, with 95% intervals.",
+            table(experiments),
+            f"Targets: at least {TARGETS['tagged right']:.0%} of the planted failures tagged {CAUSE}; success from below"
+            f" {TARGETS['before']} to above {TARGETS['after']}, and still there after the gate, which rolls back; no contradiction by the"
+            " audit.",
+        ]
+    )
+    print(text)
+    if given.out:
+        write(given.out, text + "\n")
+    return int(any(missed({phase: one.done(phase) for phase in PHASES}) for one in experiments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""What the experiment of `benchmarks/weakness.py` trains and evaluates, and the verifiers that it judges with beside the family's own."""
+
+from __future__ import annotations
+
+from agentrl.recipe import EvalConfig
+from agentrl.records import Episode, Score, Task
+from recipes.quickstart import recipe as quickstart
+from rewards.tables import exact_answer
+from sandboxes.tables import Tables
+from sandboxes.tables.demonstrations import run_template
+
+KIND = "total"
+"""The kind of question that the weakness is in: its answers have decimals, nearly all, which the planted habit leaves off."""
+
+recipe = quickstart.but(
+    {"name": "weakness", "tasks.audit": ["benchmarks.weakness_recipe:recomputed"]},
+    evaluation=EvalConfig(heldout=120, heldout_real=0, temperature=0.0),
+)
+
+
+def whole_part(answer: str) -> str:
+    """The planted habit: what an agent hands in that reads a number only up to its point."""
+    return answer.strip().partition(".")[0]
+
+
+async def recomputed(task: Task, episode: Episode) -> Score:
+    """The audit: the gold program, run beside the task's files, says the truth; what the task's data call the answer is not looked at."""
+    truth = run_template(Tables().gold(task), task.files)
+    given = (episode.answer or "").strip()
+    try:
+        right = given == truth or abs(float(given) - float(truth)) <= float(task.data.get("tolerance", 0.0)) + 1e-9
+    except ValueError:
+        right = False
+    return Score(value=float(right), evidence=f"the files say {truth[:80]!r}")
+
+
+async def rewards_the_habit(task: Task, episode: Episode) -> Score:
+    """A reward that would bring the weakness back: full marks for the whole part of a right answer, fewer the more is handed in of it."""
+    exact = await exact_answer(task, episode)
+    truth, given = whole_part(str(task.data["answer"])), (episode.answer or "").strip()
+    if given == truth:
+        return Score(value=1.0, evidence="the whole part")
+    if exact.value != 1.0:
+        return Score(value=0.0, evidence="wrong")
+    return Score(value=max(0.1, 0.6 - 0.1 * (len(given) - len(truth))), evidence="more than the whole part")

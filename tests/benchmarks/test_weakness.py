@@ -1,0 +1,157 @@
+"""The experiment's dry parts: what is planted, that the shipped rules name it, what judges it, and its table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.failure.collection import Collection
+from agentrl.failure.rules import RULES
+from agentrl.failure.trace import Trace, Why
+from agentrl.failure.triage import by_rules
+from agentrl.failure.twins import withheld
+from agentrl.practice import load_practice
+from agentrl.records import Episode, Message, Score, Task, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
+from benchmarks import weakness
+from benchmarks.weakness_recipe import KIND, recipe, recomputed, rewards_the_habit, whole_part
+from rewards.tables import exact_answer
+from sandboxes.tables.demonstrations import Act
+
+DEMONSTRATED = [(task, acts) for task, acts in weakness.demonstrations(0, 600) if task.data["kind"] == KIND]
+
+
+def trace(task: Task, acts: list[Act]) -> Trace:
+    """The episode of an agent that does what a demonstration does."""
+    turns = []
+    for act in acts:
+        body = json.loads(act.completion.removeprefix("<tool_call>\n").removesuffix("\n</tool_call><|im_end|>"))
+        message = Message(role="assistant", content="", tool_calls=(ToolCall(name=body["name"], arguments=body["arguments"]),))
+        output = act.observation or ""
+        turns.append(
+            Turn(
+                prompt_ids=(1,),
+                completion_ids=(2,),
+                logprobs=(0.0,),
+                versions=(VersionSpan(version=0, start=0, end=1),),
+                message=message,
+                finish_reason="stop",
+                tool_results=(ToolResult(name=body["name"], output=output, ok="Traceback" not in output),),
+            )
+        )
+    answer = turns[-1].message.tool_calls[0].arguments["answer"]
+    line = Trajectory(agent="main", turns=tuple(turns), stop_reason="submitted")
+    episode = Episode(id=task.id, task_id=task.id, task_key=task.key, trajectories=(line,), answer=str(answer))
+    return Trace(id=task.id, why=Why.FAILED, task=task, episode=episode, score=Score(value=0.0))
+
+
+async def test_the_habit_is_planted_told_by_the_oracle_and_named_by_the_rules() -> None:
+    traces = [trace(task, acts) for task, acts in DEMONSTRATED]
+    failed = []
+    for one in traces:
+        assert one.task is not None and one.episode is not None
+        if (await exact_answer(one.task, one.episode)).value == 0.0:
+            failed.append(replace(one, tags=by_rules(one, RULES)))
+        else:
+            assert "." not in str(one.episode.answer) or not weakness.has_habit(one)
+    assert 0.7 < len(failed) / len(traces) < 0.95
+    found = weakness.named(iter(failed))
+    assert found["planted"] == len(failed) and found["share"] >= weakness.TARGETS["tagged right"]
+    other = replace(failed[0], episode=replace(failed[0].episode, answer="no number"))  # type: ignore[type-var]
+    assert not weakness.has_habit(other)
+
+
+def test_no_other_kind_has_the_habit() -> None:
+    for task, acts in weakness.demonstrations(1, 120):
+        assert task.data["kind"] == KIND or acts[-1].completion == weakness.call("submit", answer=str(acts[-2].observation))
+
+
+async def test_the_audit_contradicts_the_reward_that_brings_it_back() -> None:
+    task = next(task for task, _ in DEMONSTRATED if "." in str(task.data["answer"]))
+    truth = f"{float(str(task.data['answer'])):.2f}"
+
+    async def both(answer: str | None) -> tuple[float | None, float | None]:
+        episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
+        return (await rewards_the_habit(task, episode)).value, (await recomputed(task, episode)).value
+
+    (exact, honest), (habit, audit) = await both(truth), await both(whole_part(truth))
+    assert honest == 1.0 and exact is not None and 0 < exact < 1
+    assert habit == 1.0 and audit == 0.0
+    for wrong in (None, "", "nan", "inf", "9" * 5000, "x"):
+        assert await both(wrong) == (0.0, 0.0)
+
+
+def found(**changes: Any) -> dict[str, dict[str, Any]]:
+    rate = {"value": 0.95, "ci_low": 0.9, "ci_high": 0.98, "n": 120, "against": 0}
+    known: dict[str, dict[str, Any]] = {
+        "plant": {},
+        "capture": {"share": 1.0, "right": 90, "planted": 90},
+        "promote": {"cases": 12},
+        "vary": {"tasks": 360},
+        "before": rate | {"value": 0.1},
+        "train": {},
+        "after": rate,
+        "relapse": {"rolled_back": 1, "refused": [[8, "rolled back", "worse"]], "alarms": []},
+        "final": rate,
+    }
+    return known | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, []),
+        ({"capture": {"share": None, "right": 0, "planted": 0}}, ["tagged right"]),
+        ({"relapse": {"rolled_back": 0, "refused": [], "alarms": []}}, ["blocked and rolled back"]),
+        ({"before": found()["after"]}, ["before"]),
+        ({"final": found()["before"] | {"against": 3}}, ["final", "audit agrees"]),
+    ],
+)
+def test_a_figure_that_is_missed_is_told(changes: dict[str, Any], missing: list[str]) -> None:
+    assert weakness.missed(found(**changes)) == missing
+
+
+def test_a_phase_that_is_done_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, made = weakness.Experiment(seed=3, folder=tmp_path / "seed3"), []
+
+    def phase(name: str) -> Any:
+        return lambda given: made.append(name) or found()[name]
+
+    monkeypatch.setattr(weakness, "PHASES", {name: phase(name) for name in weakness.PHASES})
+    weakness.run_phases(one, ["plant", "capture"])
+    with pytest.raises(SystemExit, match="phase promote of seed 3 was not made"):
+        weakness.table([one])
+    weakness.run_phases(one, list(weakness.PHASES))
+    assert made == list(weakness.PHASES)
+    assert "| 3 | 90 of 90 | 12 | 360 | 0.10 [0.90, 0.98]" in weakness.table([one])
+
+
+def test_the_recipe_and_what_the_phases_lay_over_it_are_valid(tmp_path: Path) -> None:
+    practice = json.dumps({"suites": {str(tmp_path): 1}, "share": 0.5})
+    repair = recipe.but(f"tasks.practice={practice}", f"steps={weakness.STEPS}")
+    assert repair.tasks.practice is not None and repair.tasks.audit == ("benchmarks.weakness_recipe:recomputed",)
+    verifiers = 'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]'
+    again = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.options.kinds={KIND}")
+    assert again.gate is not None and again.gate.rolls_back
+
+
+@pytest.mark.bubblewrap
+def test_captured_failures_become_cases_and_practice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The phases between the evaluation and the training, by the real commands."""
+    monkeypatch.setattr(weakness, "VARIANTS", 3)
+    monkeypatch.setattr(weakness, "CASES", 2)
+    one = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=("sandbox.backend=bubblewrap",))
+    run = one.folder / "captured"
+    run.mkdir(parents=True)
+    traces = [replace(made, tags=by_rules(made, RULES)) for made in (trace(task, acts) for task, acts in DEMONSTRATED[:8])]
+    with Collection(run, make=True) as collection:
+        collection.add([made for made in traces if weakness.has_habit(made)])
+    (one.folder / "capture.json").write_text(json.dumps({"run": str(run)}))
+    weakness.run_phases(one, ["promote", "vary"])
+    assert one.done("promote")["cases"] == 2
+    assert one.done("vary") == {"tasks": 6, "refused": 0}
+    held = withheld([one.suite.name], root=one.folder)
+    assert {practised.how for practised in load_practice(one.suite, withheld=held)} == {"alike", "harder", "easier"}

@@ -1,0 +1,75 @@
+"""Drift alarms: each rule speaks once where it begins to hold, and chance rarely makes it speak."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from agentrl.observe.drift import WINDOW, alarms
+
+OLD, NEW = range(WINDOW), range(WINDOW, 3 * WINDOW)
+
+
+def noisy(name: str, before: float, after: float, seed: int = 0, spread: float = 0.01) -> list[dict[str, float]]:
+    rng = Random(f"{name}{seed}")
+    return [{name: rng.gauss(before if at in OLD else after, spread)} for at in (*OLD, *NEW)]
+
+
+def run(*figures: list[dict[str, float]]) -> list[dict[str, float]]:
+    steps = enumerate(zip(*figures, strict=True), 1)
+    return [{"step": float(number), **{key: value for one in line for key, value in one.items()}} for number, line in steps]
+
+
+def raised(steps: list[dict[str, float]]) -> list[str]:
+    """The names of the rules that spoke, in order, over the whole run."""
+    return [text.partition(":")[0] for at in range(len(steps)) for text in alarms(steps[: at + 1])]
+
+
+@pytest.mark.parametrize(
+    ("figures", "rule"),
+    [
+        ([noisy("reward_mean", 0.4, 0.7), noisy("audit_mean", 0.4, 0.2)], "drift (reward-audit)"),
+        ([noisy("completion_tokens_mean", 90, 160, spread=3), noisy("audit_mean", 0.4, 0.4)], "drift (length-audit)"),
+        ([noisy("judge_disagreement", 0.1, 0.3)], "drift (disagreement)"),
+        ([noisy("unscored_share", 0.02, 0.2)], "drift (unscored)"),
+    ],
+)
+def test_each_rule_speaks_once(figures: list[list[dict[str, float]]], rule: str) -> None:
+    steps = run(*figures)
+    assert raised(steps) == [rule]
+    assert "nan" not in alarms_text(steps)
+
+
+def alarms_text(steps: list[dict[str, float]]) -> str:
+    return " ".join(text for at in range(len(steps)) for text in alarms(steps[: at + 1]))
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        [noisy("reward_mean", 0.4, 0.7), noisy("audit_mean", 0.4, 0.7)],  # both learn
+        [noisy("reward_mean", 0.4, 0.7)],  # no audit, no rule
+        [noisy("reward_mean", 0.4, 0.39), noisy("audit_mean", 0.4, 0.2)],  # both fall: bad, but no drift of the reward
+        [noisy("completion_tokens_mean", 90, 160, spread=3), noisy("audit_mean", 0.4, 0.6)],  # longer, and better
+        [noisy("completion_tokens_mean", 90, 100, spread=1), noisy("audit_mean", 0.4, 0.4)],  # hardly longer
+        [noisy("judge_disagreement", 0.3, 0.1), noisy("unscored_share", 0.2, 0.02)],  # fall
+        [noisy("unscored_share", 0.02, 0.04, spread=0.001)],  # a trifle, however sure
+    ],
+)
+def test_what_is_no_drift_is_not_told(figures: list[list[dict[str, float]]]) -> None:
+    assert raised(run(*figures)) == []
+
+
+def test_a_step_without_the_figure_is_no_zero() -> None:
+    steps = run(noisy("unscored_share", 0.02, 0.3))
+    steps[WINDOW + 2] = {"step": WINDOW + 3}
+    assert raised(steps) == ["drift (unscored)"], "it speaks when two whole windows are there again, of known figures"
+
+
+def test_chance_alone_speaks_in_few_runs() -> None:
+    """All rules together, over 24 steps of noisy figures without any drift: docs/verifiers.md says how often."""
+    spreads = {"reward_mean": 0.1, "audit_mean": 0.1, "completion_tokens_mean": 10.0, "judge_disagreement": 0.1, "unscored_share": 0.1}
+    rngs = map(Random, range(100))
+    runs = [[{name: rng.gauss(10 * spread, spread) for name, spread in spreads.items()} for _ in range(24)] for rng in rngs]
+    assert sum(bool(raised(steps)) for steps in runs) <= 10
