@@ -44,9 +44,9 @@ def test_one_option_is_changed_and_the_others_stay() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"stesp": 3}, r"^stesp: unknown key; did you mean steps\? known here: critic, device, "),
+    ({"stesp": 3}, r"^stesp: unknown key; did you mean steps\? known here: capture, critic, device, "),
     ({"learner.lrr": 1.0}, r"^learner\.lrr: unknown key; did you mean lr\? known here: "),
-    ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: critic, evaluation, "),
+    ({"lerner.lr": 1.0}, r"^lerner: unknown section; did you mean learner\? known here: capture, critic, evaluation, "),
     ({"steps": 1.5}, r"^steps: Input should be a valid integer"),
     ({"steps.x": 1}, r"^steps\.x: steps has no keys of its own\n  fix: give it whole: steps=VALUE"),
     ({"learner": 3, "learner.lr": 1.0}, r"^learner: a section is wanted, not 3"),
@@ -75,14 +75,14 @@ def test_a_copy_of_a_section_is_validated_too(changes: dict[str, Any], told: str
 def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant() -> None:
     with pytest.raises(ValidationError) as error:
         Recipe(name="x", stesp=3, seed=-1, policy={"modle": "m"}, tasks=TasksConfig(family="f:F"))  # type: ignore[call-arg, arg-type]
-    assert "unknown key; did you mean steps? known here: critic, " in str(error.value)
+    assert "unknown key; did you mean steps? known here: capture, critic, " in str(error.value)
     told = describe(error.value).splitlines()
     assert told[:3] == [
         "seed: Input should be greater than or equal to 0 (got -1)",
         "policy.model: Field required",
         "policy.modle: unknown key; did you mean model? known here: chat_template, dtype, max_model_len, model",
     ]
-    assert told[3].startswith("stesp: unknown key; did you mean steps? known here: critic, ") and len(told) == 4
+    assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, critic, ") and len(told) == 4
     with pytest.raises(ValidationError) as error:
         LearnerConfig(lrr=3)  # type: ignore[call-arg]
     assert describe(error.value).startswith("LearnerConfig.lrr: unknown key; did you mean lr? known here: full_every, ")

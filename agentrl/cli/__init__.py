@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Reinforcement-learning post-training for tool-using language-model agents.",
 )
 EVAL_EXAMPLES = (
-    "Examples: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json; "
+    "Example: agentrl eval recipes/quickstart.py --model runs/quickstart/model --json; "
     "agentrl eval evals/reading --policy runs/quickstart@12 --junit eval.xml"
 )
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance check, attacks, list, clean up.")
