@@ -138,6 +138,7 @@ def test_the_recipe_and_what_the_phases_lay_over_it_are_valid(tmp_path: Path) ->
     assert again.gate is not None and again.gate.rolls_back
 
 
+@pytest.mark.slow
 @pytest.mark.bubblewrap
 def test_captured_failures_become_cases_and_practice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The phases between the evaluation and the training, by the real commands."""

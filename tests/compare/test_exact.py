@@ -20,6 +20,7 @@ def test_mcnemar_is_the_binomial_test_of_the_flips_and_what_flipping_signs_of_si
     assert sign_flips(flips).both == pytest.approx(known, rel=1e-9)
 
 
+@pytest.mark.slow
 @given(st.lists(st.fractions(-1, 1, max_denominator=4), max_size=9))
 def test_flipping_signs_counts_every_choice_of_them(differences: list[Fraction]) -> None:
     sums = [sum((sign * one for sign, one in zip(signs, differences, strict=True)), Fraction())

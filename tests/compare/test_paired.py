@@ -51,6 +51,7 @@ def test_repeats_of_a_case_are_one_cluster() -> None:
     assert (often.p_value, often.low, often.high) == (once.p_value, once.low, once.high) and often.attempts == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cases", "repeats"), [(20, 1), (40, 4)])
 def test_the_interval_covers_and_the_verdict_errs_as_seldom_as_it_says(cases: int, repeats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.compare.intervals.RESAMPLES", 300)
@@ -98,6 +99,7 @@ def test_impossible_plans_are_refused() -> None:
         cases_for(0.0, 0.5)
 
 
+@pytest.mark.slow
 def test_looking_after_every_case_raises_no_more_alarms_than_promised() -> None:
     rng, alarms, caught = random.Random(8), 0, 0
     for _ in range(200):

@@ -9,6 +9,7 @@ RULE = Rule(repeats=4, confirm=24, alpha=0.05)
 MIXED = [1.0, 0.95, 0.8, 0.5, 0.05] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "rates"),
     [(RULE, [0.95] * 50), (RULE, MIXED), (Rule(repeats=1, confirm=0), [0.95] * 50), (Rule(repeats=8, confirm=24), MIXED)],

@@ -64,6 +64,7 @@ print([one.ids for one in clusters(digested(failure(n % 3, n)) for n in range(12
 """
 
 
+@pytest.mark.slow
 def test_clusters_are_the_same_in_every_process() -> None:
     """Python's own hashes differ from process to process."""
     outputs = {
@@ -75,6 +76,7 @@ def test_clusters_are_the_same_in_every_process() -> None:
     assert len(outputs) == 1
 
 
+@pytest.mark.slow
 def test_five_thousand_take_seconds() -> None:
     rng = random.Random(0)
     words = [f"error:{rng.choice('abcdefgh')}{n}" for n in range(400)]

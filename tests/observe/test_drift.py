@@ -67,6 +67,7 @@ def test_a_step_without_the_figure_is_no_zero() -> None:
     assert raised(steps) == ["drift (unscored)"], "it speaks when two whole windows are there again, of known figures"
 
 
+@pytest.mark.slow
 def test_chance_alone_speaks_in_few_runs() -> None:
     """All rules together, over 24 steps of noisy figures without any drift: docs/verifiers.md says how often."""
     spreads = {"reward_mean": 0.1, "audit_mean": 0.1, "completion_tokens_mean": 10.0, "judge_disagreement": 0.1, "unscored_share": 0.1}

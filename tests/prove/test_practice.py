@@ -52,6 +52,7 @@ async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, 
     return await make_practice(suite, family, sandboxes, withheld=Withheld(cases), count=count, seed=0, root=ROOT, quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.bubblewrap
 async def test_mutants_are_proven_or_refused() -> None:
     total, foreign = FAMILY.task(Split.HELDOUT, 0), replace(FAMILY.task(Split.HELDOUT, 1), family="other")

@@ -31,6 +31,7 @@ def run(project: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
     make_suite(
         project / "evals" / "one", make_case("bad"), make_case("broken"), make_case("flaky", threshold=0.5, repeats=4), make_case("good")
@@ -57,6 +58,7 @@ def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
     assert results.load(project / "r" / "suites" / "two").scores() == {"good_too": [1.0]}, "what is deselected is not asked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -71,6 +73,7 @@ def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[st
     assert not (project / "runs").exists() or not any((project / "runs").rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_cannot_begin_is_an_error_of_every_case_and_is_told(project: Path) -> None:
     make_suite(project / "s", make_case("bad"), make_case("good"))
     asked = ("-q", "--agentrl-suite", "s", "--agentrl-set", OVERRIDES[0])

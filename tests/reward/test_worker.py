@@ -130,6 +130,7 @@ def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
         Worker(lambda request: request)
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_full_is_replaced() -> None:
     """What one answer left in memory must not fail the next ones, and with them the sound request."""
     one = Worker(act, deadline_s=5.0, memory=1 << 30)

@@ -350,6 +350,7 @@ def test_a_connection_only_reads_even_past_its_authorizer(monkeypatch: pytest.Mo
     keep.close()
 
 
+@pytest.mark.slow
 async def test_nobodys_score_is_lost_to_waiting_for_an_answer_that_takes_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(matches, deadline_s=0.5, processes=1)
     monkeypatch.setattr("rewards.pattern._worker", worker)

@@ -100,6 +100,7 @@ def calibrate(project: Path, server: ChatServer, name: str = "judge", *more: str
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
+@pytest.mark.slow
 def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
         code, found, _ = calibrate(project, server, "judge", "--out", "c.json", "--cache", "a.sqlite")
@@ -178,6 +179,7 @@ def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
     assert found["more"]["reasons"] == {"judge: unreadable verdict: it is no JSON object": expected}  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_pairs_show_a_bias_for_a_place(project: Path) -> None:
     def script(share: float) -> Callable[[dict[str, object], int], Says]:
         def says(body: dict[str, object], number: int) -> Says:
