@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from agentrl.estimates import student_t, wilson
+
 RESAMPLES = 4_000
 
 
@@ -43,7 +45,7 @@ def differences(by_case: Sequence[float], *, level: float = 0.95, made_up: float
     pool = [*by_case, *[size] * each_way, *[-size] * each_way]
     rng, n = random.Random(seed), len(pool)
     means = sorted(math.fsum(rng.choices(pool, k=n)) / n for _ in range(RESAMPLES))
-    value, edge = statistics.fmean(by_case), NormalDist().cdf(-_t(level, n - 1) * math.sqrt(n / (n - 1)))
+    value, edge = statistics.fmean(by_case), NormalDist().cdf(-student_t(n - 1, level=level) * math.sqrt(n / (n - 1)))
     return Interval(value=value, low=min(_quantile(means, edge), value), high=max(_quantile(means, 1 - edge), value))
 
 
@@ -64,16 +66,8 @@ def rate(by_case: Sequence[float], tries: int, *, level: float = 0.95) -> Interv
     cases, share = len(by_case), statistics.fmean(by_case)
     spread, alone = statistics.variance(by_case) if cases > 1 else 0.0, share * (1 - share)
     worth = alone * cases / spread if spread else math.inf if alone and cases > 1 else float(cases)
-    n, z2 = min(max(worth, float(cases)), float(max(tries, cases))), NormalDist().inv_cdf((1 + level) / 2) ** 2
-    center = (share * n + z2 / 2) / (n + z2)
-    half = math.sqrt(z2 * (share * (1 - share) * n + z2 / 4)) / (n + z2)
-    return Interval(value=share, low=max(0.0, min(center - half, share)), high=min(1.0, max(center + half, share)))
-
-
-def _t(level: float, freedom: int) -> float:
-    """Student's t that is exceeded, up or down, with probability 1 - `level`: by expansion (Abramowitz and Stegun 1964, 26.7.5)."""
-    z = NormalDist().inv_cdf((1 + level) / 2)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    low, high = wilson(share, min(max(worth, float(cases)), float(max(tries, cases))), level=level)
+    return Interval(value=share, low=low, high=high)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

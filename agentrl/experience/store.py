@@ -19,6 +19,7 @@ from typing import Any
 import zstandard
 
 from agentrl import codec, parts
+from agentrl.database import enter_wal, make_tables, pragma, transaction
 from agentrl.errors import StoreError
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
@@ -143,63 +144,29 @@ class SqliteStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """One atomic change. IMMEDIATE takes the write lock first, so what is read inside cannot change before the commit."""
-        with self._lock, _translated(self.path):
-            db = self._connection
-            db.execute("BEGIN IMMEDIATE")
-            try:
-                yield db
-                db.execute("COMMIT")
-            finally:
-                if db.in_transaction:  # a fault; a full disk may have rolled back already
-                    db.execute("ROLLBACK")
+        with self._lock, _translated(self.path), transaction(self._connection) as db:
+            yield db
 
     def _prepare(self) -> None:
-        self._enter_wal()
-        self._connection.execute("PRAGMA synchronous = FULL")
         db = self._connection
-        db.execute("BEGIN IMMEDIATE")  # of several processes that open a new file, one makes the tables
-        try:
-            if _pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
-                for statement in _SCHEMA:
-                    db.execute(statement)
-            db.execute("COMMIT")
-        finally:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-        if _pragma(db, "application_id") != _APPLICATION_ID:
+        if (mode := enter_wal(db, timeout_s=self._busy_timeout_s)) != "wal":
+            raise StoreError(
+                f"{self.path} lies on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
+            )
+        db.execute("PRAGMA synchronous = FULL")
+        make_tables(db, _SCHEMA)
+        if pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not an experience store")
-        if (found := _pragma(db, "user_version")) != _SCHEMA_VERSION:
+        if (found := pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has store schema {found}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: go on with the agentrl that began this run, or start a new run folder"
             )
 
-    def _enter_wal(self) -> None:
-        """Turns write-ahead logging on. SQLite's own busy wait does not cover this change, so the wait is here."""
-        deadline = time.monotonic() + self._busy_timeout_s
-        while True:
-            try:
-                mode = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-            except sqlite3.OperationalError as error:
-                if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline:
-                    raise
-                time.sleep(0.01)
-                continue
-            if mode != "wal":
-                raise StoreError(
-                    f"{self.path} lies on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
-                )
-            return
-
 
 def _absent(db: sqlite3.Connection, indices: Sequence[int]) -> list[int]:
     query = "SELECT value FROM json_each(?) WHERE value NOT IN (SELECT idx FROM groups)"
     return [row[0] for row in db.execute(query, (json.dumps(list(indices)),))]
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:

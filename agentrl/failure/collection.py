@@ -22,6 +22,7 @@ from typing import Any
 import zstandard
 
 from agentrl import codec
+from agentrl.database import enter_wal, make_tables, pragma, transaction
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
@@ -76,6 +77,7 @@ class Collection:
     ) -> None:
         self.folder, self.path = folder, folder / FILE
         self._keep, self._keep_bytes = keep, keep_bytes
+        self._busy_timeout_s = busy_timeout_s
         if not make and not self.path.is_file():
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
         with _translated(self.path):
@@ -268,35 +270,24 @@ class Collection:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with _translated(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
             try:
-                yield self._db
-                self._db.execute("COMMIT")
+                with transaction(self._db) as db:
+                    yield db
             except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
                 self._held = {phase: _Held(self._db, phase) for (phase,) in self._db.execute("SELECT DISTINCT phase FROM traces")}
                 raise
 
     def _prepare(self) -> None:
         db = self._db
-        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        mode = enter_wal(db, timeout_s=self._busy_timeout_s)
         db.execute(f"PRAGMA synchronous = {'NORMAL' if mode == 'wal' else 'FULL'}")  # a power cut may cost the newest, never the file
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            if not _pragma(db, "user_version") and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
-                for statement in _SCHEMA:
-                    db.execute(statement)
-            db.execute("COMMIT")
-        finally:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
+        make_tables(db, _SCHEMA)
 
     def _check(self) -> None:
         db = self._db
-        if _pragma(db, "application_id") != _APPLICATION_ID:
+        if pragma(db, "application_id") != _APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file, but not one of traces")
-        if (found := _pragma(db, "user_version")) != _SCHEMA_VERSION:
+        if (found := pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(f"{self.path} has schema {found} of traces; this agentrl reads {_SCHEMA_VERSION}")
 
 
@@ -366,10 +357,6 @@ def _unchangeable(path: Path) -> bool:
     """Whether nobody can write to a file, and it is whole: SQLite reads it then without the files that it would make beside it."""
     wal = path.with_name(f"{path.name}-wal")
     return not os.access(path.parent, os.W_OK) and not (wal.exists() and wal.stat().st_size)
-
-
-def _pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 @contextmanager

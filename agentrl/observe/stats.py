@@ -6,10 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Self
 
-_LEVEL = 0.95
+from agentrl.estimates import student_t, wilson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +28,8 @@ class Rate:
         """
         if not 0 <= successes <= n or n == 0:
             raise ValueError(f"a rate needs 0 <= successes <= n and n > 0, got {successes} of {n}")
-        share, z2 = successes / n, NormalDist().inv_cdf((1 + _LEVEL) / 2) ** 2
-        center = (successes + z2 / 2) / (n + z2)
-        half = math.sqrt(z2 * (share * (1 - share) * n + z2 / 4)) / (n + z2)
-        return cls(value=share, ci_low=max(0.0, min(center - half, share)), ci_high=min(1.0, max(center + half, share)), n=n)
+        low, high = wilson(successes / n, n)
+        return cls(value=successes / n, ci_low=low, ci_high=high, n=n)
 
     @classmethod
     def from_scores(cls, scores: Sequence[float]) -> Self:
@@ -46,27 +43,5 @@ class Rate:
         if all(score in (0.0, 1.0) for score in scores):
             return cls.from_successes(round(sum(scores)), len(scores))
         n, mean = len(scores), statistics.fmean(scores)
-        half = _t(n - 1) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
+        half = student_t(n - 1) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
         return cls(value=mean, ci_low=mean - half, ci_high=mean + half, n=n)
-
-
-def _t(freedom: int) -> float:
-    """The t that Student's distribution with so many degrees of freedom keeps within, up or down, with probability `_LEVEL`."""
-    low, high = 0.0, 1.0
-    while _within(high, freedom) < _LEVEL:
-        high *= 2
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _within(middle, freedom) < _LEVEL else (low, middle)
-    return high
-
-
-def _within(t: float, freedom: int) -> float:
-    """Probability of |T| <= t: a finite sum for a whole number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
-    angle = math.atan2(t, math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * power / (power + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total

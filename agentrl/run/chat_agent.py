@@ -21,7 +21,7 @@ from agentrl.errors import JudgeError, ServingError
 from agentrl.fields import text as encodable
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Completion, Message, SamplingParams, ToolCall, ToolResult
-from agentrl.reward.judges.endpoint import Endpoint, Reply
+from agentrl.reward.judges.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, usage
 from agentrl.usercode import printable
 
 _LONGEST_ID = 128
@@ -60,20 +60,15 @@ class ChatEndpoint(Endpoint):
             choice = body["choices"][0]
             said = choice["message"]
             words, refusal, wanted = said.get("content"), said.get("refusal"), said.get("tool_calls") or []
-            spent = body.get("usage") or {}
-            counts = [spent.get(name) for name in ("prompt_tokens", "completion_tokens")]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise JudgeError(f"{self._where()} gave an answer that is no chat completion") from None
         if not isinstance(wanted, list) or not isinstance(words, str | None):
             raise JudgeError(f"{self._where()} gave an answer that is no chat completion")
-        counted = all(type(count) is int and 0 <= count < 1 << 31 for count in counts)
-        prompt, completion = (counts[0] or 0, counts[1] or 0) if counted else (len(json.dumps(list(messages))) // 3, len(content) // 3)
+        cost = usage(body.get("usage"), len(json.dumps(list(messages))) // CHARS_PER_TOKEN, content.decode(errors="replace"))
         text = words if words is not None else refusal if isinstance(refusal, str) else ""
         return Answer(
             text=encodable(text),
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            counted=counted,
+            **cost,
             calls=_calls(wanted[:MAX_CALLS]),
             cut=choice.get("finish_reason") == "length",
         )

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _EXCERPT = 300  # characters of a refusal that are quoted
 _LONGEST_KEY = 8192
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens than too few
+CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens than too few
 _MOST_TOKENS = 1 << 31  # that are believed of one answer
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
 
@@ -294,9 +294,9 @@ async def _bounded(response: httpx.Response, most: int) -> bytes:
 
 def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
     """The answer in the body of a 200. What cannot be read is kept as it came, with the problem."""
-    asked = sum(len(message["content"]) for message in messages) // _CHARS_PER_TOKEN
+    asked = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
-    guess: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": len(text) // _CHARS_PER_TOKEN, "counted": False}
+    guess: dict[str, Any] = {"prompt_tokens": asked, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
     if len(content) > most:
         return Reply(text=text, problem=f"an answer of more than {most:,} bytes", **guess)
     try:
@@ -305,7 +305,7 @@ def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> 
         said, refusal, ended = choice["message"].get("content"), choice["message"].get("refusal"), choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return Reply(text=text, problem="an answer that is no chat completion", **guess)
-    cost = _usage(body.get("usage"), asked, said)
+    cost = usage(body.get("usage"), asked, said)
     if not isinstance(said, str):
         problem = "the model refused" if isinstance(refusal, str) else "an answer without text"
         return Reply(text=encodable(refusal) if isinstance(refusal, str) else text, problem=problem, **cost)
@@ -313,13 +313,13 @@ def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> 
     return Reply(text=encodable(said), problem=problem, **cost)
 
 
-def _usage(usage: Any, asked: int, said: Any) -> dict[str, Any]:
+def usage(told: Any, asked: int, said: Any) -> dict[str, Any]:
     """Tokens as the server counts them where it does so credibly, else an estimate."""
-    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(usage, dict) else []
+    counts = [told.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(told, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
     length = len(said) if isinstance(said, str) else 0
-    return {"prompt_tokens": asked, "completion_tokens": length // _CHARS_PER_TOKEN, "counted": False}
+    return {"prompt_tokens": asked, "completion_tokens": length // CHARS_PER_TOKEN, "counted": False}
 
 
 def _without(key: str, text: str) -> str:

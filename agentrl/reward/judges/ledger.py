@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from agentrl.database import enter_wal
 from agentrl.errors import JudgeError, StoreError, UserError
 from agentrl.reward.judges.endpoint import Reply
 
@@ -164,7 +165,7 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         made = sqlite3.connect(self.path or ":memory:", timeout=_BUSY_S, check_same_thread=False)
         if self.path is not None:
-            made.execute("PRAGMA journal_mode=WAL")
+            enter_wal(made, timeout_s=_BUSY_S)
             made.execute("PRAGMA synchronous=NORMAL")
         made.executescript(_TABLES)
         return made

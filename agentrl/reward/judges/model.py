@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -23,7 +24,7 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ModelJudge:
+class ModelJudge(ABC):
     """Base of judges that ask one model. Not a judge itself."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
@@ -82,9 +83,9 @@ class ModelJudge:
         if self._state.ledger is not None:
             self._state.ledger.close()
 
+    @abstractmethod
     def _asks(self) -> dict[str, Any]:
         """What its prompts are made of."""
-        raise NotImplementedError
 
     def _asker(self) -> Asker:
         if not self._state.ready:
