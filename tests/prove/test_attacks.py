@@ -202,6 +202,23 @@ async def test_a_program_that_does_not_come_to_its_point_is_an_error(root, monke
 
 
 @bubblewrap
+async def test_a_program_that_a_busy_machine_cuts_off_gets_more_time(root, monkeypatch, tmp_path):
+    program = '"""Comes late.\n\nkind: files\nseconds: 0.3\n"""\nimport time\ntime.sleep({})\nprint("held: at last")\n'
+    (tmp_path / "late.py").write_text(program.format(1))
+    (tmp_path / "never.py").write_text(program.format(100))
+    monkeypatch.setattr("agentrl.prove.attacks.cases.PROGRAMS", tmp_path)
+    monkeypatch.setattr("agentrl.prove.attacks.suite.BUSY_S", 2.0)
+    backend = BubblewrapBackend(run_label="test", root=root)
+    try:
+        (late,) = await attack(backend, SPEC, only="late")
+        (never,) = await attack(backend, SPEC, only="never")
+    finally:
+        await backend.close()
+    assert (late.verdict, late.evidence) == ("contained", "at last")
+    assert never.verdict == "error" and "2.3 s ended before it came to its point" in never.evidence
+
+
+@bubblewrap
 async def test_a_runtime_needs_docker(root):
     backend = BubblewrapBackend(run_label="test", root=root)
     with pytest.raises(SandboxUnavailable, match=r"runsc.*needs Docker"):

@@ -41,6 +41,10 @@ class Broken(Exception):
     """An attack did not run as intended, so it proves nothing; the message says why."""
 
 
+class CutOff(Broken):
+    """The attack's time ended before it came to its point: the machine was busy."""
+
+
 @dataclass(slots=True)
 class Arena:
     """The host's side of a suite on one backend. `secret` is the content of a host file; `mark` names what attacks leave behind."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
-from agentrl.prove.attacks.arena import Arena, Broken, Escaped, arena, namespace_of, nothing_left
+from agentrl.prove.attacks.arena import Arena, Broken, CutOff, Escaped, arena, namespace_of, nothing_left
 from agentrl.prove.attacks.cases import Attack, attacks, hostile_server_source
 from agentrl.prove.attacks.file_steps import STEPS
 from agentrl.prove.attacks.host_steps import SESSION, Scene
@@ -32,6 +32,7 @@ OPEN_S = 30.0
 OPEN_HOSTILE_S = 10.0
 LATE_S = 6.0
 HANG_S = 90.0
+BUSY_S = 10.0  # what an attack gets on top where a busy machine cut it off
 AT_ONCE = 6
 CONTAINED, ESCAPED, ERROR, NOT_PROMISED = "contained", "ESCAPED", "error", "not promised"
 
@@ -101,8 +102,7 @@ class _Suite:
             if missing := _missing(item, self._backend):
                 verdict, evidence = NOT_PROMISED, missing
             else:
-                async with asyncio.timeout(item.seconds + HANG_S):
-                    verdict, evidence = CONTAINED, await play(item)
+                verdict, evidence = CONTAINED, await _in_time(item, play)
         except Escaped as seen:
             verdict, evidence = ESCAPED, str(seen)
         except TimeoutError:
@@ -180,6 +180,8 @@ class _Suite:
             raise Escaped(claims[0].removeprefix("ESCAPED: "))
         held = [line for line in lines if line.startswith("held: ")]
         end = result.reason or "exit"
+        if end == "timeout" and not held:
+            raise CutOff(f"its {item.seconds:g} s ended before it came to its point")
         if end not in item.ends or not held:
             raise Broken(f"ended by {end} {result.exit_code}, saying {text.strip()[-300:]!r}")
         return held[-1].removeprefix("held: ") + (f" ({end})" if end != "exit" else "")
@@ -246,6 +248,17 @@ class _Suite:
                 await nothing_left(sandbox, None)
         self._arena.check()
         return evidence
+
+
+async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> str:
+    """The evidence of an attack, which is played once more with `BUSY_S` more where its time ended too early."""
+    try:
+        async with asyncio.timeout(item.seconds + HANG_S):
+            return await play(item)
+    except CutOff:
+        longer = replace(item, seconds=item.seconds + BUSY_S, within=item.within + BUSY_S)
+        async with asyncio.timeout(longer.seconds + HANG_S):
+            return await play(longer)
 
 
 async def _stored(sandbox: ChannelSandbox, data: bytes) -> None:
