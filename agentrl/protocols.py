@@ -217,6 +217,11 @@ class LiveTrajectory(Protocol):
         """Empty while it goes on."""
         ...
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of its context, those that `add_prompt` has added included. `LiveEpisode.room` is the most there may be."""
+        ...
+
     def limit(self) -> str:
         """The stop reason that applies now, `turn_limit` or `token_limit`; empty: another turn may be sampled.
 
@@ -228,8 +233,11 @@ class LiveTrajectory(Protocol):
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
         ...
 
-    async def sample(self, *, stop_token_ids: Sequence[int]) -> Completion:
-        """The policy's next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+        """The policy's next completion, given all tokens so far, of at most `max_tokens` tokens, where the limits do not say fewer.
+
+        Raises `ServingError`, and `RuntimeError` when `limit` forbids it.
+        """
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -253,6 +261,7 @@ class LiveEpisode(Protocol):
 
     id: str
     task: Task
+    room: int  # tokens that one trajectory may have: `Limits.episode_tokens`, or what the model takes
     answer: str | None  # what the agent hands in
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more

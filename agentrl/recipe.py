@@ -18,6 +18,7 @@ from agentrl.gating import GateConfig
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
 from agentrl.sections import CaptureConfig as CaptureConfig
+from agentrl.sections import DelegationConfig as DelegationConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
 from agentrl.sections import PracticeConfig as PracticeConfig
@@ -108,9 +109,12 @@ class BranchingConfig(Section):
 
 class RolloutConfig(Section):
     agent: parts.AgentName = "turns"
-    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers."""
+    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers.
+    delegating: so too, with a tool that starts sub-agents."""
     agent_options: parts.Options = Field({})
     """Keyword arguments of an agent that is named by reference."""
+    delegation: DelegationConfig | None = None
+    """What the sub-agents of agent=delegating may do; None: the defaults of these keys."""
     group_size: int = Field(8, ge=1)
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
@@ -144,7 +148,16 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _options_act(self) -> RolloutConfig:
         parts.check_options(parts.AGENT, self.agent, self.agent_options)
+        if self.delegation is not None and self.agent != "delegating":
+            raise ValueError(f"delegation does nothing with agent={self.agent}: set agent=delegating")
         return self
+
+    @property
+    def agent_settings(self) -> dict[str, Any]:
+        """Keyword arguments of the agent, beside `chat`."""
+        if self.agent == "delegating":
+            return {"delegation": self.delegation or DelegationConfig()}
+        return dict(self.agent_options)
 
     _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
 

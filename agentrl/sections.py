@@ -1,4 +1,7 @@
-"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `learner.limits`. `agentrl.recipe` hands them on."""
+"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `rollout.delegation`, `learner.limits`.
+
+`agentrl.recipe` hands them on.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,32 @@ class PracticeConfig(Section):
     """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
     """Share of the groups that practise; the others have tasks of the family."""
+
+
+class DelegationConfig(Section):
+    """What sub-agents may be started by `rollout.agent=delegating`, and what each of them has. docs/agents.md says how they work."""
+
+    depth: int = Field(1, ge=1, le=8)
+    """How far down sub-agents may be started: with 1 only the main agent has the tool, with 2 its sub-agents have it too."""
+    width: int = Field(4, ge=1, le=64)
+    """Sub-agents that one turn may start side by side."""
+    total: int = Field(16, ge=1, le=1024)
+    """Sub-agents in one episode, at every depth together."""
+    turns: int = Field(4, ge=1)
+    """Turns of one sub-agent. They count in the task's `Limits.turns`, too, which is of all agents together."""
+    tokens: int | None = Field(None, ge=1)
+    """Tokens that one sub-agent may sample; None: what its turns allow."""
+    tools: tuple[str, ...] | None = None
+    """Tools of the sub-agents, by the names that tasks use; None: those of the task. With `submit` among them they hand in their answer
+    to the agent that called, else their last message is it."""
+    instruction: str = ""
+    """System message of the sub-agents; empty: none."""
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> DelegationConfig:
+        if self.total < self.width:
+            raise ValueError(f"width does nothing above total: no turn can start {self.width} sub-agents when an episode has {self.total}")
+        return self
 
 
 class Limit(Section):

@@ -1,95 +1,209 @@
-"""The turn loop: sample, call the tools it asks for, show what they gave, until the agent submits, answers or reaches a limit."""
+"""The turn loop: sample, call the tools it asks for, show what they gave, until the agent submits, answers or reaches a limit.
+
+Sub-agents go through the same loop, each in a trajectory of its own (`agentrl.agent.delegation`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.fields import json_object
-from agentrl.protocols import LiveEpisode
-from agentrl.records import ToolCall, ToolResult
+from agentrl.protocols import LiveEpisode, LiveTrajectory
+from agentrl.records import Message, ToolCall, ToolResult
+from agentrl.sections import DelegationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLoop:
-    """An `agentrl.protocols.Agent`: one trajectory, the task's prompt and the task's tools."""
+    """An `agentrl.protocols.Agent`: the task's prompt and the task's tools; with `delegation` also a tool that starts sub-agents."""
 
     chat: ChatFormat
+    delegation: DelegationConfig | None = None
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
         tools = load_tools(task.tools, episode.agent_state.get("tools"))
         try:
-            return await self._turns(episode, tools)
+            main = Speaker(self, episode, episode.trajectories[0], prompt=task.prompt, tools=tools)
+            ended = await main.speak()
+            episode.answer = ended.answer
+            return ended.reason
         finally:
             await tools.close(timeout_s=task.limits.tool_timeout_s)
 
-    async def _turns(self, episode: LiveEpisode, tools: Toolbox) -> str:
-        """The loop itself; returns the stop reason."""
 
-        async def state() -> Mapping[str, Any]:
-            kept = await tools.state(timeout_s=episode.task.limits.tool_timeout_s)
-            return {"tools": kept} if kept else {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Why an agent stopped, and what it handed in."""
 
+    reason: str
+    answer: str | None = None
+
+
+class Speaker:
+    """One agent at work in an episode: the main one, or a sub-agent, which is `depth` steps below it.
+
+    Args:
+        line: the trajectory that it speaks in.
+        prompt: what it is told.
+
+    Raises `TaskError` where a tool of the task has the name of the one that starts sub-agents.
+    """
+
+    def __init__(
+        self, loop: TurnLoop, episode: LiveEpisode, line: LiveTrajectory, *, prompt: Sequence[Message], tools: Toolbox, depth: int = 0
+    ) -> None:
+        self._loop = loop
+        self._episode = episode
+        self.line = line
+        self._prompt = prompt
+        self._tools = tools
+        self._depth = depth
+        self._turns, self._sampled = 0, 0  # in this run of the episode; only sub-agents are held to them, and none is resumed
+        self._delegates = loop.delegation is not None and depth < loop.delegation.depth
+        if loop.delegation is not None:
+            delegation.check_name(episode.task, tools)
+
+    async def speak(self) -> Ended:
+        """Turns until it is done."""
+        episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
-        main = episode.trajectories[0]
-        if not main.turns:
-            main.add_prompt(self.chat.opening(episode.task.prompt, [tool.schema for tool in tools.values()]))
-        while not (limit := main.limit()):
-            completion = await main.sample(stop_token_ids=self.chat.stop_token_ids)
+        if not self.line.tokens:
+            self.line.add_prompt(chat.opening(self._prompt, self._schemas()))
+        while not (limit := self._limit()):
+            completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance())
             episode.stage = "chat"
-            parsed = self.chat.parse(completion.token_ids)
-            main.add_turn(completion, parsed.message)
+            parsed = chat.parse(completion.token_ids)
+            self.line.add_turn(completion, parsed.message)
+            self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
             if completion.finish_reason != "stop":
-                return "token_limit"
+                return Ended(reason="token_limit")
             if not parsed.message.tool_calls and not parsed.errors:
-                episode.answer = None if "submit" in tools else parsed.message.content
-                return "answered"
+                return Ended(reason="answered", answer=None if "submit" in self._tools else parsed.message.content)
             started = time.monotonic()
-            results = await self._results(episode, tools, parsed)
-            main.add_results(results, wall_s=time.monotonic() - started)
-            if episode.answer is not None:
-                return "submitted"
+            results, answer = await self._results(parsed)
+            self.line.add_results(results, wall_s=time.monotonic() - started)
+            if answer is not None:
+                return Ended(reason="submitted", answer=answer)
             if episode.sandbox_lost:
-                return "tool_timeout"
+                return Ended(reason="tool_timeout")
             episode.stage = "chat"
-            main.add_prompt(self.chat.tool_delta([result.output for result in results]))
-            await episode.boundary(state)
-        return limit
+            self.line.add_prompt(chat.tool_delta([result.output for result in results]))
+            if self._depth == 0:  # and no sub-agent runs: those of this turn have ended
+                await episode.boundary(self._state)
+        return Ended(reason=limit)
 
-    async def _results(self, episode: LiveEpisode, tools: Toolbox, parsed: ParsedCompletion) -> tuple[ToolResult, ...]:
-        """Runs the calls of one turn in order, up to a submitted answer or a lost sandbox; malformed ones are answered with their error."""
+    async def _state(self) -> Mapping[str, Any]:
+        kept = await self._tools.state(timeout_s=self._episode.task.limits.tool_timeout_s)
+        return {"tools": kept} if kept else {}
+
+    def _schemas(self) -> list[Mapping[str, Any]]:
+        return [tool.schema for tool in self._tools.values()] + ([delegation.SCHEMA] if self._delegates else [])
+
+    def _limit(self) -> str:
+        """The limit that is reached, of the episode or of this sub-agent."""
+        config = self._loop.delegation
+        if limit := self.line.limit():
+            return limit
+        if self._depth == 0 or config is None:
+            return ""
+        if self._turns >= config.turns:
+            return "turn_limit"
+        return "token_limit" if self._allowance() == 0 else ""
+
+    def _allowance(self) -> int | None:
+        """Tokens that a sub-agent may still sample; None: as many as fit."""
+        config = self._loop.delegation
+        if self._depth == 0 or config is None or config.tokens is None:
+            return None
+        return max(0, config.tokens - self._sampled)
+
+    async def _results(self, parsed: ParsedCompletion) -> tuple[tuple[ToolResult, ...], str | None]:
+        """Makes the calls of one turn, up to a submitted answer or a lost sandbox: what they gave, and the answer.
+
+        They are made in order, but sub-agents that are called one after the other run at the same time. Malformed calls are answered
+        with their error.
+        """
         results: list[ToolResult] = []
-        for call in parsed.message.tool_calls:
-            started = time.monotonic()
-            outcome = await call_one(episode, tools, call)
-            wall_s = time.monotonic() - started
-            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
-            if outcome.answer is not None or episode.sandbox_lost:
-                episode.answer = outcome.answer
-                return tuple(results)
+        calls = parsed.message.tool_calls
+        while len(results) < len(calls):
+            if started := self._started(calls, len(results)):
+                results += await self._delegated(calls, started)
+                answer = None
+            else:
+                result, answer = await self._called(calls[len(results)])
+                results.append(result)
+            if answer is not None or self._episode.sandbox_lost:
+                return tuple(results), answer
         for error in parsed.errors:
-            text = clip(f"error: {error}", episode.task.limits.tool_output_chars)
-            results.append(ToolResult(name="", output=episode.shown(text), ok=False))
-        return tuple(results)
+            text = clip(f"error: {error}", self._episode.task.limits.tool_output_chars)
+            results.append(ToolResult(name="", output=self._episode.shown(text), ok=False))
+        return tuple(results), None
+
+    async def _called(self, call: ToolCall) -> tuple[ToolResult, str | None]:
+        started = time.monotonic()
+        outcome = await call_one(self._episode, self._tools, call, others=(delegation.NAME,) if self._delegates else ())
+        output, wall_s = self._episode.shown(outcome.output), time.monotonic() - started
+        return ToolResult(name=call.name[:64], output=output, ok=outcome.ok, wall_s=wall_s), outcome.answer
+
+    def _started(self, calls: Sequence[ToolCall], first: int) -> range:
+        """The calls from `first` on that start sub-agents."""
+        end = first
+        while self._delegates and end < len(calls) and calls[end].name == delegation.NAME:
+            end += 1
+        return range(first, end)
+
+    async def _delegated(self, calls: Sequence[ToolCall], numbers: range) -> list[ToolResult]:
+        """What sub-agents answer that run at the same time, in the order of their calls."""
+        assert self._loop.delegation is not None, "only then calls start sub-agents"
+        began, turn = time.monotonic(), len(self.line.turns) - 1
+        desk = delegation.Desk(self._episode, self._loop.delegation, defang=self._loop.chat.defang)
+        asked = [desk.open(calls[number], number, line=self.line, turn=turn, place=number - numbers.start) for number in numbers]
+        async with asyncio.TaskGroup() as running:
+            jobs = [None if isinstance(one, str) else running.create_task(self._worked(one)) for one in asked]
+        results = []
+        for one, job in zip(asked, jobs, strict=True):
+            outcome = job.result() if job is not None else ToolOutcome(output=str(one), ok=False)
+            output = self._episode.shown(clip(outcome.output, self._episode.task.limits.tool_output_chars))
+            results.append(ToolResult(name=delegation.NAME, output=output, ok=outcome.ok, wall_s=time.monotonic() - began))
+        return results
+
+    async def _worked(self, opened: delegation.Opened) -> ToolOutcome:
+        """Runs one sub-agent to its end, and closes its tools."""
+        episode, config = self._episode, self._loop.delegation
+        assert config is not None, "it has been started"
+        tools = load_tools(episode.task.tools if config.tools is None else config.tools)
+        try:
+            worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, depth=self._depth + 1)
+            ended = await worker.speak()
+        finally:
+            await tools.close(timeout_s=episode.task.limits.tool_timeout_s)
+        worker.line.end(ended.reason)
+        return delegation.reported(ended.answer, ended.reason)
 
 
-async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall) -> ToolOutcome:
-    """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are."""
+async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, *, others: Sequence[str] = ()) -> ToolOutcome:
+    """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are.
+
+    `others`: names of tools that are no part of the toolbox.
+    """
     tool = tools.get(call.name)
     if tool is None:
-        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *others])}", ok=False)
     arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
     sandbox = await episode.sandbox() if tool.needs_sandbox else None
     with episode.running(sandbox):
         called = await call_tool(tool, arguments, sandbox, episode.task.limits, turn=episode.turn_count)
     if called.failure is not None:
         episode.add_failure(called.failure)
-    episode.sandbox_lost = called.sandbox_lost
+    episode.sandbox_lost = episode.sandbox_lost or called.sandbox_lost
     return called.outcome

@@ -320,7 +320,7 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
         return NoTokens(), _chat_agent(given.policy, given.recipe)
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=ChatFormat(made.tokenizer))
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=ChatFormat(made.tokenizer))
     return made, agent
 
 
