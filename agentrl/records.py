@@ -261,7 +261,8 @@ class Trajectory(Record):
     parent: Parent | None = None  # None: it began with the episode
     prompt: tuple[Message, ...] = ()  # what its agent was told at the start; empty: the task's prompt
     stop_reason: str = (
-        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed; empty: it goes on
+        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized or
+        # rejected, around a restart of the context; empty: it goes on
     )
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
 
@@ -331,6 +332,17 @@ class Episode(Record):
     def oldest_version(self) -> int | None:
         """Smallest policy version that sampled any token, or None when no token was sampled."""
         return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
+
+    @property
+    def stop_reason(self) -> str:
+        """Why its first agent ended, in the last of the contexts that it had."""
+        own, reason = {0}, ""  # its trajectories and those of its summaries
+        for index, one in enumerate(self.trajectories):
+            if one.parent is not None and one.parent.call is None and one.parent.trajectory in own:
+                own.add(index)
+            if index in own and one.agent == self.trajectories[0].agent:
+                reason = one.stop_reason
+        return reason
 
     @property
     def left_out(self) -> bool:

@@ -1,6 +1,7 @@
 """The turn loop: sample, call the tools it asks for, show what they gave, until the agent submits, answers or reaches a limit.
 
-Sub-agents go through the same loop, each in a trajectory of its own (`agentrl.agent.delegation`).
+Sub-agents go through the same loop, each in a trajectory of its own (`agentrl.agent.delegation`), and an agent whose context is nearly
+full goes on in a new one (`agentrl.agent.compaction`).
 """
 
 from __future__ import annotations
@@ -13,27 +14,33 @@ from typing import Any
 
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.compaction import Compactor
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Message, ToolCall, ToolResult
-from agentrl.sections import DelegationConfig
+from agentrl.records import Message, Parent, ToolCall, ToolResult
+from agentrl.sections import CompactionConfig, DelegationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnLoop:
-    """An `agentrl.protocols.Agent`: the task's prompt and the task's tools; with `delegation` also a tool that starts sub-agents."""
+    """An `agentrl.protocols.Agent`: the task's prompt and the task's tools.
+
+    With `delegation` there is also a tool that starts sub-agents; with `compaction` a context that is nearly full is summed up.
+    """
 
     chat: ChatFormat
     delegation: DelegationConfig | None = None
+    compaction: CompactionConfig | None = None
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
         tools = load_tools(task.tools, episode.agent_state.get("tools"))
         try:
-            main = Speaker(self, episode, episode.trajectories[0], prompt=task.prompt, tools=tools)
+            line = next(one for one in reversed(episode.trajectories) if not one.stop_reason)  # of a state, too: no sub-agent runs there
+            main = Speaker(self, episode, line, prompt=task.prompt, tools=tools)
             ended = await main.speak()
             episode.answer = ended.answer
             return ended.reason
@@ -69,6 +76,7 @@ class Speaker:
         self._tools = tools
         self._depth = depth
         self._turns, self._sampled = 0, 0  # in this run of the episode; only sub-agents are held to them, and none is resumed
+        self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, config=loop.compaction)
         self._delegates = loop.delegation is not None and depth < loop.delegation.depth
         if loop.delegation is not None:
             delegation.check_name(episode.task, tools)
@@ -91,16 +99,49 @@ class Speaker:
                 return Ended(reason="answered", answer=None if "submit" in self._tools else parsed.message.content)
             started = time.monotonic()
             results, answer = await self._results(parsed)
-            self.line.add_results(results, wall_s=time.monotonic() - started)
-            if answer is not None:
-                return Ended(reason="submitted", answer=answer)
-            if episode.sandbox_lost:
-                return Ended(reason="tool_timeout")
+            wall_s = time.monotonic() - started
+            if answer is not None or episode.sandbox_lost:
+                self.line.add_results(results, wall_s=wall_s)
+                return Ended(reason="tool_timeout" if answer is None else "submitted", answer=answer)
             episode.stage = "chat"
-            self.line.add_prompt(chat.tool_delta([result.output for result in results]))
+            if limit := await self._show(results, wall_s=wall_s):
+                return Ended(reason=limit)
             if self._depth == 0:  # and no sub-agent runs: those of this turn have ended
                 await episode.boundary(self._state)
         return Ended(reason=limit)
+
+    async def _show(self, results: Sequence[ToolResult], *, wall_s: float) -> str:
+        """Brings what the calls gave into the context, or into a summary that the agent goes on from; the limit that forbids it, if any."""
+        line, room = self.line, self._episode.room
+        delta = self._loop.chat.tool_delta([result.output for result in results])
+        if self._compactor is None or not self._compactor.due(line.tokens + len(delta), room):
+            line.add_results(results, wall_s=wall_s)
+            line.add_prompt(delta)
+            return ""
+        results, delta = self._compactor.asking(results, used=line.tokens, room=room)
+        line.add_results(results, wall_s=wall_s)
+        if line.tokens + len(delta) >= room:
+            return "token_limit"
+        return await self._compacted(self._compactor, delta)
+
+    async def _compacted(self, compactor: Compactor, delta: Sequence[int]) -> str:
+        """Goes on from a summary in a new trajectory; the limit that was reached before one was accepted, if any."""
+        for _ in range(compactor.config.attempts):
+            if limit := self._limit():
+                return limit
+            tried = await compactor.attempt(self._episode, self.line, delta, self._allowance())
+            self._turns, self._sampled = self._turns + 1, self._sampled + tried.tokens
+            if tried.summary is not None:
+                prompt = compactor.prompt(self._prompt, tried.summary)
+                self.line.end("compacted")
+                self.line = self._episode.open(self._name, parent=Parent(trajectory=tried.line.index, turn=0), prompt=prompt)
+                self.line.add_prompt(self._loop.chat.opening(prompt, self._schemas()))
+                return ""
+        return "token_limit"
+
+    @property
+    def _name(self) -> str:
+        return delegation.WORKER if self._depth else delegation.MAIN
 
     async def _state(self) -> Mapping[str, Any]:
         kept = await self._tools.state(timeout_s=self._episode.task.limits.tool_timeout_s)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,62 +10,30 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl import codec
-from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.errors import RecipeError, ServingError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.records import EpisodeState, Limits, Parent, Task, Trajectory
+from agentrl.records import EpisodeState, Parent, Task
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.run.preflight import check_delegation
-from agentrl.sampling import Sampling
 from agentrl.sections import DelegationConfig
-from agentrl.testing import ReadingPolicy, ScriptedSandboxes
+from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.agent.trees import PRINT, asked, call, contexts, delegate, make_runner, outputs, shown, tree_task
 
 Runs = Callable[..., EpisodeRunner]
 
 
 @pytest.fixture
 def tree(task: Task) -> Task:
-    return replace(task, tools=("python",), limits=Limits(turns=12, turn_tokens=600, episode_tokens=4000))
+    return tree_task(task)
 
 
 @pytest.fixture
 def runs(tokenizer: Any) -> Runs:
     def make(reads: Any, sandboxes: ScriptedSandboxes | None = None, **settings: Any) -> EpisodeRunner:
-        return EpisodeRunner(
-            agent=TurnLoop(chat=ChatFormat(tokenizer), delegation=DelegationConfig(**settings)),
-            policy=ReadingPolicy(tokenizer, reads),
-            sandboxes=sandboxes or ScriptedSandboxes(printing("3")),
-            sampling=Sampling(),
-            max_model_len=4096,
-            request_timeout_s=60.0,
-        )
+        return make_runner(tokenizer, reads, sandboxes, delegation=DelegationConfig(**settings))
 
     return make
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def delegate(*tasks: Any) -> str:
-    return "".join(call("delegate", task=task) for task in tasks)
-
-
-PRINT = call("python", code="1")
-
-
-def asked(context: str) -> str:
-    """What the agent of this context was told."""
-    return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
-
-
-def shown(context: str) -> list[str]:
-    return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
-
-
-def outputs(trajectory: Trajectory) -> list[str]:
-    return [result.output for turn in trajectory.turns for result in turn.tool_results]
 
 
 async def test_sub_agents_work_at_the_same_time_each_in_a_context_of_its_own(tree: Task, runs: Runs) -> None:
@@ -83,13 +49,15 @@ async def test_sub_agents_work_at_the_same_time_each_in_a_context_of_its_own(tre
         return f"{asked(context)} {shown(context)[0]}"
 
     sandboxes = ScriptedSandboxes(printing("3"))
-    episode = await runs(reads, sandboxes).run(tree, episode_id="e")
+    runner = runs(reads, sandboxes)
+    episode = await runner.run(tree, episode_id="e")
     assert episode.answer == "rows? 3 and columns? 3" and not episode.failures
     assert [one.agent for one in episode.trajectories] == ["main", "worker", "worker"]
     assert [one.parent for one in episode.trajectories[1:]] == [Parent(trajectory=0, turn=0, call=number) for number in (0, 1)]
     assert [one.prompt[0].content for one in episode.trajectories[1:]] == ["rows?", "columns?"]
     assert [one.stop_reason for one in episode.trajectories] == ["answered"] * 3
     assert len(sandboxes.opened) == 1, "they share the episode's"
+    assert sorted(runner.policy.prompts) == contexts(episode)  # type: ignore[attr-defined]
 
 
 def scripted(**said: str) -> Callable[[str], str]:
