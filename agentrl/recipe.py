@@ -236,6 +236,11 @@ class ObjectiveConfig(Section):
     reinforce++-baseline: its group's mean, scaled over the batch. gae: a critic's values, token by token (PPO; needs `critic`)."""
     advantage_options: parts.Options = Field({})
     """Keyword arguments of an estimator that is named by reference."""
+    credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
+    """What each trajectory of an episode is given: the contexts of its sub-agents and summaries, and attempts that branched. episode: the
+    episode's advantage. branches: the same, divided by their number. roles: the episode's score against a baseline of those that have
+    the role. verifier: what a verifier says that it is worth by itself. counterfactual: what the score loses without it, where a verifier
+    says so. siblings: the mean from this turn on against that of the attempts at its branch point (needs rollout.branching)."""
     normalize_std: bool | None = None
     """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++, gae). None: as the estimator's paper does,
     which is yes, but for rloo."""
@@ -252,10 +257,10 @@ class ObjectiveConfig(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with a negative advantage stops contributing (loss=clip)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean: every trained token counts the same. sequence_mean: every sequence does. constant: each token, whatever the batch's
-    tokens: sum / (sequences * constant_length)."""
+    """token_mean: every trained token counts the same. sequence_mean: every rollout does, with all its trajectories. constant: each token,
+    whatever the batch's tokens: sum / (rollouts * constant_length)."""
     constant_length: int | None = Field(None, ge=1)
-    """Tokens that aggregation=constant divides by for each sequence. None: policy.max_model_len."""
+    """Tokens that aggregation=constant divides by for each rollout. None: policy.max_model_len."""
     proximal: Literal["auto", "behaviour", "recompute"] = "auto"
     """What the ratio is taken against. behaviour: the logprobs of sampling. recompute: those of the weights at the start of the step
     (decoupled). auto: recompute when learner.minibatches is above 1."""
@@ -294,6 +299,10 @@ class ObjectiveConfig(Section):
     def _every_key_acts(self) -> ObjectiveConfig:
         parts.check_options(parts.ADVANTAGE, self.advantage, self.advantage_options)
         parts.check_options(parts.LOSS, self.loss, self.loss_options)
+        if self.credit != "episode" and self.advantage == "gae":
+            raise ValueError(f"credit={self.credit} does nothing with advantage=gae, whose critic credits every token: set credit=episode")
+        if self.credit not in ("episode", "branches") and self.advantage not in ("grpo", "rloo"):
+            raise ValueError(f"credit={self.credit} takes its baselines from the group: set advantage=grpo or rloo")
         if self.normalize_std is not None and self.advantage not in parts.ADVANTAGE.shipped and not self.turn_coef:
             raise ValueError(
                 "normalize_std does nothing with an estimator of your own, which scales as it likes: leave it out, or hand it on in"
@@ -425,6 +434,8 @@ class Recipe(Section):
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
+        if self.objective.credit == "siblings" and self.rollout.branching is None:
+            raise ValueError("objective.credit=siblings compares attempts that branched, and none do: set rollout.branching")
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
         if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
             raise ValueError(
