@@ -405,7 +405,7 @@ class LearnerConfig(Section):
     full_every: int = Field(8, ge=2)
     """With serving.weight_transfer=delta: every so many versions one is published whole, and so is one that changed in most bytes."""
     keep_versions: int = Field(4, ge=2)
-    """Newest exported policy versions kept on disk, besides version 0, the serving and the promoted ones."""
+    """Newest exported policy versions kept on disk, and as many promoted ones, besides version 0 and the serving one."""
 
 
 class Recipe(Section):
