@@ -19,7 +19,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import InfrastructureError
-from agentrl.gateway import chat_completions
+from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused
 from agentrl.gateway.session import Session
 
@@ -52,8 +52,14 @@ class Protocol:
     error: Callable[[Refused], dict[str, Any]]
 
 
-CHAT = Protocol("/v1/chat/completions", chat_completions.read, chat_completions.write, chat_completions.events, chat_completions.error)
-PROTOCOLS = (CHAT,)
+PROTOCOLS = tuple(
+    Protocol(path, module.read, module.write, module.events, module.error)
+    for path, module in (
+        ("/v1/chat/completions", chat_completions),
+        ("/v1/messages", anthropic_messages),
+        ("/v1/responses", responses),
+    )
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +211,8 @@ class Gateway:
     async def _no_route(self, request: Request, error: Exception) -> Response:
         self.counts["refused_not_found"] += 1
         refused = Refused("not_found", f"Invalid URL ({request.method[:16]} {request.url.path[:200]!a})")
-        return _json(chat_completions.error(refused), getattr(error, "status_code", 404))
+        known = anthropic_messages if request.url.path.startswith("/v1/messages") else chat_completions
+        return _json(known.error(refused), getattr(error, "status_code", 404))
 
 
 def _quiet_server(config: Any) -> Server:

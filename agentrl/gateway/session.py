@@ -259,7 +259,8 @@ class Session:
         work = [line for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in parents]
         for line in roots if work else ():
             line.describe(MAIN if line in work else AUXILIARY)
-        refused = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
+        theirs = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
+        refused = {name: count for name, count in theirs.items() if name not in ("failed", "ended")}
         if refused:
             text = ", ".join(f"{name} {count}" for name, count in sorted(refused.items()))
             self.episode.add_failure(
