@@ -15,9 +15,8 @@ from agentrl.records import Message, Parent, Task, ToolCall
 from agentrl.sections import DelegationConfig
 
 NAME = "delegate"
-MAIN = "main"
 WORKER = "worker"
-"""`Trajectory.agent` of the agent that an episode begins with, and of every sub-agent."""
+"""`Trajectory.agent` of every sub-agent."""
 
 MAX_TASK_CHARS = 20_000
 """Characters of what a sub-agent may be told."""

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
-from agentrl.agent.invoke import call_tool
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.fields import json_object
+from agentrl.agent.turncalls import call_all, calls_made
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolCall, ToolResult
 from agentrl.sections import CompactionConfig, DelegationConfig
@@ -40,7 +41,7 @@ class TurnLoop:
         tools = load_tools(task.tools, episode.agent_state.get("tools"))
         try:
             line = next(one for one in reversed(episode.trajectories) if not one.stop_reason)  # of a state, too: no sub-agent runs there
-            main = Speaker(self, episode, line, prompt=task.prompt, tools=tools)
+            main = Speaker(self, episode, line, prompt=task.prompt, tools=tools, spent=calls_made(episode))
             ended = await main.speak()
             episode.answer = ended.answer
             return ended.reason
@@ -62,18 +63,28 @@ class Speaker:
     Args:
         line: the trajectory that it speaks in.
         prompt: what it is told.
+        spent: calls so far of all agents of the episode, by the tool's name: they count in the same one.
 
     Raises `TaskError` where a tool of the task has the name of the one that starts sub-agents.
     """
 
     def __init__(
-        self, loop: TurnLoop, episode: LiveEpisode, line: LiveTrajectory, *, prompt: Sequence[Message], tools: Toolbox, depth: int = 0
+        self,
+        loop: TurnLoop,
+        episode: LiveEpisode,
+        line: LiveTrajectory,
+        *,
+        prompt: Sequence[Message],
+        tools: Toolbox,
+        spent: Counter[str],
+        depth: int = 0,
     ) -> None:
         self._loop = loop
         self._episode = episode
         self.line = line
         self._prompt = prompt
         self._tools = tools
+        self._spent = spent
         self._depth = depth
         self._turns, self._sampled = 0, 0  # in this run of the episode; only sub-agents are held to them, and none is resumed
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, config=loop.compaction)
@@ -134,14 +145,10 @@ class Speaker:
             if tried.summary is not None:
                 prompt = compactor.prompt(self._prompt, tried.summary)
                 self.line.end("compacted")
-                self.line = self._episode.open(self._name, parent=Parent(trajectory=tried.line.index, turn=0), prompt=prompt)
+                self.line = self._episode.open(self.line.agent, parent=Parent(trajectory=tried.line.index, turn=0), prompt=prompt)
                 self.line.add_prompt(self._loop.chat.opening(prompt, self._schemas()))
                 return ""
         return "token_limit"
-
-    @property
-    def _name(self) -> str:
-        return delegation.WORKER if self._depth else delegation.MAIN
 
     async def _state(self) -> Mapping[str, Any]:
         kept = await self._tools.state(timeout_s=self._episode.task.limits.tool_timeout_s)
@@ -171,18 +178,20 @@ class Speaker:
     async def _results(self, parsed: ParsedCompletion) -> tuple[tuple[ToolResult, ...], str | None]:
         """Makes the calls of one turn, up to a submitted answer or a lost sandbox: what they gave, and the answer.
 
-        They are made in order, but sub-agents that are called one after the other run at the same time. Malformed calls are answered
-        with their error.
+        They are made in order, but sub-agents that are called one after the other run at the same time, as do tools that say they may.
+        Malformed calls are answered with their error.
         """
         results: list[ToolResult] = []
         calls = parsed.message.tool_calls
-        while len(results) < len(calls):
-            if started := self._started(calls, len(results)):
-                results += await self._delegated(calls, started)
+        also = (delegation.NAME,) if self._delegates else ()
+        for starts, numbers in self._stretches(calls):
+            if starts:
+                results += await self._delegated(calls, numbers)
                 answer = None
             else:
-                result, answer = await self._called(calls[len(results)])
-                results.append(result)
+                some = [calls[number] for number in numbers]
+                made, answer = await call_all(self._episode, self._tools, some, spent=self._spent, also=also)
+                results += made
             if answer is not None or self._episode.sandbox_lost:
                 return tuple(results), answer
         for error in parsed.errors:
@@ -190,25 +199,17 @@ class Speaker:
             results.append(ToolResult(name="", output=self._episode.shown(text), ok=False))
         return tuple(results), None
 
-    async def _called(self, call: ToolCall) -> tuple[ToolResult, str | None]:
-        started = time.monotonic()
-        outcome = await call_one(self._episode, self._tools, call, others=(delegation.NAME,) if self._delegates else ())
-        output, wall_s = self._episode.shown(outcome.output), time.monotonic() - started
-        return ToolResult(name=call.name[:64], output=output, ok=outcome.ok, wall_s=wall_s), outcome.answer
+    def _stretches(self, calls: Sequence[ToolCall]) -> Iterator[tuple[bool, list[int]]]:
+        """The numbers of neighbouring calls that all start sub-agents, or all do not."""
+        for starts, found in groupby(enumerate(calls), key=lambda one: self._delegates and one[1].name == delegation.NAME):
+            yield starts, [number for number, _ in found]
 
-    def _started(self, calls: Sequence[ToolCall], first: int) -> range:
-        """The calls from `first` on that start sub-agents."""
-        end = first
-        while self._delegates and end < len(calls) and calls[end].name == delegation.NAME:
-            end += 1
-        return range(first, end)
-
-    async def _delegated(self, calls: Sequence[ToolCall], numbers: range) -> list[ToolResult]:
+    async def _delegated(self, calls: Sequence[ToolCall], numbers: Sequence[int]) -> list[ToolResult]:
         """What sub-agents answer that run at the same time, in the order of their calls."""
         assert self._loop.delegation is not None, "only then calls start sub-agents"
         began, turn = time.monotonic(), len(self.line.turns) - 1
         desk = delegation.Desk(self._episode, self._loop.delegation, defang=self._loop.chat.defang)
-        asked = [desk.open(calls[number], number, line=self.line, turn=turn, place=number - numbers.start) for number in numbers]
+        asked = [desk.open(calls[number], number, line=self.line, turn=turn, place=number - numbers[0]) for number in numbers]
         async with asyncio.TaskGroup() as running:
             jobs = [None if isinstance(one, str) else running.create_task(self._worked(one)) for one in asked]
         results = []
@@ -224,27 +225,9 @@ class Speaker:
         assert config is not None, "it has been started"
         tools = load_tools(episode.task.tools if config.tools is None else config.tools)
         try:
-            worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, depth=self._depth + 1)
+            worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
             ended = await worker.speak()
         finally:
             await tools.close(timeout_s=episode.task.limits.tool_timeout_s)
         worker.line.end(ended.reason)
         return delegation.reported(ended.answer, ended.reason)
-
-
-async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, *, others: Sequence[str] = ()) -> ToolOutcome:
-    """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are.
-
-    `others`: names of tools that are no part of the toolbox.
-    """
-    tool = tools.get(call.name)
-    if tool is None:
-        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *others])}", ok=False)
-    arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
-    sandbox = await episode.sandbox() if tool.needs_sandbox else None
-    with episode.running(sandbox):
-        called = await call_tool(tool, arguments, sandbox, episode.task.limits, turn=episode.turn_count)
-    if called.failure is not None:
-        episode.add_failure(called.failure)
-    episode.sandbox_lost = episode.sandbox_lost or called.sandbox_lost
-    return called.outcome

@@ -61,6 +61,13 @@ class TrajectoryLife:
     def tokens(self) -> int:
         return len(self._context) + len(self.prompt_ids)
 
+    @property
+    def agent(self) -> str:
+        return self._begun.agent
+
+    def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
+        self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
+
     def limit(self) -> str:
         if self._life.turns_begun >= self._life.task.limits.turns:
             return "turn_limit"

@@ -67,7 +67,7 @@ async def test_an_agent_goes_on_from_its_own_summary(task_of_pages: Task, runs: 
     ]  # fmt: skip
     words = [["calls"] * 2, ["seen 2"], ["calls"] * 2, ["seen 4"], ["calls", "done after 4"]]
     assert [said(one) for one in episode.trajectories] == words
-    assert outputs(episode.trajectories[0]) == [PAGE.strip(), f"{PAGE.strip()}\n\n{ASK}"]
+    assert outputs(episode.trajectories[0]) == [PAGE, f"{PAGE}\n\n{ASK}"]
     policy: Any = runner.policy
     assert sorted(policy.prompts) == contexts(episode), "each turn was sampled from its own trajectory's tokens"
     assert max(map(len, policy.prompts)) < 1300 < sum(len(turn.prompt_ids) for one in episode.trajectories for turn in one.turns)
