@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
-from agentrl.experience import RunningEpisodes, open_store
+from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
 from agentrl.failure.withholding import Withholding
@@ -60,6 +60,10 @@ class Run:
     interrupted: bool = False
     last_step_at: float = 0.0
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
+    step_groups: StepGroups = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step_groups = StepGroups.of(self.recipe.rollout)
 
     async def start_serving(self, version: PolicyVersion) -> None:
         """Starts the server with a version, and meanwhile makes the images of the family's sandboxes."""
