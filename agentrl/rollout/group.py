@@ -108,11 +108,20 @@ class GroupRunner:
             return left_out_group(index, task.id, task.key, broken, size=self.group_size)
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=tuple(job.result() for job in jobs))
 
-    async def episode(self, task: Task, *, name: str, start: EpisodeState | None = None, on_turn: OnTurn | None = None) -> ScoredEpisode:
+    async def episode(
+        self,
+        task: Task,
+        *,
+        name: str,
+        start: EpisodeState | None = None,
+        always: bool = False,
+        on_turn: OnTurn | None = None,
+    ) -> ScoredEpisode:
         """One scored episode, after at most `max_retries` fresh attempts when the infrastructure failed.
 
         Args:
             start: what the first attempt goes on from: the attempt of this name that it is a state of, or another one's, as a branch.
+            always: the fresh attempts begin from there, too: it is where the task begins.
             on_turn: see `EpisodeRunner.run`.
 
         Raises:
@@ -121,7 +130,7 @@ class GroupRunner:
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
             episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn)
-            start = None
+            start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
                 self.on_attempt(unscored)

@@ -28,6 +28,7 @@ from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
+from agentrl.run.starts import check_starts
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
@@ -87,6 +88,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         stack.push_async_callback(sandboxes.close)
         base = run_dir / "versions" / "000000"
         chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
+        if checked.suite is not None:
+            check_starts([checked.suite], chat)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family)
         write_start(run_dir, recipe, start)
