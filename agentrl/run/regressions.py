@@ -263,6 +263,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
             for suite in given.suites:
                 starting.create_task(prepare(suite, run.sandboxes))
             starting.create_task(run.served.start(base))
+            starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
             groups = evaluation_runner(run)

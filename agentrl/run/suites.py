@@ -124,6 +124,7 @@ async def evaluate_suite(
         async with asyncio.TaskGroup() as starting:
             starting.create_task(prepare(suite, run.sandboxes))
             starting.create_task(run.served.start(base))
+            starting.create_task(run.judges.ready())
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {repeats} attempts each")
         began = time.monotonic()
         run.capture.begin("eval")
