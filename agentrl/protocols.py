@@ -168,6 +168,10 @@ class PreparedVerifier(Verifier, Protocol):
         ...
 
 
+WAITS = "waits for the judge of its group"
+"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
+
+
 class GroupJudge(Protocol):
     """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
 

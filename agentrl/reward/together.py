@@ -15,6 +15,7 @@ from agentrl import usercode
 from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.fulfils import shortfalls
 from agentrl.plugins import resolve
+from agentrl.protocols import WAITS as WAITS
 from agentrl.protocols import GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
 from agentrl.reward.asking import NotAScore, bounds_of, checked, limit_of
@@ -22,8 +23,6 @@ from agentrl.reward.scorer import TaskScorer
 
 log = logging.getLogger(__name__)
 
-WAITS = "waits for the judge of its group"
-"""Reason of an attempt that has ended and is not judged yet."""
 _FEWEST = 2  # attempts that can be compared
 _REASON = 2000  # characters
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl import usercode
-from agentrl.protocols import EpisodeKeeper
+from agentrl.protocols import WAITS, EpisodeKeeper
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.episode import EpisodeRunner
@@ -220,7 +220,8 @@ class GroupRunner:
         try:
             found = await self._found(member, task)
             if isinstance(found, ScoredEpisode):
-                return found
+                waits = self.together is None and found.score.reason == WAITS  # and nobody will judge its group any more
+                return replace(found, score=await self.score(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
             if member.fork is not None and fork is None and found is None:
