@@ -451,7 +451,7 @@ class Recipe(Section):
     critic: CriticConfig | None = None
     """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
-    judges: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
+    judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
     """Servers that the run starts for its judges, by the name that `agentrl.reward.judges.served(NAME)` takes."""
     gate: GateConfig | None = None
     """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""

@@ -162,7 +162,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
 
 
 def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
-    """Lays a value over one of several sections of a kind, or over a key of it: `judges.small={...}`, `judges.small.threads=2`."""
+    """Lays a value over one of several sections of a kind (`judge_servers.small={...}`), or over a key of it."""
     held = node[part] = dict(node.get(part) or {})
     name, *rest = names
     if not rest:

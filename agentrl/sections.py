@@ -1,4 +1,4 @@
-"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `judges`, `learner.limits`.
+"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `judge_servers`, `learner.limits`.
 
 `agentrl.recipe` hands them on.
 """

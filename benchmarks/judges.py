@@ -57,7 +57,7 @@ recipe = Recipe(
     name="judges",
     policy={{"model": "unused"}},
     tasks={{"family": "unused:unused"}},
-    judges={judges},
+    judge_servers={judges},
 )
 '''
 

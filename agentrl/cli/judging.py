@@ -189,8 +189,8 @@ async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, 
     from agentrl.run.judges_alone import judges_served
 
     _, recipe = load_recipe(path, [])
-    if not recipe.judges:
-        raise UserError(f"{path} has no section judges, so that it starts no server", fix="leave --recipe out, or add the section")
+    if not recipe.judge_servers:
+        raise UserError(f"{path} has no section judge_servers, so that it starts no server", fix="leave --recipe out, or add the section")
     async with judges_served(recipe, root=root):
         return await measured()
 

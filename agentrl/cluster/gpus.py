@@ -19,7 +19,7 @@ class Placement:
 
     learner: str | None = None
     server: str | None = None
-    judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judges`, by name
+    judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judge_servers`, by name
 
 
 def place(recipe: Recipe) -> Placement:
@@ -28,11 +28,11 @@ def place(recipe: Recipe) -> Placement:
     NCCL refuses two members of a group on one GPU. Judges' servers get the GPUs after these in turn, and where none is left share the
     server's. Raises `UserError` when there are too few. Otherwise everything is shared.
     """
-    shared = [recipe.serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judges.values())]
-    if recipe.serving.weight_transfer != "nccl" and recipe.judges and recipe.device == "cuda" and sum(shared) > 1:
+    shared = [recipe.serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
+    if recipe.serving.weight_transfer != "nccl" and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
             f"the servers of policy and judges share a GPU, and want {sum(shared):g} of its memory together",
-            fix="lower serving.gpu_memory_utilization or judges.NAME.gpu_memory_utilization",
+            fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
         )
     if recipe.serving.weight_transfer != "nccl":
         return Placement()
@@ -43,7 +43,7 @@ def place(recipe: Recipe) -> Placement:
             fix="set serving.weight_transfer=file: learner and server then share a GPU",
         )
     left = gpus[ranks + 1 :] or [gpus[ranks]]
-    judges = {name: left[number % len(left)] for number, name in enumerate(recipe.judges)}
+    judges = {name: left[number % len(left)] for number, name in enumerate(recipe.judge_servers)}
     return Placement(learner=",".join(gpus[:ranks]), server=gpus[ranks], judges=judges)
 
 

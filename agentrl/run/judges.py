@@ -39,10 +39,10 @@ def declare(recipe: Recipe, folders: Mapping[str, Path]) -> None:
     """
     found = {}
     for name, folder in folders.items():
-        key, config = f"judges.{name}", read_json(folder / "config.json")
+        key, config = f"judge_servers.{name}", read_json(folder / "config.json")
         reward_model = is_reward_model(config)
         check_model_files(folder, chat_template=not reward_model, key=f"{key}.model")
-        positions, wanted = config.get("max_position_embeddings"), recipe.judges[name].max_model_len
+        positions, wanted = config.get("max_position_embeddings"), recipe.judge_servers[name].max_model_len
         if isinstance(positions, int) and positions < wanted:
             raise UserError(
                 f"{key}.max_model_len={wanted}, and the model has {positions} positions", fix=f"set {key}.max_model_len={positions}"
@@ -61,7 +61,7 @@ def check_named() -> None:
     """Raises `UserError` for a declared server that nobody would ask. Call it when the recipe's verifiers are loaded."""
     if idle := known_servers.unnamed():
         raise UserError(
-            f"judges.{idle[0]} would start a server that no judge of the recipe asks",
+            f"judge_servers.{idle[0]} would start a server that no judge of the recipe asks",
             fix=f'let one ask it: Endpoint(url=served("{idle[0]}"), model="{idle[0]}"), or leave the section out',
         )
 
@@ -75,7 +75,7 @@ def check_tokens(policy: Path) -> None:
     for name, known in known_servers.declared().items():
         if known.reward_model and not load(known.folder).shows and _vocabulary(known.folder) != _vocabulary(policy):
             raise UserError(
-                f"judges.{name}.model reads the tokens of episodes, and has another vocabulary than policy.model",
+                f"judge_servers.{name}.model reads the tokens of episodes, and has another vocabulary than policy.model",
                 fix="make it from this policy (agentrl tune reward RUN), or from labels, whose texts it then reads (--labels)",
             )
 
@@ -87,7 +87,7 @@ def _vocabulary(folder: Path) -> Any:
 
 
 class JudgeServers:
-    """The servers of a recipe's section `judges`, once they were declared."""
+    """The servers of a recipe's section `judge_servers`, once they were declared."""
 
     def __init__(self, recipe: Recipe, folders: Mapping[str, Path], *, folder: Path, gpus: Mapping[str, str | None] | None = None) -> None:
         """
@@ -130,7 +130,7 @@ class JudgeServers:
 
     async def _keep(self, name: str) -> None:
         """One server's life: started, looked at, started again, until it was too often; then its judges are told."""
-        known, most = known_servers.declared()[name], self._recipe.judges[name].max_restarts
+        known, most = known_servers.declared()[name], self._recipe.judge_servers[name].max_restarts
         try:
             while True:
                 await self._serve(name, known)
@@ -154,7 +154,7 @@ class JudgeServers:
 
         server = JudgeServer(
             name,
-            self._recipe.judges[name],
+            self._recipe.judge_servers[name],
             model=known.folder,
             reward_model=known.reward_model,
             folder=self._folder,

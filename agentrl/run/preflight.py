@@ -94,7 +94,8 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
 def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
     """The model folders of the judges' servers that the recipe starts, declared to the judges of this process. Raises `UserError`."""
     folders = {
-        name: find_model(config.model, root, chat_template=False, key=f"judges.{name}.model") for name, config in recipe.judges.items()
+        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
+        for name, config in recipe.judge_servers.items()
     }
     declare(recipe, folders)
     return folders

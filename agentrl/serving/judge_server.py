@@ -78,7 +78,7 @@ class JudgeServer:
         process dies or `startup_timeout_s` passes.
         """
         assert self._process is None, "a server is started once"
-        port = free_port(HOST, self.config.port, key=f"judges.{self.name}.port")
+        port = free_port(HOST, self.config.port, key=f"judge_servers.{self.name}.port")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(f"{self.folder}\n{self.name}")
         self.url = f"http://{HOST}:{port}"

@@ -50,7 +50,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 def recipe(**judge: object) -> Recipe:
     section = {"model": "m", "startup_timeout_s": 60, **judge}
-    return Recipe.model_validate({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "judges": {"small": section}})
+    return Recipe.model_validate({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "judge_servers": {"small": section}})
 
 
 @pytest.fixture(autouse=True)
@@ -103,12 +103,12 @@ async def test_one_that_cannot_be_started_ends_the_start(tmp_path: Path, monkeyp
 
 def test_what_a_recipe_says_of_its_judges_is_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512, "architectures": ["Qwen3ForCausalLM"]}')
-    with pytest.raises(UserError, match=r"judges\.small\.model: .* lacks"):
+    with pytest.raises(UserError, match=r"judge_servers\.small\.model: .* lacks"):
         declare(recipe(), {"small": tmp_path})
     for name, text in (("tokenizer_config.json", "{}"), ("tokenizer.json", "{}"), ("chat_template.jinja", "x")):
         (tmp_path / name).write_text(text)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(UserError, match=r"judges\.small\.max_model_len=2048, and the model has 512 positions"):
+    with pytest.raises(UserError, match=r"judge_servers\.small\.max_model_len=2048, and the model has 512 positions"):
         declare(recipe(), {"small": tmp_path})
     declare(recipe(max_model_len=512), {"small": tmp_path})
     assert not servers.declared()["small"].reward_model and len(servers.declared()["small"].weights) == 64
@@ -117,7 +117,7 @@ def test_what_a_recipe_says_of_its_judges_is_checked(tmp_path: Path) -> None:
     declare(recipe(max_model_len=512), {"small": tmp_path})
     assert servers.declared()["small"].weights != before
     servers.declare({"nobody-asks": servers.Declared(folder=tmp_path, weights="", reward_model=False)})
-    with pytest.raises(UserError, match=r"judges\.nobody-asks would start a server that no judge"):
+    with pytest.raises(UserError, match=r"judge_servers\.nobody-asks would start a server that no judge"):
         check_named()
 
 
@@ -137,10 +137,12 @@ def test_a_reward_model_that_reads_tokens_has_the_policys_vocabulary(tmp_path: P
 
 
 def test_keys_of_one_of_several_sections_are_overridden_one_by_one() -> None:
-    made = recipe().but("judges.small.threads=2", "judges.other.model=m2")
-    assert made.judges["small"].threads == 2 and made.judges["small"].model == "m" and made.judges["other"].model == "m2"
-    assert made.but("judges={}").judges == {}
-    for odd in ("judges.small.thread=2", "judges.a b.model=m", "judges.small=3", "judges.other.threads=1"):
+    made = recipe().but("judge_servers.small.threads=2", "judge_servers.other.model=m2")
+    assert (
+        made.judge_servers["small"].threads == 2 and made.judge_servers["small"].model == "m" and made.judge_servers["other"].model == "m2"
+    )
+    assert made.but("judge_servers={}").judge_servers == {}
+    for odd in ("judge_servers.small.thread=2", "judge_servers.a b.model=m", "judge_servers.small=3", "judge_servers.other.threads=1"):
         with pytest.raises(RecipeError):
             recipe().but(odd)
     for odd in ("tasks.group_weight=0.5", 'tasks={"family": "f:F", "group_judge": "a:b", "group_weight": 0}'):

@@ -31,7 +31,9 @@ async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Pa
     save(folder, shows=("question", "answer"), offset=0.0, scale=1.0, max_tokens=512)
 
     section = {"mine": {"model": str(folder), "max_model_len": 512, "kv_cache_gb": 0.1, "startup_timeout_s": 400}}
-    recipe = Recipe.model_validate({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "judges": section, "device": "cpu"})
+    recipe = Recipe.model_validate(
+        {"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "judge_servers": section, "device": "cpu"}
+    )
     declare(recipe, {"mine": folder})
     judge = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))
     judge.prepare(root=tmp_path, folder=None)

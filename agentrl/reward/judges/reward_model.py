@@ -1,6 +1,6 @@
 """A reward model as a judge: one number for an episode, brought to 0 to 1. Served by vLLM's `/classify`.
 
-mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # with judges={"mine": {"model": "models/reward"}}
+mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # with judge_servers={"mine": {"model": "models/reward"}}
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judges' servers that this process starts (`judges` of a recipe): a judge names one here, and whoever starts it says where it answers.
+"""Judges' servers that this process starts (`judge_servers` of a recipe). A judge names one here; whoever starts it says where it answers.
 
     Endpoint(url=served("small"), model="small")
 
@@ -39,7 +39,7 @@ class Served:
         """Raises `NotUp` while it is being started, and `JudgeError` where nobody will start it."""
         known = _declared.get(self.name)
         if known is None:
-            raise JudgeError(f"no server of the name {self.name!r} is started: the recipe has no judges.{self.name}")
+            raise JudgeError(f"no server of the name {self.name!r} is started: the recipe has no judge_servers.{self.name}")
         if known.refused:
             raise JudgeError(known.refused)
         if not known.url:
@@ -59,11 +59,11 @@ class Served:
             there = f"; it has {', '.join(_declared)}" if _declared else ""
             raise UserError(
                 f"a judge asks the server {self.name!r}, and no recipe here starts one of that name{there}",
-                fix=f'add judges={{"{self.name}": {{"model": FOLDER}}}} to the recipe; agentrl judge calibrate takes it by --recipe',
+                fix=f'add judge_servers={{"{self.name}": {{"model": FOLDER}}}} to the recipe; agentrl judge calibrate takes it by --recipe',
             )
         if known.reward_model != reward_model:
             told = "gives numbers, so that it judges as a RewardModel" if known.reward_model else "is a chat model, not a reward model"
-            raise UserError(f"the model of judges.{self.name} {told}", fix="name another model, or use the other kind of judge")
+            raise UserError(f"the model of judge_servers.{self.name} {told}", fix="name another model, or use the other kind of judge")
         return known
 
 

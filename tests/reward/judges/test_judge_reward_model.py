@@ -125,7 +125,7 @@ async def test_a_server_of_the_run_is_waited_for_and_named_in_the_identity(model
         served("mine"),
         Judge(endpoint=Endpoint(url=served("small"), model="small", clock=JumpingClock(), patience_s=60), form=CORRECT),
     )
-    with pytest.raises(UserError, match=r"judges=\{.mine.") as nobody:
+    with pytest.raises(UserError, match=r"judge_servers=\{.mine.") as nobody:
         RewardModel(endpoint=ScoreEndpoint(url=mine, model="mine")).prepare(root=Path(), folder=None)
     assert "--recipe" in nobody.value.fix
     with pytest.raises(UserError, match="server 'small'"):
