@@ -150,4 +150,5 @@ target = Target(
         b"retry-after",
         b"x-ratelimit-reset-",
     ),
+    brief=10_000,
 )
