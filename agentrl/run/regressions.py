@@ -283,6 +283,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
+            starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
             groups = evaluation_runner(run)
