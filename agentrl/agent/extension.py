@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,15 +172,34 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
 def rewrites(renderer: Renderer, seam: Seam, found: Found) -> str:
     """Why a template cannot be extended exactly; empty where random conversations are what their parts add up to."""
     for seed in range(4):
-        if reason := _rewrites(renderer, seam, found, random.Random(seed)):
+        if reason := _rewrites(renderer, seam, found, _beginning(renderer, seed), random.Random(seed)):
             return reason
     return ""
 
 
-def _rewrites(renderer: Renderer, seam: Seam, found: Found, draw: random.Random) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beginning:
+    """What a conversation begins with."""
+
+    messages: tuple[Message, ...]
+    schemas: tuple[Mapping[str, Any], ...]
+
+
+def _beginning(renderer: Renderer, seed: int) -> _Beginning:
+    """Every other one has a system message and tools, if the template takes such."""
+    asked = Message(role="user", content=_TEXTS[seed])
+    full = _Beginning(messages=(Message(role="system", content=_TEXTS[-1 - seed]), asked), schemas=(TOOL,))
+    if seed % 2:
+        with suppress(UserError):
+            renderer.text(renderer.messages(full.messages), full.schemas)
+            return full
+    return _Beginning(messages=(asked,), schemas=())
+
+
+def _rewrites(renderer: Renderer, seam: Seam, found: Found, begun: _Beginning, draw: random.Random) -> str:
     """One conversation of three rounds, rendered whole after each of them."""
-    messages = [Message(role="user", content=draw.choice(_TEXTS))]
-    before, calls_so_far = renderer.text(renderer.messages(messages)), 0
+    messages = list(begun.messages)
+    before, calls_so_far = renderer.text(renderer.messages(messages), begun.schemas), 0
     for _ in range(3):
         calls = tuple(_call(draw) for _ in range(draw.randint(1, 2) if found.parallel else 1)) if seam.shows_calls else ()
         thought = f"{draw.choice(_TEXTS)}{MARK}" if renderer.knows_thinking and draw.random() < 0.7 else ""
@@ -187,7 +207,7 @@ def _rewrites(renderer: Renderer, seam: Seam, found: Found, draw: random.Random)
         text = "" if calls else draw.choice(_TEXTS)
         content = f"{THINK[0]}\n{thought}\n{THINK[1]}\n\n{text}" if thought else text
         messages += [Message(role="assistant", content=content, tool_calls=calls), *(Message(role="tool", content=o) for o in outputs)]
-        whole = renderer.text(renderer.messages(messages))
+        whole = renderer.text(renderer.messages(messages), begun.schemas)
         delta = seam.between(outputs, [c.name for c in calls], [f"call{calls_so_far + n:05d}" for n in range(len(calls))])
         calls_so_far += len(calls)
         if not whole.startswith(before):

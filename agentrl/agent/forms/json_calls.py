@@ -70,6 +70,7 @@ HERMES = CallForm(
     about='`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, JSON',
     read=read_hermes,
     opens=(OPEN,),
+    ends=("<|im_end|>",),
 )
 LLAMA3 = CallForm(
     name="llama3_json",

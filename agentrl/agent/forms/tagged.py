@@ -102,5 +102,8 @@ GLM45 = _form(
     hands_over=("<|observation|>", "<|user|>"),
 )
 QWEN3_CODER = _form(
-    "qwen3_coder", "`<tool_call><function=NAME><parameter=KEY>` ... `</parameter></function></tool_call>`", read_qwen3_coder
+    "qwen3_coder",
+    "`<tool_call><function=NAME><parameter=KEY>` ... `</parameter></function></tool_call>`",
+    read_qwen3_coder,
+    ends=("<|im_end|>",),
 )
