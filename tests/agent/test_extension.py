@@ -216,18 +216,21 @@ def test_the_model_is_shown_its_schemas_types() -> None:
     chat, tokenizer = CHATS["glm45"], TOKENIZERS["glm45"]
     schema = {
         "type": "function",
-        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}},
+        "function": {
+            "name": "f",
+            "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}, "e": {"type": "boolean"}}},
+        },
     }
     said = (
         "<tool_call>f\n"
         + "".join(
             f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
-            for key, value in (("a", "3"), ("b", "3"), ("c", "true"), ("d", "x y"))
+            for key, value in (("a", "3"), ("b", "3"), ("c", "true"), ("d", "x y"), ("e", "True"), ("f", "True"))
         )
         + "</tool_call>"
     )
     parsed = chat.parse(tokenizer.encode(said), [schema])
-    assert parsed.message.tool_calls[0].arguments == {"a": "3", "b": 3, "c": True, "d": "x y"}
+    assert parsed.message.tool_calls[0].arguments == {"a": "3", "b": 3, "c": True, "d": "x y", "e": True, "f": "True"}
 
 
 def test_what_tools_gave_in_a_prompt_goes_with_its_calls() -> None:

@@ -23,6 +23,8 @@ FOUND = {
     "qwen2_5": ("hermes", 3, {"<|im_end|>"}),
     "qwen3": ("hermes", 3, {"<|im_end|>"}),
     "qwen3_instruct_2507": ("hermes", 3, {"<|im_end|>"}),
+    "qwen3_5_think": ("qwen3_coder", 3, {"<|im_end|>"}),
+    "qwen3_5_nothink": ("qwen3_coder", 3, {"<|im_end|>"}),
     "qwen3_6": ("qwen3_coder", 3, {"<|im_end|>"}),
     "llama3_2": ("llama3_json", 1, {"<|eot_id|>", "<|eom_id|>"}),
     "mistral_v3": ("mistral", 3, {"</s>"}),
@@ -49,7 +51,7 @@ def tokenizer(name: str) -> Any:
     elif name == "llama3_2":
         made = real.Ranked(encoding=real.llama3_vocabulary(), eos_token="<|eot_id|>", bos_token="<|begin_of_text|>")
     else:
-        encoding = real.qwen35_vocabulary() if name == "qwen3_6" else real.qwen_vocabulary()
+        encoding = real.qwen35_vocabulary() if name[:7] in ("qwen3_5", "qwen3_6") else real.qwen_vocabulary()
         made = real.Ranked(encoding=encoding, eos_token="<|im_end|>", plain=real.QWEN_TAGS)
     made.chat_template = read_template(name, Path()) if name in ("deepseek_v3", "mistral_v3") else real.trl_template(name)
     return made

@@ -12,6 +12,7 @@ from agentrl.records import ToolCall
 Schemas = Sequence[Mapping[str, Any]]
 """Schemas of the tools that a task has, as the chat template is given them."""
 
+_PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
 _NESTED = 4  # schemas within schemas that are looked at for their types
 
 
@@ -100,6 +101,8 @@ def value_of(text: str, kinds: frozenset[str]) -> Any:
     """
     if kinds == {"string"}:
         return text
+    if text in _PYTHONS and _PYTHONS[text][0] in kinds:  # so Qwen3.5's template writes them
+        return _PYTHONS[text][1]
     try:
         value = read_json(text)
     except NotJson:
