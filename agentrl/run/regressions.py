@@ -356,7 +356,9 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
         return NoTokens(), _chat_agent(given.policy, given.recipe)
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=ChatFormat(made.tokenizer))
+    policy = given.recipe.policy
+    chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=chat)
     return made, agent
 
 
