@@ -5,7 +5,7 @@
 
 The client is a process of its own that speaks chat completions over loopback, as an agent program does; the policy is a script that
 answers at once, so that all that is measured is the gateway's. It prints the CPU time and the memory that the driver's process takes for
-the session, the tokenizer's part of that time, the CPU time of one request, and how long one takes as its client sees it, which on a busy
+the session, the tokenizer's part of that time, the CPU time of one request beside the tokenizer's, and how long one takes as its client sees it, which on a busy
 machine says more about the machine. Exit status 1 where a sampled token is not in exactly one sample, or a figure misses what is
 asked of it: 2 s of CPU time beside the tokenizer's, 64 MiB, 3 ms of CPU time for a request at the median.
 """
@@ -168,7 +168,7 @@ class Script:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.own, self.encoding, self.sampled = tokenizer, Clock(), Clock(), 0
-        self.between: list[float] = []  # CPU seconds of this thread from one request of the policy to the next, but for its own
+        self.between: list[float] = []  # CPU seconds from one request of the policy to the next, but for its own and the tokenizer's
         self._last = 0.0
         self._made: dict[tuple[str, str], tuple[int, ...]] = {}
         encode = tokenizer.encode
@@ -180,15 +180,15 @@ class Script:
         tokenizer.encode = timed
 
     def __call__(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        self.between.append(time.thread_time() - self._last)
         spent = self.encoding.seconds
+        self.between.append(time.thread_time() - spent - self._last)
         with self.own.running():
             [*_, (kind, number)] = _SAY.findall(self.tokenizer.decode(prompt[-60:]))
             if (kind, number) not in self._made:
                 self._made[kind, number] = (*self.tokenizer.encode(self._text(kind, number)), self.tokenizer.eos_token_id)
         self.encoding.seconds = spent
         self.sampled += len(self._made[kind, number])
-        self._last = time.thread_time()
+        self._last = time.thread_time() - spent
         return self._made[kind, number]
 
     def _text(self, kind: str, number: str) -> str:
