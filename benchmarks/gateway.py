@@ -5,9 +5,9 @@
 
 The client is a process of its own that speaks chat completions over loopback, as an agent program does; the policy is a script that
 answers at once, so that all that is measured is the gateway's. It prints the CPU time and the memory that the driver's process takes for
-the session, the tokenizer's part of that time, the CPU time of one request beside the tokenizer's, and how long one takes as its client sees it, which on a busy
-machine says more about the machine. Exit status 1 where a sampled token is not in exactly one sample, or a figure misses what is
-asked of it: 2 s of CPU time beside the tokenizer's, 64 MiB, 3 ms of CPU time for a request at the median.
+the session, the tokenizer's part of that time, the CPU time of one request beside the tokenizer's, and how long one takes as its client
+sees it, which on a busy machine says more about the machine. Exit status 1 where a sampled token is not in exactly one sample, or a
+figure misses what is asked of it: 2 s of CPU time beside the tokenizer's, 64 MiB, 3 ms of CPU time for a request at the median.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Outside:
     - with status 0: `answered`;
     - with another status, or killed, after the policy has answered it: `failed`, and scored, for what the policy said led there;
     - before the policy has answered it anything: a `TaskError`, for nothing was sampled and trying again would not help;
-    - some seconds after the session has reached the task's `turns`: `turn_limit`;
+    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has refused a thousand
+      requests: `refused`;
     - at the task's `wall_s`: `wall_limit`, the policy's doing where the program itself took at least half of that.
     """
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from agentrl import usercode
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused
+from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused, read_json
 from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.session import Session
 
@@ -160,10 +161,13 @@ class Gateway:
                 asked = protocol.read(await _body(request))
                 return await self._answered(protocol, session, asked, request)
             except Refused as refused:
-                (self.counts if session is None else session.counts)[f"refused_{refused.kind}"] += 1
+                if session is None:
+                    self.counts[f"refused_{refused.kind}"] += 1
+                else:
+                    session.refused(refused.kind)
                 return _json(protocol.error(refused), refused.status)
-            except Exception:
-                log.exception("gateway: a request failed")
+            except Exception as error:
+                usercode.report("a request to the gateway", error)
                 return _json(protocol.error(Refused("failed", "Internal error.")), 500)
 
         return answer
@@ -264,14 +268,7 @@ async def _body(request: Request) -> Any:
         if isinstance(error, Refused):
             raise
         raise Refused("invalid", "The client has gone away.") from None
-    try:
-        return json.loads(b"".join(kept), parse_constant=_constant)
-    except (ValueError, RecursionError):
-        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
-
-
-def _constant(word: str) -> float:
-    raise ValueError(f"{word} is no JSON")
+    return read_json(b"".join(kept))
 
 
 async def _watch(request: Request, gone: asyncio.Event) -> None:
