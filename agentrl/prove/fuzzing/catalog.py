@@ -21,6 +21,7 @@ NAMES: Mapping[str, str] = {
     "records": "records read back from JSON",
     "weights": "deltas and safetensors files of a version; the files of a model folder; the header of a GGUF file",
     "completions": "what the inference server answers",
+    "judges": "what a judge's endpoint answers, its headers, and the agent's words that it is shown",
     "traces": "files of somebody else's agents: chat messages, spans, trajectories",
 }
 """Name -> what is fed; each is `target` of the module of that name in `agentrl.prove.fuzzing.targets`."""
