@@ -279,7 +279,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
         if begins_late(given.suites):
-            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000"))
+            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy))
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
