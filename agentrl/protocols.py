@@ -245,6 +245,19 @@ class LiveTrajectory(Protocol):
         ...
 
 
+class ToolSource(Protocol):
+    """What a run knows of tools beside their names: the recipe's `tools`, with MCP servers as they were when it began.
+
+    Made and read by the room `agent`: hand it to `agentrl.agent.load_tools`.
+    """
+
+    @property
+    def servers(self) -> Mapping[str, Any]: ...
+
+    @property
+    def bounds(self) -> Mapping[str, Any]: ...
+
+
 class LiveEpisode(Protocol):
     """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
 
@@ -256,6 +269,7 @@ class LiveEpisode(Protocol):
     answer: str | None  # what the agent hands in
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
+    tools: ToolSource | None  # what the recipe says of tools, for `agentrl.agent.load_tools`
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:

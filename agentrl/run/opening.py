@@ -17,7 +17,7 @@ from agentrl.failure.case import Suite
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.protocols import ExperienceStore, Policy, PolicyServer, SandboxBackend, TaskFamily, Tracker, VersionRegistry
+from agentrl.protocols import ExperienceStore, Policy, PolicyServer, SandboxBackend, TaskFamily, ToolSource, Tracker, VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
@@ -26,6 +26,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
+from agentrl.run.toolsource import candidates, declared, keep, pinned
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
@@ -81,9 +82,18 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         stack.push_async_callback(sandboxes.close)
         base = run_dir / "versions" / "000000"
         chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
+        others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
+        tools = await pinned(
+            declared(recipe, root),
+            candidates(checked.family, checked.suite, others),
+            sandboxes,
+            folder=run_dir,
+            words=chat.defang,
+        )
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
-            check_prompt(chat, checked.family)
+            check_prompt(chat, checked.family, tools)
         write_start(run_dir, recipe, start)
+        keep(tools, run_dir)
         place_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
@@ -120,7 +130,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             family=checked.family,
             sandboxes=sandboxes,
             served=served,
-            groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults),
+            groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults, tools),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=checked.withheld, practice=checked.practice),
             learner=learner,
             stop_at=recipe.steps,
@@ -136,6 +146,7 @@ def group_runner(
     scorer: TaskScorer,
     running: RunningEpisodes,
     faults: FaultRate,
+    tools: ToolSource | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     runner = EpisodeRunner(
@@ -146,6 +157,7 @@ def group_runner(
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
+        tools=tools,
     )
     return GroupRunner(
         runner=runner,

@@ -22,11 +22,12 @@ from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed, open_practice
-from agentrl.protocols import TaskFamily
+from agentrl.protocols import TaskFamily, ToolSource
 from agentrl.recipe import Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.run.folder import check_disk
+from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
@@ -157,7 +158,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools)
+    load_tools(first.tools, None, declared(recipe, root))
     return family, scorer
 
 
@@ -171,7 +172,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer)
+    check_suite(suite, scorer, declared(recipe, root))
     return suite
 
 
@@ -189,15 +190,15 @@ def open_own_practice(recipe: Recipe, scorer: TaskScorer, *, root: Path, kept_aw
     practice = open_practice(recipe.tasks.practice, seed=recipe.seed, root=root, withheld=kept_away)
     every = [task for tasks in practice.tasks for task in tasks]
     scorer.load(sorted({name for task in every for name in task.verifiers}))
-    load_tools(sorted({name for task in every for name in task.tools}))
+    load_tools(sorted({name for task in every for name in task.tools}), None, declared(recipe, root))
     return practice
 
 
-def check_suite(suite: Suite, scorer: TaskScorer) -> None:
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None) -> None:
     """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve."""
     for case in suite.cases:
         scorer.load(case.task.verifiers)
-        load_tools(case.task.tools)
+        load_tools(case.task.tools, None, tools)
 
 
 def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
@@ -234,10 +235,10 @@ def open_chat(model: Path, template: str | None = None) -> ChatFormat:
         ) from error
 
 
-def check_prompt(chat: ChatFormat, family: TaskFamily) -> None:
+def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None) -> None:
     """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
     first = family.task(Split.TRAIN, 0)
-    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools).values()])
+    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools).values()])
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True) -> Path:

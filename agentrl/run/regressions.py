@@ -35,6 +35,7 @@ from agentrl.run.opening import opened
 from agentrl.run.outcomes import CaseOutcome, Verdict, outcome_of
 from agentrl.run.policies import NamedPolicy, Source, make_part, recipe_for, root_of
 from agentrl.run.suites import FOLDER, Tried, about, evaluation_runner, prepare, tried, words_of
+from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_sandboxes
 
 PHASE = "eval"
@@ -117,7 +118,7 @@ def prepared(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer)
+            preflight.check_suite(suite, scorer, declared(recipe, root))
         yield Prepared(
             policy=policy,
             suites=tuple(suites),
@@ -292,7 +293,10 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
                 starting.create_task(prepare(suite, sandboxes))
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
+        cases = (case.task for suite in given.suites for case in suite.cases)
+        tools = await pinned(declared(recipe, given.root), cases, sandboxes, every=False)
         runner = EpisodeRunner(
+            tools=tools,
             policy=policy,
             sandboxes=sandboxes,
             agent=agent,

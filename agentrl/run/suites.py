@@ -27,6 +27,7 @@ from agentrl.run.ending import kept_going
 from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked, check_suite
+from agentrl.run.toolsource import declared
 from agentrl.run.transcript import transcript
 
 FOLDER = "suite"
@@ -116,7 +117,7 @@ async def evaluate_suite(
 ) -> Results:
     """Serves the recipe's model, evaluates it on a suite and keeps the result in `suite/` of the run folder. For callers: see
     `agentrl.run.loop.train`. Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve."""
-    check_suite(suite, checked.scorer)
+    check_suite(suite, checked.scorer, declared(recipe, root))
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
