@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentrl.section import Section
 
@@ -154,7 +155,15 @@ class ToolBounds(Section):
 class ToolsConfig(Section):
     """Tools beyond those that a task can name by itself. docs/tools.md."""
 
-    mcp: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")], MCPConfig] = Field({})
+    mcp: dict[str, MCPConfig] = Field({})
     """MCP servers by name, as sections; a task's tool `mcp:NAME` stands for all tools of one, `mcp:NAME/TOOL` for one."""
     bounds: dict[str, ToolBounds] = Field({})
     """By the tool's name: `timeout_s`, `output_chars` and `calls` (in an episode) in place of the task's limits."""
+
+    @field_validator("mcp")
+    @classmethod
+    def _named(cls, servers: dict[str, MCPConfig]) -> dict[str, MCPConfig]:
+        for name in servers:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
+                raise ValueError(f"{name[:80]!r} is no name of a server: 1 to 32 letters, digits, _ and -")
+        return servers
