@@ -84,7 +84,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
         others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
         tools = await pinned(
-            declared(recipe, root),
+            declared(recipe.tools, root),
             candidates(checked.family, checked.suite, others),
             sandboxes,
             folder=run_dir,

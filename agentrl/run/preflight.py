@@ -158,7 +158,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools, None, declared(recipe, root))
+    load_tools(first.tools, None, declared(recipe.tools, root))
     return family, scorer
 
 
@@ -172,7 +172,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer, declared(recipe, root))
+    check_suite(suite, scorer, declared(recipe.tools, root))
     return suite
 
 
@@ -190,7 +190,7 @@ def open_own_practice(recipe: Recipe, scorer: TaskScorer, *, root: Path, kept_aw
     practice = open_practice(recipe.tasks.practice, seed=recipe.seed, root=root, withheld=kept_away)
     every = [task for tasks in practice.tasks for task in tasks]
     scorer.load(sorted({name for task in every for name in task.verifiers}))
-    load_tools(sorted({name for task in every for name in task.tools}), None, declared(recipe, root))
+    load_tools(sorted({name for task in every for name in task.tools}), None, declared(recipe.tools, root))
     return practice
 
 

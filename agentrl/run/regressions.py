@@ -118,7 +118,7 @@ def prepared(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared(recipe, root))
+            preflight.check_suite(suite, scorer, declared(recipe.tools, root))
         yield Prepared(
             policy=policy,
             suites=tuple(suites),
@@ -294,7 +294,7 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
         cases = (case.task for suite in given.suites for case in suite.cases)
-        tools = await pinned(declared(recipe, given.root), cases, sandboxes, every=False)
+        tools = await pinned(declared(recipe.tools, given.root), cases, sandboxes, every=False)
         runner = EpisodeRunner(
             tools=tools,
             policy=policy,

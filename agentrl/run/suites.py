@@ -117,7 +117,7 @@ async def evaluate_suite(
 ) -> Results:
     """Serves the recipe's model, evaluates it on a suite and keeps the result in `suite/` of the run folder. For callers: see
     `agentrl.run.loop.train`. Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve."""
-    check_suite(suite, checked.scorer, declared(recipe, root))
+    check_suite(suite, checked.scorer, declared(recipe.tools, root))
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)

@@ -19,7 +19,7 @@ from agentrl.errors import UserError
 from agentrl.failure.case import Suite
 from agentrl.files import write
 from agentrl.protocols import SandboxBackend, TaskFamily
-from agentrl.recipe import Recipe
+from agentrl.recipe import ToolsConfig
 from agentrl.records import Split, Task
 
 FILE = "tools.json"
@@ -28,9 +28,8 @@ LOOKED_AT = 32
 _CLOSE_S = 5.0
 
 
-def declared(recipe: Recipe, root: Path) -> RunTools:
+def declared(tools: ToolsConfig, root: Path) -> RunTools:
     """What the recipe says, before any server was asked."""
-    tools = recipe.tools
     servers = {name: Server(name=name, config=config, root=root) for name, config in tools.mcp.items()}
     bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
     return RunTools(servers=servers, bounds=bounds)

@@ -34,7 +34,7 @@ def recipe(way: str = "honest", **bounds: Any) -> Recipe:
 
 
 async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: Any) -> ToolSource:
-    return await pinned(declared(given, HOSTILE.parent), [sample_task(tools=tools)], NOWHERE, folder=folder, **more)
+    return await pinned(declared(given.tools, HOSTILE.parent), [sample_task(tools=tools)], NOWHERE, folder=folder, **more)
 
 
 async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
@@ -78,7 +78,7 @@ async def test_what_nobody_could_use_is_refused_before_anything_starts(given: Re
 async def test_without_a_recipes_word_nothing_is_asked_for() -> None:
     assert (await begun(RECIPE, "submit")).servers == {}
     with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
-        load_tools(("mcp:it",), None, declared(RECIPE, HOSTILE.parent))
+        load_tools(("mcp:it",), None, declared(RECIPE.tools, HOSTILE.parent))
     assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts what its cases name"
 
 
