@@ -22,7 +22,7 @@ from agentrl.protocols import SandboxBackend, TaskFamily
 from agentrl.recipe import ToolsConfig
 from agentrl.records import Split, Task
 
-FILE = "tools.json"
+FILE = "mcp.json"
 LOOKED_AT = 32
 """Tasks of the training split among which one must name each server."""
 _CLOSE_S = 5.0
