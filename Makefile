@@ -14,6 +14,7 @@ PYTHON ?=
 PYTEST_ARGS ?=
 WORKERS ?= 3
 MINUTES ?= 1
+FEED ?= --minutes $(MINUTES)
 JOBS ?= 2
 SEED ?= 0
 BIN := $(VENV)/bin
@@ -60,7 +61,7 @@ test-unit: setup-unit ## the unmarked tests: under a minute, no vLLM, Docker or 
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)" $(PYTEST_ARGS)
 
 fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
-	@$(BIN)/agentrl fuzz --minutes $(MINUTES) --jobs $(JOBS) --seed $(SEED)
+	@$(BIN)/agentrl fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
 
 lint: setup-unit ## ruff and mypy
 	@$(BIN)/ruff check .

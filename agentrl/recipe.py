@@ -118,6 +118,9 @@ class RolloutConfig(Section):
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
     """Tasks in one learner step."""
+    extra_groups: int = Field(0, ge=0)
+    """Groups that a step may have beyond these: one is made for each whose attempts all score the same, which teaches nothing. 0: a step
+    trains on what is left."""
     concurrency: int = Field(64, ge=1)
     """Episodes in flight at once."""
     temperature: float = Field(1.0, ge=_COLDEST, le=2)
@@ -405,7 +408,7 @@ class LearnerConfig(Section):
     full_every: int = Field(8, ge=2)
     """With serving.weight_transfer=delta: every so many versions one is published whole, and so is one that changed in most bytes."""
     keep_versions: int = Field(4, ge=2)
-    """Newest exported policy versions kept on disk, besides version 0, the serving and the promoted ones."""
+    """Newest exported policy versions kept on disk, and as many promoted ones, besides version 0 and the serving one."""
 
 
 class Recipe(Section):
@@ -479,6 +482,11 @@ class Recipe(Section):
             raise ValueError(
                 "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
                 " split over the ranks of a team, and nowhere else"
+            )
+        if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
+            raise ValueError(
+                f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
+                " which compares a step's attempts with one another, these teach too: set it to 0"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")

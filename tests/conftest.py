@@ -11,9 +11,10 @@ whole suite draws as many examples as hypothesis does by itself.
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+
+gc.disable()  # while test files are imported, see pytest_collection_finish
 
 settings.register_profile("agentrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("agentrl"), max_examples=25)
@@ -37,6 +40,7 @@ TOGETHER = {
 }
 FIRST = ("servers", "sandboxes", "learner")
 LAST_OF_ITS_GROUP = "prove/test_attacks.py"
+CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
 
 def group_of(nodeid: str) -> str:
@@ -69,9 +73,9 @@ def _rank(group: str) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays: the garbage collector need not look through torch again and again."""
-    gc.collect()
+    """What has been imported by now stays: the garbage collector need not look through torch, neither meanwhile nor again and again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -82,16 +86,27 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture
-def mounts_change() -> Iterator[None]:
-    """For a test that mounts a file system where every process of the machine sees it."""
-    with Path(__file__).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat templates are tried in forked processes. That the process of its own does the same tests/agent/test_template.py shows."""
+    from tests.forking import tried
+
+    monkeypatch.setattr("agentrl.agent.template._tried", tried)
 
 
 @pytest.fixture
-def mounts_stay() -> Iterator[None]:
-    """For a test that takes a new mount for an escape: meanwhile no test with `mounts_change` runs on another worker."""
-    with Path(__file__).open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def own_mounts() -> Iterator[None]:
+    """For a test that mounts a file system: this process and those it starts see it, and no other. Takes root.
+
+    A test that takes a new mount of the machine for an escape may so run beside it.
+    """
+    libc, before, folder = ctypes.CDLL(None, use_errno=True), os.open("/proc/thread-self/ns/mnt", os.O_RDONLY), Path.cwd()
+    try:
+        if libc.unshare(CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare failed")
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         yield
+    finally:
+        left = libc.setns(before, CLONE_NEWNS)
+        os.close(before)
+        os.chdir(folder)  # which setns changes
+    assert left == 0, os.strerror(ctypes.get_errno())

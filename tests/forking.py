@@ -1,8 +1,23 @@
-"""Processes that race with each other: forked from one that has imported what they need, since starting each anew is most of its cost."""
+"""Processes that race with each other, or try a chat template: forked from one that has imported what they need, since starting each anew
+is most of its cost."""
 
 from __future__ import annotations
 
 import multiprocessing
 
+from agentrl.agent.template import render_within
+
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "agentrl.experience", "agentrl.version"])
+FORKS.set_forkserver_preload(["pytest", "agentrl.experience", "agentrl.version", "transformers.utils.chat_template_utils"])
+
+
+def tried(text: str, cpu_s: float) -> tuple[int | None, str]:
+    """In place of `agentrl.agent.template._tried`."""
+    process = FORKS.Process(target=render_within, args=(text, cpu_s))
+    process.start()
+    process.join(120)
+    code = process.exitcode
+    if code is None:
+        process.kill()
+        process.join()
+    return code, ""

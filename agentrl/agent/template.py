@@ -6,7 +6,9 @@ time or memory: `try_template` does, in a process of its own.
 
 from __future__ import annotations
 
+import math
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,17 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     wrong with a template `agentrl.agent.ChatFormat` tells, which may be made of it after this.
     """
     bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters for three short messages"
+    code, said = _tried(text, cpu_s)
+    if code is not None and code > 0 and code != _TOO_MUCH:
+        raise UserError(f"the chat template could not be tried: {said[-500:]}", fix="report this as a bug")
+    if code != 0:
+        raise UserError(
+            f"the chat template does not end within bounds ({bounds})", fix="use another one, such as hermes; a template is a short program"
+        )
+
+
+def _tried(text: str, cpu_s: float) -> tuple[int | None, str]:
+    """How a process that renders with the template ends: exit status, None when it does not, and what it says of an error."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _CHILD, str(cpu_s)],  # -P: nothing is imported from the current folder, maybe the stranger's
@@ -81,22 +94,21 @@ def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
             env=importing_from(_ROOT),
         )
     except subprocess.TimeoutExpired:
-        done = None
-    if done is not None and done.returncode > 0 and done.returncode != _TOO_MUCH:
-        raise UserError(f"the chat template could not be tried: {done.stderr.decode(errors='replace')[-500:]}", fix="report this as a bug")
-    if done is None or done.returncode:
-        raise UserError(
-            f"the chat template does not end within bounds ({bounds})", fix="use another one, such as hermes; a template is a short program"
-        )
+        return None, ""
+    return done.returncode, done.stderr.decode(errors="replace")
 
 
 def _child() -> None:
-    """The process of `try_template`: exit status 0, also for a template that raises, and `_TOO_MUCH`; or the kernel ends it."""
+    render_within(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"), float(sys.argv[1]))
+
+
+def render_within(text: str, cpu_s: float) -> None:
+    """What the process of `try_template` does. It returns, also if the template raises; exits with `_TOO_MUCH`; or the kernel ends it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    text = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # CPU time of the process; the signal ends it
     used = resource.getrusage(resource.RUSAGE_SELF)
-    bound = max(1, round(used.ru_utime + used.ru_stime + float(sys.argv[1]) + 0.5))
+    bound = math.ceil(used.ru_utime + used.ru_stime + cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -108,7 +108,7 @@ def tag_failures(
     run: RunFolder,
     traces: Annotated[list[str] | None, typer.Argument(help="Ids of traces. None: all that the filters leave.")] = None,
     name: Annotated[str, typer.Option("--as", help="A tag that you give. Without it the rules are asked again.")] = "",
-    turn: Annotated[int | None, typer.Option(min=0, help="The turn where it shows first, with --as.")] = None,
+    turn: Annotated[int | None, typer.Option(min=1, help="The turn where it shows first, counted from 1, with --as.")] = None,
     trajectory: Annotated[int, typer.Option(min=0, help="The trajectory of that turn.")] = 0,
     note: Annotated[str, typer.Option(help="What you saw, with --as.")] = "",
     rules: Rules = None,
@@ -131,7 +131,9 @@ def tag_failures(
         if not traces:
             raise UserError("--as names single traces", fix="give their ids")
         try:
-            by_hand = Tag(name=check_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=turn, note=note)
+            by_hand = Tag(
+                name=check_name(name), by=f"person:{_me()}", trajectory=trajectory, turn=None if turn is None else turn - 1, note=note
+            )
         except ValueError as error:
             raise UserError(str(error), fix="write it as wrong_unit") from None
     with _opened(run) as collection:

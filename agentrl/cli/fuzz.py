@@ -23,6 +23,7 @@ def fuzz(
     targets: Annotated[list[str] | None, typer.Argument(help="Targets, or references such as fuzz.mine:target. Default: all.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.02, help="Time for each target. Default: 1, without --inputs.")] = None,
     inputs: Annotated[int | None, typer.Option(min=1, help="Inputs for each target, instead of a time.")] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Seconds for each: as many inputs as soon reach what many do.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=256, help="Targets at a time.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Repeats a run of the same code. 0: other inputs each time.")] = 0,
     corpus: Annotated[Path, typer.Option(help="Folder that keeps what reached new code, and findings.")] = Path(".fuzz"),
@@ -36,13 +37,13 @@ def fuzz(
         print(json.dumps(dict(NAMES)) if as_json else "\n".join(f"{name:12} {about}" for name, about in NAMES.items()))
     elif again is not None:
         raise typer.Exit(_replay(targets or [], again))
-    elif minutes is not None and inputs is not None:
-        raise UserError("--minutes and --inputs exclude each other", fix="give one of them")
+    elif (minutes is not None) + (inputs is not None) + brief > 1:
+        raise UserError("--minutes, --inputs and --brief exclude each other", fix="give one of them")
     else:
         names = list(dict.fromkeys(targets or NAMES))
-        seconds = 0 if inputs is not None else round(60 * (minutes or 1.0))
-        with _progress(inputs or 0, seconds, quiet=as_json) as report:
-            found = run(names, inputs=inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report, seed=seed)
+        seconds = 0 if brief or inputs is not None else round(60 * (minutes or 1.0))
+        with _progress(seconds, quiet=as_json) as report:
+            found = run(names, inputs=None if brief else inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report, seed=seed)
         if as_json:
             print(json.dumps([_data(status) for status in found]))
         else:
@@ -66,7 +67,7 @@ def _replay(targets: Sequence[str], file: Path) -> int:
 
 
 @contextmanager
-def _progress(inputs: int, seconds: int, *, quiet: bool) -> Iterator[Report]:
+def _progress(seconds: int, *, quiet: bool) -> Iterator[Report]:
     """A line for each target: inputs, how many a second, branches reached, time left; without a terminal, once it has ended."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
@@ -83,16 +84,16 @@ def _progress(inputs: int, seconds: int, *, quiet: bool) -> Iterator[Report]:
         def report(status: Status) -> None:
             if status.target not in rows:
                 rows[status.target] = progress.add_task(status.target, inputs=0, rate=0.0, coverage=0, left="")
-            left = _left(status, inputs, seconds)
+            left = _left(status, seconds)
             progress.update(rows[status.target], inputs=status.inputs, rate=status.inputs_per_s, coverage=status.coverage, left=left)
 
         yield report
 
 
-def _left(status: Status, inputs: int, seconds: int) -> str:
+def _left(status: Status, seconds: int) -> str:
     if status.ended:
         return "ok" if status.ok else "FOUND" if status.finding else "FAILED"
-    left = (inputs - status.inputs) / max(status.inputs_per_s, 1.0) if inputs else seconds - status.seconds
+    left = (status.most - status.inputs) / max(status.inputs_per_s, 1.0) if status.most else seconds - status.seconds
     return f"{max(0.0, left):.0f} s left"
 
 

@@ -105,14 +105,28 @@ def find_suites(folder: Path) -> tuple[Suite, ...]:
     return tuple(map(load_suite, inside))
 
 
+def check_asked(*, repeats: int | None, threshold: float | None) -> None:
+    """Raises `UserError` for a number of attempts, or a threshold, that no evaluation can use."""
+    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
+        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    if threshold is not None and not math.isfinite(threshold):
+        raise UserError(f"--threshold {threshold}", fix="give the mean score to be reached, such as 0.75")
+
+
 def save_case(folder: Path, case: Case) -> Path:
-    """Adds a case to the suite in `folder`, made where there is none; a case of this id is replaced. Returns the case's file."""
-    about = folder / _SETTINGS
+    """Adds a case to the suite in `folder`, made where there is none; a case of this id is replaced. Returns the case's file.
+
+    Raises `UserError` for a case that is too large to be read again.
+    """
+    about, path, content = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
+    if len(content) > _LARGEST:
+        raise UserError(
+            f"case {case.id} has {len(content) >> 20} MiB; at most {_LARGEST >> 20} are kept", fix="give its task smaller files, or none"
+        )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     if not about.exists():
         write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
-    path = folder / "cases" / f"{case.id}.json"
-    write(path, codec.to_json(case), durable=True)
+    write(path, content, durable=True)
     return path
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from agentrl.errors import UserError
-from agentrl.failure.case import Baseline, Case, load_suite, save_case
+from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
 from agentrl.failure.rows import kind_of
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.twins import Likeness, Withheld
@@ -89,6 +89,7 @@ def promote(
 
     Raises `UserError` for a trace that makes no case, before any is written.
     """
+    check_asked(repeats=repeats, threshold=threshold)
     cases = [(trace, case_of(trace, note=note, by=by, threshold=threshold, repeats=repeats)) for trace in traces]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
     done: list[Promoted] = []

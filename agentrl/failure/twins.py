@@ -67,12 +67,13 @@ class Withheld:
     """The tasks of some suites. Asking about a task takes time proportional to its prompt, unless a case has one like it."""
 
     def __init__(self, cases: Iterable[Case]) -> None:
+        self.cases = tuple(cases)
         self._by_prompt: dict[str, list[Case]] = {}
-        for case in cases:
+        for case in self.cases:
             self._by_prompt.setdefault(_digest(case.task), []).append(case)
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_prompt.values()))
+        return len(self.cases)
 
     def find(self, task: Task) -> tuple[Case, Likeness] | None:
         """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from agentrl.learner.exit_reason import ExitReason, send
-from agentrl.processes import die_with_parent
+from agentrl.processes import die_with_parent, imports_kept
 
 
 def listen_on_loopback() -> None:
@@ -37,9 +37,10 @@ def listen_on_loopback() -> None:
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    listen_on_loopback()
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
+    with imports_kept():
+        listen_on_loopback()
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main as torchrun
 
     try:
         torchrun([*sys.argv[2:], "--parent", str(os.getpid())])

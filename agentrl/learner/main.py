@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.errors import AgentRLError
 from agentrl.learner.exit_reason import ExitReason, send
-from agentrl.processes import die_with_parent
+from agentrl.processes import die_with_parent, imports_kept
 from agentrl.runlock import hold_part
 
 
@@ -30,7 +30,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     log = logging.getLogger("agentrl.learner")
     try:
-        from agentrl.learner.worker import work
+        with imports_kept():
+            from transformers import AutoModelForCausalLM  # noqa: F401  what loading the model imports
+
+            from agentrl.learner.worker import work
 
         work(arguments.run_dir, root=arguments.root)
     except AgentRLError as error:

@@ -146,6 +146,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (f"{summary.episodes:,}", "training episodes"),
         (f"{summary.episodes_left_out:,}", "left out"),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
+        *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
         (f"{summary.updates_left_out:,}", "updates left out"),
         (short(summary.tokens_trained), "tokens trained"),
         (f"{summary.weight_swaps:,}", "weight swaps"),

@@ -47,6 +47,8 @@ class Summary(BaseModel):
     """Tag -> failed episodes of training and evaluations, the most frequent first; `agentrl failures` shows them."""
     tasks_quarantined: int = Field(0, ge=0)
     """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
+    tasks_withheld: int = Field(0, ge=0)
+    """Training tasks that were not given, because a suite has them or near twins; `withheld.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     updates_left_out: int = Field(0, ge=0)

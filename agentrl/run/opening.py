@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
-from agentrl.experience import RunningEpisodes, open_store
+from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
+from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -25,6 +26,7 @@ from agentrl.reward.audit import disagreement
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
+from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
 from agentrl.run.toolsource import candidates, declared, keep, pinned
 from agentrl.sandbox import open_sandboxes
@@ -58,6 +60,10 @@ class Run:
     interrupted: bool = False
     last_step_at: float = 0.0
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
+    step_groups: StepGroups = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step_groups = StepGroups.of(self.recipe.rollout)
 
     async def start_serving(self, version: PolicyVersion) -> None:
         """Starts the server with a version, and meanwhile makes the images of the family's sandboxes."""
@@ -94,10 +100,13 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             check_prompt(chat, checked.family, tools)
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
+        keep_practice(run_dir, recipe, root=root)
         place_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
+        for note in checked.notes:
+            tracker.alert(note)
         store = open_store(run_dir, recipe)
         stack.callback(store.close)
         running = RunningEpisodes(run_dir / "running")
@@ -131,7 +140,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             sandboxes=sandboxes,
             served=served,
             groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults, tools),
-            schedule=GroupSchedule(checked.family, recipe.seed, withheld=checked.withheld, practice=checked.practice),
+            schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
             learner=learner,
             stop_at=recipe.steps,
             suite=checked.suite,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,12 +21,13 @@ from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
-from agentrl.practice import Mixed, open_practice
+from agentrl.practice import Mixed
 from agentrl.protocols import TaskFamily, ToolSource
 from agentrl.recipe import Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.run.folder import check_disk
+from agentrl.run.practising import open_own_practice
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.weights import deltas
@@ -48,8 +49,9 @@ class Checked:
     scorer: TaskScorer  # with the verifiers of the first task
     gpus: Placement
     suite: Suite | None = None  # of the gate, where the recipe has one
-    withheld: Container[Task] = ()  # what is never trained on
+    withheld: Withheld = field(default_factory=lambda: Withheld(()))  # what is never trained on
     practice: Mixed | None = None  # tasks made from cases, where the recipe has some
+    notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
 
 
 def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
@@ -64,13 +66,21 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     suite = open_gate(recipe, scorer, root=root)
     kept_away = withheld(measured_with(recipe), root=root)
-    practice = open_own_practice(recipe, scorer, root=root, kept_away=kept_away)
+    practice, notes = open_own_practice(recipe, family, scorer, kept_away, root=root, folder=folder)
     load_rules(recipe.capture.rules)
     gpus = place(recipe)
     _check_installed(recipe)
     _try_objective(recipe)
     return Checked(
-        model=model, template=template, family=family, scorer=scorer, gpus=gpus, suite=suite, withheld=kept_away, practice=practice
+        model=model,
+        template=template,
+        family=family,
+        scorer=scorer,
+        gpus=gpus,
+        suite=suite,
+        withheld=kept_away,
+        practice=practice,
+        notes=notes,
     )
 
 
@@ -181,17 +191,6 @@ def measured_with(recipe: Recipe) -> list[str]:
     tasks = recipe.tasks
     gate, practice = [recipe.gate.suite] if recipe.gate is not None else [], tasks.practice.suites if tasks.practice is not None else ()
     return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
-
-
-def open_own_practice(recipe: Recipe, scorer: TaskScorer, *, root: Path, kept_away: Withheld) -> Mixed | None:
-    """The recipe's practice, with the verifiers and tools of its tasks; None without any. Raises `UserError`."""
-    if recipe.tasks.practice is None:
-        return None
-    practice = open_practice(recipe.tasks.practice, seed=recipe.seed, root=root, withheld=kept_away)
-    every = [task for tasks in practice.tasks for task in tasks]
-    scorer.load(sorted({name for task in every for name in task.verifiers}))
-    load_tools(sorted({name for task in every for name in task.tools}), None, declared(recipe.tools, root))
-    return practice
 
 
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None) -> None:

@@ -10,11 +10,14 @@ one thread, so there is no OpenMP pool that a fork could break.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import runpy
 import sys
 
-from agentrl.processes import die_with_parent
+from agentrl.processes import die_with_parent, imports_kept
+
+_SERVER = "vllm.entrypoints.openai.api_server"
 
 # Imported by vLLM and transformers where installed, never used by a text server on CPU: a fifth of the start, and joblib (by
 # way of sklearn) leaves a semaphore in /dev/shm. triton has no CPU backend; vLLM would import it only to set it aside.
@@ -32,10 +35,13 @@ def main() -> None:
     api_server = os.getpid()
     # A forked child does not inherit the parent death signal, so each child sets it again.
     os.register_at_fork(after_in_child=lambda: die_with_parent(api_server) if os.getppid() == api_server else None)
-    if options.cpu_threads:
-        _trim_cpu_start(options.cpu_threads)
+    with imports_kept():
+        if options.cpu_threads:
+            _trim_cpu_start(options.cpu_threads)
+        importlib.import_module(_SERVER)
+        del sys.modules[_SERVER]  # it is run below
     sys.argv = ["api_server", *options.arguments]
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    runpy.run_module(_SERVER, run_name="__main__")
 
 
 def _trim_cpu_start(threads: int) -> None:

@@ -20,7 +20,7 @@ RECIPE = "recipes/quickstart.py"
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, mounts_change: None) -> Iterator[Path]:
+def small_disk(tmp_path: Path, own_mounts: None) -> Iterator[Path]:
     """A file system of its own of 1.2 GiB; mounting it takes root."""
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.experience import SqliteStore
 from agentrl.files import sha256_file
@@ -18,7 +18,7 @@ from agentrl.version import FolderRegistry
 VOCABULARY = 97
 
 
-def tiny_config(**changes: object) -> Qwen3Config:
+def tiny_config(**changes: object) -> transformers.Qwen3Config:
     settings: dict[str, object] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -30,17 +30,17 @@ def tiny_config(**changes: object) -> Qwen3Config:
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
     }
-    return Qwen3Config(**{**settings, **changes})
+    return transformers.Qwen3Config(**{**settings, **changes})
 
 
-def write_policy(folder: Path, config: Qwen3Config | None = None, *, seed: int = 0) -> None:
+def write_policy(folder: Path, config: transformers.Qwen3Config | None = None, *, seed: int = 0) -> None:
     """A Hugging Face folder with random weights and a tokenizer that has a chat template."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config or tiny_config())
+    model = transformers.Qwen3ForCausalLM(config or tiny_config())
     model.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(model.config.vocab_size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
 
@@ -101,7 +101,7 @@ def random_group(
     return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=tuple(episodes))
 
 
-def write_run(run_dir: Path, made: Recipe, groups: list[Group], config: Qwen3Config | None = None) -> None:
+def write_run(run_dir: Path, made: Recipe, groups: list[Group], config: transformers.Qwen3Config | None = None) -> None:
     """A run folder as the controller leaves it for the learner: recipe, version 0, stored groups."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.json").write_text(made.model_dump_json())

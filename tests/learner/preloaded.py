@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -64,6 +65,7 @@ def hosting(folder: Path) -> Iterator[Path]:
 def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
     """In place of torchrun: has the ranks forked and waits for them."""
     wanted = {"ranks": int(ranks), "module": module, "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    wanted["mounts"] = f"/proc/{os.getpid()}/ns/mnt"
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(address)
         descriptors = array.array("i", [1, 2])
@@ -75,11 +77,12 @@ def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
 
 
 def host(address: str, parent: str) -> None:
-    from agentrl.processes import die_with_parent
+    from agentrl.processes import die_with_parent, imports_kept
 
     die_with_parent(int(parent))
-    for name in HEAVY:
-        __import__(name)
+    with imports_kept():
+        for name in HEAVY:
+            __import__(name)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(f"{address}.new")
         door.listen()
@@ -151,6 +154,9 @@ def _be_rank(wanted: dict, place: dict[str, str], outputs: list[int]) -> int:
 
     import torch
 
+    if os.readlink(wanted["mounts"]) != os.readlink("/proc/self/ns/mnt"):  # see the fixture own_mounts
+        with open(wanted["mounts"]) as mounts:
+            assert ctypes.CDLL(None).setns(mounts.fileno(), 0) == 0
     os.dup2(outputs[0], 1)
     os.dup2(outputs[1], 2)
     os.chdir(wanted["folder"])

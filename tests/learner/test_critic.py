@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+import transformers
 
 from agentrl.learner.critic import ValueScorer, credit
 from agentrl.learner.forest_attention import register
@@ -46,7 +46,7 @@ def test_values_follow_what_the_tokens_tell_from_the_token_on_that_tells_it(told
     """After 40 batches, on episodes it has not seen. Before the third token everyone is worth 0.5; after it, 0 or 1."""
     torch.manual_seed(0)
     config = CriticConfig()
-    scorer = ValueScorer(Qwen3ForCausalLM(tiny_config(attn_implementation=register(), initializer_range=0.2)))
+    scorer = ValueScorer(transformers.Qwen3ForCausalLM(tiny_config(attn_implementation=register(), initializer_range=0.2)))
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-2, weight_decay=0.0)
     for seed in range(40):
         batch = micro_batch(_samples(seed, told), CPU)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from agentrl.learner import forest_attention
 from agentrl.learner.forest import lay_out
@@ -53,14 +53,16 @@ class Norm(nn.Module):
         return self.weight * hidden * (hidden.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 
-def _model(kind: str, attention: str) -> PreTrainedModel:
+def _model(kind: str, attention: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     if kind == "llama":
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, attn_implementation=attention, **sizes))
+        model: transformers.PreTrainedModel = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=VOCABULARY, attn_implementation=attention, **sizes)
+        )
     else:
         sliding = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1} if kind == "qwen3 sliding" else {}
-        model = Qwen3ForCausalLM(tiny_config(attn_implementation=attention, initializer_range=0.2, **sliding))
+        model = transformers.Qwen3ForCausalLM(tiny_config(attn_implementation=attention, initializer_range=0.2, **sliding))
     model = model.double()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

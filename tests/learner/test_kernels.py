@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+import transformers
 
 from agentrl.errors import UserError
 from agentrl.learner import kernels
@@ -36,7 +36,7 @@ def package(monkeypatch, wrong_by: float, known: str = "qwen3") -> list[dict[str
 @pytest.fixture
 def lm():
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(tiny_config())
+    return transformers.Qwen3ForCausalLM(tiny_config())
 
 
 def test_kernels_that_agree_are_taken_and_the_output_head_stays(lm, monkeypatch):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+import transformers
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
 
 from agentrl.errors import UserError
 from agentrl.learner import lora
@@ -25,7 +24,7 @@ CONFIG = LoraConfig(rank=3, alpha=5.0)
 SCALE = 5.0 / 3.0
 
 
-def adapted(model: Qwen3ForCausalLM, config: LoraConfig = CONFIG) -> dict[str, tuple[Tensor, Tensor]]:
+def adapted(model: transformers.Qwen3ForCausalLM, config: LoraConfig = CONFIG) -> dict[str, tuple[Tensor, Tensor]]:
     """Attaches an adapter that is not zero; A and B of each weight, by the name it has without one."""
     dtype = model.dtype
     lora.attach(model, config, seed=0)
@@ -89,9 +88,11 @@ def test_disabled_it_leaves_the_base_policy_and_comes_back() -> None:
 
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
 def test_a_published_adapter_is_read_by_peft_and_by_the_merge_alike(tmp_path: Path, targets: tuple[str, ...] | None) -> None:
+    from peft import PeftModel
+
     base, version, merged = (tmp_path / name for name in ("base", "version", "merged"))
     write_policy(base, tiny_config())
-    model = Qwen3ForCausalLM.from_pretrained(base)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(base)
     config = LoraConfig(rank=3, alpha=5.0, target_modules=targets)
     pairs = adapted(model, config)
     assert len(pairs) == 2 * (7 if targets is None else 2)
@@ -108,10 +109,10 @@ def test_a_published_adapter_is_read_by_peft_and_by_the_merge_alike(tmp_path: Pa
     ids = torch.arange(40)[None] % VOCABULARY
     with torch.no_grad():
         expected = model(ids).logits
-        assert (Qwen3ForCausalLM.from_pretrained(merged)(ids).logits - expected).abs().max() < 1e-5
-        peft = PeftModel.from_pretrained(Qwen3ForCausalLM.from_pretrained(base), version)
+        assert (transformers.Qwen3ForCausalLM.from_pretrained(merged)(ids).logits - expected).abs().max() < 1e-5
+        peft = PeftModel.from_pretrained(transformers.Qwen3ForCausalLM.from_pretrained(base), version)
         assert torch.equal(peft(ids).logits, expected)
-        assert (Qwen3ForCausalLM.from_pretrained(base)(ids).logits - expected).abs().max() > 1e-2
+        assert (transformers.Qwen3ForCausalLM.from_pretrained(base)(ids).logits - expected).abs().max() > 1e-2
     described = json.loads((version / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"], described["inference_mode"]) == (3, 5.0, True)
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -129,7 +130,7 @@ def test_a_published_adapter_is_read_by_peft_and_by_the_merge_alike(tmp_path: Pa
 )
 def test_layers_that_cannot_be_adapted_are_named(targets: tuple[str, ...], named: str) -> None:
     with pytest.raises(UserError, match=named) as error:
-        lora.attach(Qwen3ForCausalLM(tiny_config()), LoraConfig(target_modules=targets), seed=0)
+        lora.attach(transformers.Qwen3ForCausalLM(tiny_config()), LoraConfig(target_modules=targets), seed=0)
     assert "q_proj" in str(error.value) and "base_layer" not in str(error.value)
 
 
@@ -137,7 +138,7 @@ def test_the_seed_makes_the_adapter_and_leaves_the_random_state() -> None:
     made = []
     for seed in (3, 3, 4):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(tiny_config())
+        model = transformers.Qwen3ForCausalLM(tiny_config())
         expected = torch.get_rng_state()
         lora.attach(model, CONFIG, seed=seed)
         assert torch.equal(torch.get_rng_state(), expected)

@@ -17,9 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import PeftModel
+import transformers
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl import codec
 from agentrl.errors import DiskFull, LearnerError, UserError
@@ -96,7 +95,7 @@ async def test_steps_are_made_as_groups_arrive_and_stop_is_clean(tmp_path: Path)
 
 def _check_export(folder: Path) -> None:
     """The folder loads as any Hugging Face model, and the probe is what the loaded weights say."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
     assert len(probe.token_ids) == 3
     for ids, logprobs in zip(probe.token_ids, probe.logprobs, strict=True):
@@ -104,9 +103,9 @@ def _check_export(folder: Path) -> None:
         with torch.no_grad():
             expected = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
         assert (expected - torch.tensor(logprobs)).abs().max() < 1e-5
-    base = AutoModelForCausalLM.from_pretrained(folder.parent / "000000")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder.parent / "000000")
     assert not torch.equal(base.model.embed_tokens.weight, model.model.embed_tokens.weight)
-    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert transformers.AutoTokenizer.from_pretrained(folder).chat_template
     assert '"updates_left_out": 0.0' in (folder / "update.json").read_text()
 
 
@@ -149,6 +148,8 @@ async def test_a_value_head_is_saved_and_not_published_and_goes_on_at_another_ze
 
 async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_trained_on(tmp_path: Path, make_learner: MakeLearner) -> None:
     """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
+    from peft import PeftModel
+
     parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3, "offload": "parameters"}
     made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
@@ -162,7 +163,7 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     names = ["adapter_config.json", "adapter_model.safetensors", "probe.json", "update.json", "version.json"]
     assert sorted(path.name for path in registry.path(second).iterdir()) == names
     probe = codec.from_json(Probe, (registry.path(second) / "probe.json").read_bytes())
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), registry.path(second))
+    model = PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), registry.path(second))
     row = torch.tensor([probe.token_ids[0]])
     with torch.no_grad():
         expected = model(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
@@ -258,7 +259,7 @@ def _workers(run_dir: Path) -> list[int]:
     ]
 
 
-@pytest.mark.usefixtures("mounts_change")
+@pytest.mark.usefixtures("own_mounts")
 async def test_a_disk_that_fills_up_under_the_learner_is_told_as_that(tmp_path: Path, make_learner: MakeLearner) -> None:
     """The first checkpoint does not fit; torch's own writer gives no reason, and the log has no room for one. Mounting takes root."""
     made = recipe()

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from agentrl.errors import UserError
 from agentrl.model import import_model
@@ -27,9 +27,9 @@ def vocabulary() -> list[str]:
     return [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
 
 
-def tiny_llama(*, tied: bool = True) -> LlamaForCausalLM:
+def tiny_llama(*, tied: bool = True) -> transformers.LlamaForCausalLM:
     torch.manual_seed(1)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=len(vocabulary()),
         hidden_size=64,
         intermediate_size=96,
@@ -41,7 +41,7 @@ def tiny_llama(*, tied: bool = True) -> LlamaForCausalLM:
         tie_word_embeddings=tied,
         initializer_range=0.2,
     )
-    return LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 NAMES = {
@@ -57,7 +57,7 @@ NAMES = {
 }
 
 
-def tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
+def tensors(model: transformers.LlamaForCausalLM) -> dict[str, np.ndarray]:
     """A Llama's weights by the names and in the order of llama.cpp, which rotates pairs of neighbours where transformers rotates halves."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -72,7 +72,9 @@ def tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
     return found
 
 
-def write(path: Path, model: LlamaForCausalLM, *, rule: str = "smollm", more: dict[str, Any] | None = None, **changed: np.ndarray) -> Path:
+def write(
+    path: Path, model: transformers.LlamaForCausalLM, *, rule: str = "smollm", more: dict[str, Any] | None = None, **changed: np.ndarray
+) -> Path:
     """A GGUF file of a model; `more` are further keys, `changed` further tensors."""
     from gguf import GGUFWriter
 
@@ -113,7 +115,7 @@ def write(path: Path, model: LlamaForCausalLM, *, rule: str = "smollm", more: di
 def test_a_file_becomes_the_model_it_was_written_from(tied: bool, tmp_path: Path) -> None:
     model = tiny_llama(tied=tied)
     record = import_model(str(write(tmp_path / "m.gguf", model)), tmp_path / "made", chat_template="hermes").record
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     assert made.config.tie_word_embeddings is tied and (made.lm_head.weight is made.model.embed_tokens.weight) is tied
     assert all(torch.equal(made.state_dict()[name], weight) for name, weight in model.state_dict().items())
     ids = torch.arange(60)[None]
@@ -130,7 +132,7 @@ def test_text_is_cut_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
     tokens = {}
     for rule in ("smollm", "gpt-2"):
         import_model(str(write(tmp_path / f"{rule}.gguf", tiny_llama(), rule=rule)), tmp_path / rule)
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / rule)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / rule)
         tokens[rule] = [tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) for text in ("\n\n1", "  17")]
         assert tokenizer.encode("<|im_start|>") == [1] and tokenizer.decode(tokenizer.encode("é 17\n\n1")) == "é 17\n\n1"
     assert tokens == {

@@ -20,6 +20,9 @@ from agentrl.model.importing import RECORD
 from agentrl.records import Message
 from agentrl.testing.tiny_model import make_model, make_tokenizer
 from agentrl.weights.model_folder import check_model
+from tests.forking import tried
+
+pytestmark = pytest.mark.usefixtures("forked_trials")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def imported(source: Path) -> Path:
     """The folder that an import has made of it."""
-    import_model(str(source), source.with_name("imported"), chat_template="hermes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("agentrl.agent.template._tried", tried)
+        import_model(str(source), source.with_name("imported"), chat_template="hermes")
     return source.with_name("imported")
 
 
@@ -197,7 +202,7 @@ def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> No
 def test_a_template_that_cannot_be_continued_is_refused(
     template: str, reason: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "try_template", lambda text: importing_try(text, cpu_s=1))
+    monkeypatch.setattr(importing, "try_template", lambda text: importing_try(text, cpu_s=0.2))
     (own / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=reason) as error:
         import_model(str(own), tmp_path / "model")

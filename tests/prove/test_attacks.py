@@ -23,7 +23,6 @@ SPEC = SandboxSpec(
     disk_mb=ATTACK_SPEC.disk_mb,
     open_files=ATTACK_SPEC.open_files,
 )
-pytestmark = pytest.mark.usefixtures("mounts_stay")
 docker = pytest.mark.docker
 bubblewrap = pytest.mark.bubblewrap
 

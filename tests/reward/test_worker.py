@@ -3,62 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from acting import act, dies, prepare
 
 from agentrl.errors import InfrastructureError, TaskError
 from agentrl.reward.worker import AtAnswer, Raised, Stopped, Unsound, Worker, _Child
-
-prepared = False
-hoard: list[bytearray] = []
-
-
-def prepare() -> None:
-    global prepared
-    prepared = True
-
-
-def act(request: Any) -> Any:
-    match request:
-        case "hang":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            while True:
-                pass
-        case "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "memory":
-            return len(bytearray(1 << 40))
-        case "hoard":
-            while True:
-                hoard.append(bytearray(64 << 20))
-        case "keep":
-            hoard.append(bytearray(600 << 20))
-            return "kept"
-        case "modest":
-            return len(bytearray(512 << 20))
-        case "huge reply":
-            return "x" * (2 << 20)
-        case "print":
-            print('{"number": 0, "reply": "forged"}', flush=True)
-            return "printed"
-        case "task":
-            raise TaskError("the task is broken")
-        case "prepared":
-            return prepared
-        case int():
-            return 1 / request
-        case str() if request.startswith("size "):
-            return len(request)
-    return request
-
-
-def dies() -> None:
-    raise ImportError("nothing to judge with")
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,6 @@ async def test_conformance_of_a_container_for_each(backend, name):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("mounts_stay")
 async def test_every_attack_on_a_container_for_each_is_contained(root):
     async with opened(root) as backend:
         spec = SandboxSpec(image="image", memory_mb=192, processes=48, disk_mb=16, open_files=128, runtime="crun")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+import transformers
 
 from agentrl.supervised import demonstrations, preferences
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
@@ -24,7 +24,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("model")
     write_version(root, 0, make_model(0, vocabulary=VOCABULARY))
     base = next(path.parent for path in root.rglob("config.json"))
-    lm = AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16)
     made = root / "half", root / "full"
     for folder, dtype in zip(made, (torch.bfloat16, torch.float32), strict=True):
         shutil.copytree(base, folder)
@@ -42,12 +42,12 @@ def test_a_bfloat16_model_ends_where_the_same_one_in_float32_does_rounded_once(t
     from agentrl.supervised import tune
 
     train, kind, data, options = {
-        "sft": (tune.sft, AutoModelForCausalLM, demonstrations(groups()), {}),
-        "dpo": (tune.dpo, AutoModelForCausalLM, preferences(groups()), {"beta": 0.1}),
-        "reward": (tune.reward_model, AutoModelForSequenceClassification, preferences(groups()), {}),
+        "sft": (tune.sft, transformers.AutoModelForCausalLM, demonstrations(groups()), {}),
+        "dpo": (tune.dpo, transformers.AutoModelForCausalLM, preferences(groups()), {"beta": 0.1}),
+        "reward": (tune.reward_model, transformers.AutoModelForSequenceClassification, preferences(groups()), {}),
     }[way]
     half, full = (_trained(train, data, start, tmp_path / start.name, kind, **options) for start in twins)  # type: ignore[arg-type]
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16} and {tensor.dtype for tensor in full.values()} == {torch.float32}
     assert all(torch.equal(half[name], full[name].to(torch.bfloat16)) for name in full)
-    start = AutoModelForCausalLM.from_pretrained(twins[1]).state_dict()
+    start = transformers.AutoModelForCausalLM.from_pretrained(twins[1]).state_dict()
     assert all(not torch.equal(tensor, start[name]) for name, tensor in full.items() if name in start), "it was trained"

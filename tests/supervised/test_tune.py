@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+import transformers
 
 from agentrl.errors import UserError
 from agentrl.records import Group
@@ -41,7 +41,7 @@ def groups() -> list[Group]:
 
 def preference(folder: Path) -> float:
     """How much likelier the good completion is than the bad one, in nats, after a prompt that was in no group."""
-    lm = AutoModelForCausalLM.from_pretrained(folder)
+    lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = [201, 202, 203]
     found = []
     for words in (GOOD, BAD):
@@ -58,7 +58,7 @@ def test_imitation(model: Path, tmp_path: Path) -> None:
     rows = demonstrations(groups())
     sft(rows, model, tmp_path / "out", epochs=8, lr=3e-3, batch=8, seed=0)
     assert preference(tmp_path / "out") > preference(model) + 2
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
     assert not list(tmp_path.glob(".*part"))
     with pytest.raises(UserError, match="does not hold an episode"):
         sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
@@ -78,7 +78,7 @@ def test_reward_model(model: Path, tmp_path: Path) -> None:
     from agentrl.supervised.tune import reward_model
 
     reward_model(preferences(groups()), model, tmp_path / "out", epochs=8, lr=1e-3, batch=8, seed=0)
-    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     prompt = [201, 202, 203]
     with torch.no_grad():
         scores = [judge(torch.tensor([prompt + words + [30, 31, 40]])).logits.item() for words in (GOOD, BAD)]

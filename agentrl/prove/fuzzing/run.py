@@ -36,6 +36,7 @@ class Status:
 
     target: str
     inputs: int = 0
+    most: int = 0  # inputs it is to be fed; 0: no limit
     seconds: float = 0.0
     coverage: int = 0  # branches reached, as libFuzzer counts them
     finding: str = ""  # file with the input
@@ -63,9 +64,19 @@ def check_engine() -> None:
 
 
 def run(
-    targets: Sequence[str], *, inputs: int, seconds: int, jobs: int, folder: Path, report: Report, hang_s: int = HANG_S, seed: int = 0
+    targets: Sequence[str],
+    *,
+    inputs: int | None,
+    seconds: int,
+    jobs: int,
+    folder: Path,
+    report: Report,
+    hang_s: int = HANG_S,
+    seed: int = 0,
 ) -> list[Status]:
     """Feeds every target `inputs` inputs or for `seconds` seconds (0: no limit), `jobs` at a time; a finding ends a target.
+
+    With `inputs` None each target is fed as many as its `Target.brief` says.
 
     `folder` keeps inputs that reached new code (`corpus/TARGET`) and findings (`findings`) for the next run. `report` is called from
     other threads. With a `seed` and an empty `folder`, the same code gets the same inputs in the same order, as far as time allows; with
@@ -95,7 +106,7 @@ def replay(name: str, data: bytes) -> BaseException | None:
 class _Running:
     """The running processes, which can be stopped."""
 
-    def __init__(self, *, inputs: int, seconds: int, hang_s: int, seed: int) -> None:
+    def __init__(self, *, inputs: int | None, seconds: int, hang_s: int, seed: int) -> None:
         self._inputs, self._seconds, self._hang_s, self._seed = inputs, seconds, hang_s, seed
         self._processes: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
@@ -109,7 +120,7 @@ class _Running:
 
     def feed(self, name: str, folder: Path, report: Report) -> Status:
         target = find(name)
-        status = Status(target=name)
+        status = Status(target=name, most=target.brief if self._inputs is None else self._inputs)
         corpus, findings = folder.resolve() / "corpus" / target.name, folder.resolve() / "findings"
         for path in (corpus, findings):
             path.mkdir(parents=True, exist_ok=True)
@@ -119,7 +130,7 @@ class _Running:
             scratch.mkdir()
             job = Job(
                 target=name,
-                inputs=self._inputs,
+                inputs=status.most,
                 seconds=self._seconds,
                 corpus=str(corpus),
                 findings=str(findings),

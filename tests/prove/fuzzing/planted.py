@@ -46,7 +46,7 @@ def holds(scratch: Path) -> Check:
 
 def _target(name: str, prepare: object) -> Target:
     assert callable(prepare)
-    return Target(name=name, about="planted", prepare=prepare, seeds=lambda: [b"seed"])
+    return Target(name=name, about="planted", prepare=prepare, seeds=lambda: [b"seed"], brief=5000)
 
 
 raising = _target("raising", raises)

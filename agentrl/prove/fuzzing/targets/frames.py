@@ -123,6 +123,7 @@ target = Target(
     about="what an exec server sends",
     prepare=prepare,
     seeds=seeds,
+    brief=5_000,
     mutate=mutators.frames,
     words=(
         b'"ok":true',
