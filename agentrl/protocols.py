@@ -258,16 +258,10 @@ class LiveTrajectory(Protocol):
 
 
 class ToolSource(Protocol):
-    """What a run knows of tools beside their names: the recipe's `tools`, with MCP servers as they were when it began.
+    """What a run knows of tools beside their names, MCP servers among it: made and read in the room `agent` (`load_tools`)."""
 
-    Made and read by the room `agent`: hand it to `agentrl.agent.load_tools`.
-    """
-
-    @property
-    def servers(self) -> Mapping[str, Any]: ...
-
-    @property
-    def bounds(self) -> Mapping[str, Any]: ...
+    servers: Mapping[str, Any]
+    bounds: Mapping[str, Any]
 
 
 class LiveEpisode(Protocol):

@@ -191,7 +191,7 @@ class ServerTool:
         return await self._connection.call(self._offer, arguments, sandbox, limits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunTools:
     """An `agentrl.protocols.ToolSource`."""
 
