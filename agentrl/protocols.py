@@ -168,6 +168,21 @@ class PreparedVerifier(Verifier, Protocol):
         ...
 
 
+WAITS = "waits for the judge of its group"
+"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
+
+
+class GroupJudge(Protocol):
+    """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
+
+    `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier` are its to have, too.
+    """
+
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
+        """One score for each episode, in their order; one that cannot be judged has no value, and a reason."""
+        ...
+
+
 class SandboxVerifier(Protocol):
     """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
 
@@ -262,6 +277,13 @@ class LiveTrajectory(Protocol):
         ...
 
 
+class ToolSource(Protocol):
+    """What a run knows of tools beside their names, MCP servers among it: made and read in the room `agent` (`load_tools`)."""
+
+    servers: Mapping[str, Any]
+    bounds: Mapping[str, Any]
+
+
 class LiveEpisode(Protocol):
     """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
 
@@ -274,6 +296,7 @@ class LiveEpisode(Protocol):
     answer: str | None  # what the agent hands in
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
+    tools: ToolSource | None  # what the recipe says of tools, for `agentrl.agent.load_tools`
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:

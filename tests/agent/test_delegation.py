@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -188,4 +189,4 @@ Clash = _Clash()
 def test_tools_of_sub_agents_that_are_not_there_are_refused_before_anything_starts() -> None:
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     with pytest.raises(RecipeError, match=r"rollout\.delegation\.tools: unknown tool 'pyton'"):
-        check_delegation(base.but({"rollout.agent": "delegating", "rollout.delegation.tools": ["pyton"]}))
+        check_delegation(base.but({"rollout.agent": "delegating", "rollout.delegation.tools": ["pyton"]}), root=Path())
