@@ -152,26 +152,43 @@ class GroupRunner:
             judged.append(ScoredEpisode(episode=episode, score=score))
         return tuple(judged)
 
-    async def episode(self, task: Task, *, name: str, start: EpisodeState | None = None, on_turn: OnTurn | None = None) -> ScoredEpisode:
+    async def episode(
+        self,
+        task: Task,
+        *,
+        name: str,
+        start: EpisodeState | None = None,
+        always: bool = False,
+        on_turn: OnTurn | None = None,
+    ) -> ScoredEpisode:
         """One scored episode, after at most `max_retries` fresh attempts when the infrastructure failed.
 
         Args:
             start: what the first attempt goes on from: the attempt of this name that it is a state of, or another one's, as a branch.
+            always: the fresh attempts begin from there, too: it is where the task begins.
             on_turn: see `EpisodeRunner.run`.
 
         Raises:
             SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
         """
-        return await self._episode(task, name, start, on_turn, self.score)
+        return await self._episode(task, name, start, on_turn, self.score, always=always)
 
     async def _episode(
-        self, task: Task, name: str, start: EpisodeState | None, on_turn: OnTurn | None, scorer: Scorer, *, tell: bool = True
+        self,
+        task: Task,
+        name: str,
+        start: EpisodeState | None,
+        on_turn: OnTurn | None,
+        scorer: Scorer,
+        *,
+        tell: bool = True,
+        always: bool = False,
     ) -> ScoredEpisode:
         """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
             episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer)
-            start = None
+            start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
                 if tell:

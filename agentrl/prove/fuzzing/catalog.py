@@ -15,6 +15,7 @@ NAMES: Mapping[str, str] = {
     "archive": "the tar archive that a sandbox goes on from",
     "calls": "a completion: its tool calls, their arguments, what is shown and stored of them",
     "egress": "what a program asks the proxy for; entries of an allow-list",
+    "gateway": "what an outside program asks the gateway",
     "tasks": "a task folder: task.toml, runs.toml, image.toml, Dockerfile, tests",
     "grading": "answers, reports of tests and rewards, from judging to the score",
     "records": "records read back from JSON",
