@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from agentrl.agent.calls import read_calls
 from agentrl.agent.fence import Fence
+from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.template import SHIPPED, TOOL
 from agentrl.causes import short
 from agentrl.errors import UserError
@@ -177,9 +178,7 @@ class ChatFormat:
 
 def load_chat(folder: str, template: str | None = None) -> ChatFormat:
     """The chat format of a model folder or id, with a `template` in place of its own; imports transformers."""
-    from transformers import AutoTokenizer  # heavy: only where a tokenizer is really needed
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template
     return ChatFormat(tokenizer)
