@@ -20,7 +20,7 @@ class GateConfig(Section):
     every: int = Field(1, ge=1)
     """Every so many versions one is judged; version 0, the first reference, and the last one always are."""
     repeats: int = Field(4, ge=1, le=1000)
-    """Attempts at each case by each version."""
+    """Attempts by each version at each case that does not say how many it takes."""
     confirm: int = Field(24, ge=0, le=1000)
     """Further attempts at a case that looks worse, before it may block; 0: only the suite as a whole may. Needs 3 repeats or more."""
     alpha: float = Field(0.05, gt=0, lt=0.5)
@@ -28,7 +28,7 @@ class GateConfig(Section):
     margin: float = Field(0.0, ge=0, lt=1)
     """A drop of the suite's mean score of no more than this never blocks."""
     threshold: float = 1.0
-    """Score from which an attempt at a case has passed."""
+    """Score from which an attempt has passed, at a case without a threshold of its own."""
     action: Literal["block", "rollback"] = "rollback"
     """What happens to a version that is worse. block: it is not promoted, and training goes on from it. rollback: server and learner
     return to the last promoted version as well."""

@@ -168,6 +168,21 @@ class PreparedVerifier(Verifier, Protocol):
         ...
 
 
+WAITS = "waits for the judge of its group"
+"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
+
+
+class GroupJudge(Protocol):
+    """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
+
+    `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier` are its to have, too.
+    """
+
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
+        """One score for each episode, in their order; one that cannot be judged has no value, and a reason."""
+        ...
+
+
 class SandboxVerifier(Protocol):
     """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
 
@@ -205,6 +220,11 @@ class LiveTrajectory(Protocol):
         ...
 
     @property
+    def agent(self) -> str:
+        """Who speaks in it."""
+        ...
+
+    @property
     def parent(self) -> Parent | None:
         """The turn and the call that it comes from."""
         ...
@@ -228,8 +248,11 @@ class LiveTrajectory(Protocol):
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
         ...
 
-    async def sample(self, *, stop_token_ids: Sequence[int]) -> Completion:
-        """The policy's next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+        """The policy's next completion, given all tokens so far, of at most `max_tokens` where the limits allow more.
+
+        Raises `ServingError`, and `RuntimeError` when `limit` forbids it.
+        """
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -238,6 +261,10 @@ class LiveTrajectory(Protocol):
 
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
         """What the calls of the last turn gave, and the seconds they took together."""
+        ...
+
+    def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
+        """Says for the record who speaks in it, and what that agent is told, where that is known later or is not the task's prompt."""
         ...
 
     def end(self, stop_reason: str) -> None:

@@ -26,6 +26,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "sandbox",
             "agent",
             "rollout",
+            "gateway",
             "serving",
             "reward",
             "experience",

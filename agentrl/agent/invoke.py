@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentrl import usercode
-from agentrl.agent.tools import MAX_TEXT, NotAnOutcome, Tool, ToolOutcome, clip
+from agentrl.agent.tools import MAX_TEXT, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
 from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.protocols import Sandbox
@@ -41,7 +41,8 @@ class Called:
 
 
 async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, *, turn: int) -> Called:
-    """Calls a tool with a deadline: `limits.tool_timeout_s`, and `SANDBOX_MARGIN_S` more for one that uses the sandbox.
+    """Calls a tool with a deadline: `limits.tool_timeout_s`, and `SANDBOX_MARGIN_S` more for one that uses the sandbox. What the tool
+    has of bounds takes the place of these limits.
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool says that something else did.
@@ -49,6 +50,7 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox |
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
     watched = None if sandbox is None else _Watched(sandbox)
+    limits = bounds_of(tool).over(limits)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
     since = usercode.cancellations()
     try:
@@ -83,6 +85,8 @@ def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:
     """What the agent is told of a call that went wrong."""
     if isinstance(error, usercode.Overdue):
         return ToolOutcome(output=f"error: {name} gave no result within {timeout_s:g} s", ok=False)
+    if isinstance(error, Fault):
+        return ToolOutcome(output=f"error: {name}: {usercode.text_of(error, 1000)}", ok=False)
     text = usercode.text_of(error, 300) if isinstance(error, NotAnOutcome) else usercode.describe(error)
     return ToolOutcome(output=f"error: {name} failed: {text}", ok=False)
 
@@ -90,9 +94,10 @@ def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:
 def _failure(what: str, error: BaseException, turn: int) -> Failure:
     """The record of a call that went wrong: the policy's, for the arguments were."""
     kinds: dict[type[BaseException], str] = {usercode.Overdue: "tool_timeout", NotAnOutcome: "wrong_outcome"}
-    usercode.report(what, error, trace=type(error) not in kinds)
+    known = error.kind if isinstance(error, Fault) else kinds.get(type(error))
+    usercode.report(what, error, trace=known is None)
     message = usercode.printable(f"{what}: {usercode.describe(error)}", 500)
-    return Failure(stage="tool", blame=Blame.POLICY, kind=kinds.get(type(error), type(error).__name__[:64]), message=message, turn=turn)
+    return Failure(stage="tool", blame=Blame.POLICY, kind=known or type(error).__name__[:64], message=message, turn=turn)
 
 
 class _Watched(ForwardingSandbox):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from agentrl import usercode
-from agentrl.agent.tools import BUILT_IN, Tool, ToolOutcome, problem_of
+from agentrl.agent.shipped import SHIPPED
+from agentrl.agent.tools import Tool, ToolOutcome, problem_of
 from agentrl.agent.typed import Typed, is_tool, run, typed
 from agentrl.errors import PluginError, TaskError
 from agentrl.fields import json_value
@@ -63,15 +65,17 @@ class Kept:
         self._saved = saved
         self._restored = restored  # whether `_saved` is a state that an episode goes on from
         self._object: Any = None
+        self._opening = asyncio.Lock()
 
     @property
     def used(self) -> bool:
         return self._restored or self._object is not None
 
     async def opened(self) -> Any:
-        if self._object is None:
-            self._object = await (self._reopened() if self._restored else self._new())
-        return self._object
+        async with self._opening:  # calls that run together share one object
+            if self._object is None:
+                self._object = await (self._reopened() if self._restored else self._new())
+            return self._object
 
     async def _new(self) -> Any:
         return await usercode.threaded(self.kind, what=f"opening {self.kind.__name__}")
@@ -118,6 +122,7 @@ class KeptTool:
 
     def __init__(self, method: Typed, kept: Kept) -> None:
         self.name, self.schema, self.needs_sandbox = method.name, method.schema, method.needs_sandbox
+        self.bounds, self.together = method.bounds, method.together
         self._method = method
         self._kept = kept
 
@@ -148,10 +153,10 @@ def load_tools(names: Sequence[str], saved: Mapping[str, Any] | None = None) -> 
 
 def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
     """The tools that one name of a task stands for."""
-    if name in BUILT_IN:
-        return (BUILT_IN[name],)
+    if name in SHIPPED:
+        return (SHIPPED[name],)
     if ":" not in name:
-        raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(BUILT_IN)}, or a reference such as mytools:search")
+        raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED)}, or a reference such as mytools:search")
     found = resolve(name)
     if inspect.isfunction(found) and is_tool(found):
         return (typed(found),)

@@ -6,7 +6,7 @@ import abc
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from agentrl import usercode
@@ -31,10 +31,58 @@ class NotAnOutcome(Exception):
     """A tool gave something that is no outcome."""
 
 
+class Fault(Exception):
+    """A call went wrong in a way that the agent is told of in these words, and that the episode's record keeps as `kind`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What the calls of one tool may take, in place of the task's limits; None: as the task says, or without a bound."""
+
+    timeout_s: float | None = None  # of one call
+    output_chars: int | None = None  # of one call; head and tail are kept, the cut is marked
+    calls: int | None = None  # in one episode, all its agents together
+
+    def over(self, limits: Limits) -> Limits:
+        """The limits of a call: the task's, with these laid over them."""
+        if self.timeout_s is None and self.output_chars is None:
+            return limits
+        timeout_s, chars = self.timeout_s or limits.tool_timeout_s, self.output_chars or limits.tool_output_chars
+        return replace(limits, tool_timeout_s=timeout_s, tool_output_chars=chars, episode_output_chars=limits.all_output_chars)
+
+    def but(self, other: Bounds) -> Bounds:
+        """These, but for what `other` says."""
+        return Bounds(
+            timeout_s=self.timeout_s if other.timeout_s is None else other.timeout_s,
+            output_chars=self.output_chars if other.output_chars is None else other.output_chars,
+            calls=self.calls if other.calls is None else other.calls,
+        )
+
+
+FREE = Bounds()
+
+
+def bounds_of(tool: Tool) -> Bounds:
+    """A tool without `bounds` has none of its own."""
+    found = getattr(tool, "bounds", FREE)
+    return found if isinstance(found, Bounds) else FREE
+
+
+def runs_together(tool: Tool) -> bool:
+    """Whether calls of it may run at the same time as others of the same turn; a tool that does not say runs alone, as does one that
+    uses the sandbox, where programs run one at a time."""
+    return getattr(tool, "together", False) is True and not tool.needs_sandbox
+
+
 class Tool(Protocol):
     """One tool. The object serves all episodes, so it keeps nothing from one call to the next (`agentrl.agent.toolbox` has a place).
 
-    `needs_sandbox` False: `sandbox` is None in the call and no sandbox is opened for it.
+    `needs_sandbox` False: `sandbox` is None in the call and no sandbox is opened for it. A tool may also have `bounds` (a `Bounds`), and
+    `together` (True: its calls may run at the same time as others of their turn that say so).
     """
 
     name: str

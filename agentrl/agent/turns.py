@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.invoke import call_tool
+from agentrl.agent.contexts import current, go_on
 from agentrl.agent.toolbox import Toolbox, load_tools
-from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.fields import json_object
+from agentrl.agent.tools import clip
+from agentrl.agent.turncalls import call_all
 from agentrl.protocols import LiveEpisode
-from agentrl.records import ToolCall, ToolResult
+from agentrl.records import ToolResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class TurnLoop:
             return {"tools": kept} if kept else {}
 
         episode.stage = "chat"
-        main = episode.trajectories[0]
-        if not main.turns:
-            main.add_prompt(self.chat.opening(episode.task.prompt, [tool.schema for tool in tools.values()]))
+        main, prompt, schemas = current(episode), episode.task.prompt, [tool.schema for tool in tools.values()]
+        if not episode.turn_count:
+            main.add_prompt(self.chat.opening(prompt, schemas))
         while not (limit := main.limit()):
             completion = await main.sample(stop_token_ids=self.chat.stop_token_ids)
             episode.stage = "chat"
-            parsed = self.chat.parse(completion.token_ids)
+            parsed = self.chat.parse(completion.token_ids, schemas)
             main.add_turn(completion, parsed.message)
             if completion.finish_reason != "stop":
                 return "token_limit"
             if not parsed.message.tool_calls and not parsed.errors:
-                episode.answer = None if "submit" in tools else parsed.message.content
+                episode.answer = None if "submit" in tools else parsed.answer
                 return "answered"
             started = time.monotonic()
             results = await self._results(episode, tools, parsed)
@@ -59,37 +59,17 @@ class TurnLoop:
             if episode.sandbox_lost:
                 return "tool_timeout"
             episode.stage = "chat"
-            main.add_prompt(self.chat.tool_delta([result.output for result in results]))
+            outputs = [result.output for result in results]
+            main = go_on(self.chat, episode, main, parsed, outputs, prompt=prompt, schemas=schemas)
             await episode.boundary(state)
         return limit
 
     async def _results(self, episode: LiveEpisode, tools: Toolbox, parsed: ParsedCompletion) -> tuple[ToolResult, ...]:
-        """Runs the calls of one turn in order, up to a submitted answer or a lost sandbox; malformed ones are answered with their error."""
-        results: list[ToolResult] = []
-        for call in parsed.message.tool_calls:
-            started = time.monotonic()
-            outcome = await call_one(episode, tools, call)
-            wall_s = time.monotonic() - started
-            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
-            if outcome.answer is not None or episode.sandbox_lost:
-                episode.answer = outcome.answer
-                return tuple(results)
+        """What the calls of one turn gave; malformed ones, which come last, are answered with their error."""
+        results = [*await call_all(episode, tools, parsed.message.tool_calls)]
+        if episode.answer is not None or episode.sandbox_lost:
+            return tuple(results)
         for error in parsed.errors:
             text = clip(f"error: {error}", episode.task.limits.tool_output_chars)
             results.append(ToolResult(name="", output=episode.shown(text), ok=False))
         return tuple(results)
-
-
-async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall) -> ToolOutcome:
-    """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are."""
-    tool = tools.get(call.name)
-    if tool is None:
-        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
-    arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
-    sandbox = await episode.sandbox() if tool.needs_sandbox else None
-    with episode.running(sandbox):
-        called = await call_tool(tool, arguments, sandbox, episode.task.limits, turn=episode.turn_count)
-    if called.failure is not None:
-        episode.add_failure(called.failure)
-    episode.sandbox_lost = called.sandbox_lost
-    return called.outcome

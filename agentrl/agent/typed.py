@@ -9,13 +9,14 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_json
 
 from agentrl import usercode
-from agentrl.agent.tools import NotAnOutcome, ToolOutcome
+from agentrl.agent.arguments import example
+from agentrl.agent.tools import FREE, Bounds, NotAnOutcome, ToolOutcome
 from agentrl.errors import PluginError
 from agentrl.fields import json_object
 from agentrl.protocols import Sandbox
@@ -23,14 +24,31 @@ from agentrl.records import Limits
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MARK = "__agentrl_tool__"
+_MARK, _BOUNDS, _TOGETHER = "__agentrl_tool__", "__agentrl_bounds__", "__agentrl_together__"
 _GIVEN = (Sandbox, Limits)  # parameters of these types are the episode's; the agent is not told of them
 _TOLD_ERRORS = 5  # of those that one call's arguments may have
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields):[ \t]*", re.MULTILINE)
 _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 
 
-def tool(function: F) -> F:
+@overload
+def tool(function: F) -> F: ...
+
+
+@overload
+def tool(
+    *, timeout_s: float | None = None, output_chars: int | None = None, calls: int | None = None, together: bool = False
+) -> Callable[[F], F]: ...
+
+
+def tool(
+    function: Any = None,
+    *,
+    timeout_s: float | None = None,
+    output_chars: int | None = None,
+    calls: int | None = None,
+    together: bool = False,
+) -> Any:
     """Marks a function as a tool of its name; it stays the function it is.
 
         @tool
@@ -48,12 +66,33 @@ def tool(function: F) -> F:
     `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`, or a value that is shown as JSON. A function
     that is not `async` runs in a thread.
 
+    With options, `@tool(calls=3, timeout_s=60.0, output_chars=500)`, they take the place of the task's limits for this tool: its calls in
+    an episode, the seconds of one, and the characters shown of one. `together=True` says that its calls may run at the same time as
+    others of the same turn whose tools say so too; results keep the order of the calls.
+
     On methods, its class is named, `mytools:Memory`, and is a set of tools that keep state for one episode (`agentrl.agent.toolbox`).
     """
+    if function is None:
+        bounds = _bounds(timeout_s, output_chars, calls)
+
+        def marked(one: F) -> F:
+            tool(one)
+            setattr(one, _BOUNDS, bounds)
+            setattr(one, _TOGETHER, together)
+            return one
+
+        return marked
     if not inspect.isfunction(function):
         raise PluginError(f"@tool marks functions and methods, not a {type(function).__name__}", fix="put it right above def")
     setattr(function, _MARK, True)
     return function
+
+
+def _bounds(timeout_s: float | None, output_chars: int | None, calls: int | None) -> Bounds:
+    for name, value in {"timeout_s": timeout_s, "output_chars": output_chars, "calls": calls}.items():
+        if value is not None and not value > 0:
+            raise PluginError(f"@tool({name}={value!r}): it must be more than 0", fix=f"leave {name} out for the task's own limit")
+    return Bounds(timeout_s=timeout_s, output_chars=output_chars, calls=calls)
 
 
 def is_tool(thing: Any) -> bool:
@@ -72,6 +111,8 @@ class Typed:
     arguments: type[BaseModel]
     names: Mapping[str, str]  # field of `arguments` -> parameter
     given: Mapping[str, type]  # parameter -> Sandbox or Limits
+    bounds: Bounds = FREE
+    together: bool = False
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         return await self.call(self.function, arguments, sandbox, limits)
@@ -84,7 +125,7 @@ class Typed:
             values = self.arguments.model_validate(json_object(arguments))
         except ValueError as error:
             told = _told(error) if isinstance(error, ValidationError) else usercode.text_of(error, 300)
-            return ToolOutcome(output=f"error: {self.name}: {told}", ok=False)
+            return ToolOutcome(output=f"error: {self.name}: {told}{example(self.schema)}", ok=False)
         taken = {parameter: getattr(values, field) for field, parameter in self.names.items()}
         taken |= {parameter: sandbox if kind is Sandbox else limits for parameter, kind in self.given.items()}
         return _outcome(await run(lambda: function(**taken), function, what=f"tool {self.name}"))
@@ -156,7 +197,10 @@ def typed(function: Callable[..., Any], *, method: bool = False) -> Typed:
     except Exception as error:  # pydantic's many, and those of a user's own types
         reason = usercode.describe(error)
         raise _refused(name, f"has parameters that JSON cannot hold ({reason})", "use str, int, float, bool, list, dict, ...") from None
-    return Typed(name, schema, Sandbox in given.values(), function, arguments, names, given)
+    if getattr(function, _TOGETHER, False) and Sandbox in given.values():
+        raise _refused(name, "says together=True and takes the sandbox, where programs run one at a time", "leave together out")
+    bounds, together = getattr(function, _BOUNDS, FREE), getattr(function, _TOGETHER, False)
+    return Typed(name, schema, Sandbox in given.values(), function, arguments, names, given, bounds, together)
 
 
 def _schema(name: str, description: str, arguments: type[BaseModel]) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ import typer
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.recipes import load_recipe
 from agentrl.failure.case import Suite, load_suite
-from agentrl.failure.twins import withheld
+from agentrl.failure.twins import Withheld, withheld
 from agentrl.practice.files import save_practice
 from agentrl.recipe import Recipe
 from agentrl.usercode import printable
@@ -56,6 +56,8 @@ def practice(
 
 async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool) -> Made:
     from agentrl.prove.practice import check_count, make_practice
+    from agentrl.run.judges_alone import judges_served
+    from agentrl.run.practising import measured_tasks
     from agentrl.sandbox import open_sandboxes
     from agentrl.task import open_family
 
@@ -64,12 +66,13 @@ async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count:
     gate = [recipe.gate.suite] if recipe.gate is not None else []
     others = recipe.tasks.practice.suites if recipe.tasks.practice is not None else ()
     suites = dict.fromkeys(path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *others))))
-    measured_with = withheld([str(path) for path in suites], root=root)
+    measured_with = Withheld([*withheld([str(path) for path in suites], root=root).cases, *measured_tasks(recipe, family)])
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="practice", root=root)
     try:
-        return await make_practice(
-            cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
-        )
+        async with judges_served(recipe, root=root):
+            return await make_practice(
+                cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
+            )
     finally:
         await sandboxes.close()
 

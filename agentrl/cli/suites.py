@@ -17,9 +17,10 @@ from agentrl.cli.running import loading, run_folder
 from agentrl.compare import Comparison, Results, Scores, compare, results
 from agentrl.compare.paired import ALPHA, MARGIN
 from agentrl.compare.results import Figures
+from agentrl.compare.rule import passes
 from agentrl.compare.verdict import evaluation_folder
 from agentrl.errors import UserError
-from agentrl.failure.case import MOST_REPEATS, Suite, load_suite
+from agentrl.failure.case import Suite, check_asked, load_suite
 from agentrl.usercode import printable
 
 if TYPE_CHECKING:
@@ -30,13 +31,10 @@ _NAME = 80  # characters of a case's name
 _CHANCE = 0.8  # of seeing a difference, for the number of cases that it needs
 
 
-def open_suite(folder: Path, repeats: int | None) -> tuple[Suite, int]:
-    """A suite and how often each case is tried: as told, else as its suite.toml says. Raises `UserError`."""
-    suite = load_suite(folder)
-    wanted = suite.repeats if repeats is None else repeats
-    if not 1 <= wanted <= MOST_REPEATS:
-        raise UserError(f"--repeats {wanted}", fix=f"give a number from 1 to {MOST_REPEATS}")
-    return suite, wanted
+def open_suite(folder: Path, *, repeats: int | None, threshold: float) -> Suite:
+    """A suite, once what was said of its attempts is looked at. Raises `UserError`."""
+    check_asked(repeats=repeats, threshold=threshold)
+    return load_suite(folder)
 
 
 def evaluate_suite(
@@ -47,7 +45,7 @@ def evaluate_suite(
     run_dir: Path | None,
     suite: Suite,
     *,
-    repeats: int,
+    repeats: int | None,
     threshold: float,
     as_json: bool,
 ) -> None:
@@ -118,12 +116,12 @@ def summary(found: Results) -> dict[str, Any]:
 
 def table(found: Results, *, where: Path) -> str:
     """An evaluation for a person: its figures, then the cases that did not always pass."""
-    figures, threshold = found.figures(), found.about.threshold
+    figures = found.figures()
     lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
     for case, scores in found.scores().items():
         counted = [score for score in scores if score is not None]
-        passed = sum(score >= threshold - 1e-9 for score in counted)
+        passed = sum(passes(score, found.about.bar(case)) for score in counted)
         if passed < len(scores):
             unscored = f", {len(scores) - len(counted)} unscored" if len(counted) < len(scores) else ""
             short.append((passed / len(scores), f"  {_shown(case)}: {passed} of {len(counted)} passed{unscored}"))
@@ -174,7 +172,9 @@ def described(found: Comparison, first: Results, second: Results, changed: list[
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
             lines.append(f"{what}: {', '.join(map(_shown, named[:_CASES_SHOWN]))}{more}")
     apart = [
-        name for name in ("suite_sha256", "sampling", "threshold", "repeats") if getattr(first.about, name) != getattr(second.about, name)
+        name
+        for name in ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
+        if getattr(first.about, name) != getattr(second.about, name)
     ]
     if apart:
         lines.append(f"the evaluations differ in {', '.join(apart)}")

@@ -105,8 +105,8 @@ def evaluate(
     if model is not None:
         given = (*given, f"policy.model={json.dumps(_model(model))}")
     if suite is not None:
-        cases, tries = open_suite(suite, repeats)
-        evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=tries, threshold=threshold, as_json=as_json)
+        cases = open_suite(suite, repeats=repeats, threshold=threshold)
+        evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
         return
     with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
         with loading():
@@ -142,6 +142,7 @@ def describe(summary: Summary, folder: Path) -> str:
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
     broken = f"{summary.tasks_quarantined} broken tasks left out, " if summary.tasks_quarantined else ""
+    broken += f"{summary.tasks_withheld} training tasks withheld, " if summary.tasks_withheld else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
         f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "

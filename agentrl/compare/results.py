@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,16 @@ class About(Record):
     recipe_sha256: str
     sampling: JsonObject
     seed: int
-    threshold: float  # score from which an attempt has passed
+    threshold: float  # score from which an attempt has passed ...
     agentrl: str
     at: str  # UTC, ISO 8601
     wall_s: float = 0.0
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # ... and of the cases that have one of their own
     format: int = FORMAT
+
+    def bar(self, case: str) -> float:
+        """Score from which an attempt at a case has passed."""
+        return self.thresholds.get(case, self.threshold)
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -120,7 +125,7 @@ class Results:
         for one in first:
             if one.score is not None:
                 by_case.setdefault(one.case, []).append(one.score)
-        counts = [(sum(passes(score, self.about.threshold) for score in scores), len(scores)) for scores in by_case.values()]
+        counts = [(sum(passes(score, self.about.bar(case)) for score in scores), len(scores)) for case, scores in by_case.items()]
         tries, k = sum(count for _, count in counts), k or self.about.repeats
         rate = intervals.rate([passed / count for passed, count in counts], tries) if counts else None
         return Figures(

@@ -10,12 +10,17 @@ A case: attempts that went badly are no proof, since among many cases some alway
 test (Fisher's, one-sided) is of all the candidate's attempts together. Looking worse is a condition on top of that test, so it can
 only make false alarms rarer; Holm's correction is over every case of the suite, tried again or not. With too few attempts for any
 case to be significant, the suite has both halves.
+
+A case may have a threshold of its own. An attempt at it has passed from there, and where the candidate's attempts still reach it on
+average, what the case asks for holds, and it does not block: again a condition on top of the test. It may have attempts of its own
+number, too. Whether it can be singled out follows from how often both versions were to try it, never from how that went.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from agentrl.compare.exact import fisher_less, holm, sign_flips
 from agentrl.compare.paired import Scores, paired
@@ -40,20 +45,31 @@ class Rule(Record):
     alpha: float = 0.05
     margin: float = 0.0
     threshold: float = 1.0
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # of the cases that have one of their own
 
     def names_cases(self, cases: int) -> bool:
-        """Whether a single case can block in a suite of so many: one that always passed and now never does would be significant."""
-        best = 1 / math.comb(2 * self.repeats + self.confirm, self.repeats)
-        return fisher_less(0, self.repeats, self.repeats, self.repeats) <= _LOOKS_WORSE and best <= self.case_alpha / max(cases, 1)
+        """Whether a single case can block in a suite of so many, each tried `repeats` times by both versions."""
+        return self.names(cases, self.repeats, self.repeats)
+
+    def names(self, cases: int, before: int, now: int) -> bool:
+        """Whether a case with so many attempts can block: one that always passed and now never does would be significant."""
+        if not before or not now:
+            return False
+        best = 1 / math.comb(before + now + self.confirm, before)
+        return fisher_less(0, now, before, before) <= _LOOKS_WORSE and best <= self.case_alpha / max(cases, 1)
+
+    def bar(self, case: str) -> float:
+        """Score from which an attempt at a case has passed."""
+        return self.thresholds.get(case, self.threshold)
 
     @property
     def case_alpha(self) -> float:
         """What the cases together may spend of `alpha`."""
         return _SPENT * self.alpha / 2
 
-    def suite_alpha(self, cases: int) -> float:
-        """What the suite as a whole may spend of `alpha`."""
-        return self.case_alpha if self.names_cases(cases) else 2 * self.case_alpha
+    def suite_alpha(self, before: Scores, now: Scores) -> float:
+        """What the suite as a whole may spend of `alpha`: all, where no case can block."""
+        return self.case_alpha if _nameable(self, before, now) else 2 * self.case_alpha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +121,9 @@ class Judgement(Record):
 
 def suspicious(rule: Rule, before: Scores, now: Scores) -> tuple[str, ...]:
     """The cases that look worse and are worth trying again, the worst first; none where no case could block."""
-    if not rule.confirm or not rule.names_cases(len(before)):
+    if not rule.confirm:
         return ()
-    drops = [drop for case in before.keys() & now.keys() if (drop := _drop(rule, case, before, now, {})).p_value <= _LOOKS_WORSE]
+    drops = [drop for case in _nameable(rule, before, now) if (drop := _drop(rule, case, before, now, {})).p_value <= _LOOKS_WORSE]
     return tuple(drop.case for drop in sorted(drops, key=lambda one: (one.p_value, one.case))[:MOST_AGAIN])
 
 
@@ -115,7 +131,7 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     """Whether `now` is worse than `before`.
 
     Args:
-        before: the reference's attempts at every case of the suite, `rule.repeats` each.
+        before: the reference's attempts at every case of the suite, as many as were to be made; None where one has no score.
         now: the candidate's.
         again: the candidate's further attempts at the cases that `suspicious` names.
     """
@@ -124,14 +140,14 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     if len(pairs) < max(1.0, _PAIRED * len(before)):
         return Judgement(enough=False, blocked=False, cases=len(pairs), unscored=unscored)
     differences = [pair.difference for pair in pairs]
-    effect, share = float(sum(differences) / len(pairs)), rule.suite_alpha(len(before))
+    effect, share = float(sum(differences) / len(pairs)), rule.suite_alpha(before, now)
     p_value = sign_flips(differences).low
     suite_blocks = p_value <= share and -effect > rule.margin
     looked = set(suspicious(rule, before, now)) & again.keys()
     drops = [_drop(rule, case, before, now, again) for case in sorted(looked)]
     unknown = len(before) - len(drops)  # not tried again: as if their p-values were 1
     rejected = holm([*(drop.p_value for drop in drops), *[1.0] * unknown], rule.case_alpha)
-    found = [replace(drop, blocks=block) for drop, block in zip(drops, rejected, strict=False)]
+    found = [replace(drop, blocks=block and not _holds(rule, drop.case, now, again)) for drop, block in zip(drops, rejected, strict=False)]
     found.sort(key=lambda one: (one.p_value, one.case))
     return Judgement(
         enough=True,
@@ -151,10 +167,21 @@ def passes(score: float | None, threshold: float) -> bool:
     return score is not None and score >= threshold - 1e-9
 
 
+def _nameable(rule: Rule, before: Scores, now: Scores) -> list[str]:
+    """The cases that can block, by how often they were to be tried."""
+    return [case for case in before.keys() & now.keys() if rule.names(len(before), len(before[case]), len(now[case]))]
+
+
+def _holds(rule: Rule, case: str, now: Scores, again: Scores) -> bool:
+    """Whether the candidate's attempts still reach what a case asks for itself, on average."""
+    scores = [score for score in (*now[case], *again.get(case, ())) if score is not None]
+    return case in rule.thresholds and bool(scores) and passes(math.fsum(scores) / len(scores), rule.thresholds[case])
+
+
 def _drop(rule: Rule, case: str, before: Scores, now: Scores, again: Scores) -> CaseDrop:
     reference = [score for score in before[case] if score is not None]
     candidate = [score for score in (*now[case], *again.get(case, ())) if score is not None]
-    counts = [sum(passes(score, rule.threshold) for score in scores) for scores in (candidate, reference)]
+    counts = [sum(passes(score, rule.bar(case)) for score in scores) for scores in (candidate, reference)]
     p_value = fisher_less(counts[0], len(candidate), counts[1], len(reference))
     return CaseDrop(
         case=case, before_passed=counts[1], before_tries=len(reference), passed=counts[0], tries=len(candidate), p_value=p_value

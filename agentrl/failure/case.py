@@ -8,6 +8,7 @@ Each task names its verifiers, image and limits itself, so a case is judged as t
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
 from agentrl.fields import Record, Text
 from agentrl.files import write
-from agentrl.records import Task
+from agentrl.records import EpisodeState, Task
 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
@@ -59,6 +60,8 @@ class Case(Record):
     threshold: float | None = None  # the mean score that its attempts must reach; None: the evaluation's
     repeats: int | None = None  # attempts at it in one evaluation; None: the suite's
     baseline: Baseline | None = None
+    start: EpisodeState | None = None  # the episode as it was before the turn that the case begins at; None: it begins with the task
+    original: Task | None = None  # the task before it was made smaller, which must not be trained on either
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -71,6 +74,15 @@ class Case(Record):
             raise ValueError(f"Case.threshold must be a finite number, got {self.threshold}")
         if self.repeats is not None and not 1 <= self.repeats <= MOST_REPEATS:
             raise ValueError(f"Case.repeats must be from 1 to {MOST_REPEATS}, got {self.repeats}")
+        if self.start is not None and (self.start.task_key != self.task.key or len(self.start.trajectories) != 1):
+            raise ValueError("Case.start is a state of another task, or of several trajectories")
+
+    @property
+    def key(self) -> str:
+        """Content hash (sha256, hex) of what is asked: the task, and where it begins."""
+        if self.start is None:
+            return self.task.key
+        return hashlib.sha256(f"{self.task.key} ".encode() + codec.to_json(self.start)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +117,37 @@ def find_suites(folder: Path) -> tuple[Suite, ...]:
     return tuple(map(load_suite, inside))
 
 
+def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
+    """The suite in a folder, and the case of this id in it. Raises `UserError` where there is none."""
+    suite = load_suite(folder)
+    found = next((case for case in suite.cases if case.id == name), None)
+    if found is None:
+        raise UserError(f"suite {folder} has no case {name[:80]!r}", fix=f"its cases are the files in {folder / 'cases'}")
+    return suite, found
+
+
+def check_asked(*, repeats: int | None, threshold: float | None) -> None:
+    """Raises `UserError` for a number of attempts, or a threshold, that no evaluation can use."""
+    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
+        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    if threshold is not None and not math.isfinite(threshold):
+        raise UserError(f"--threshold {threshold}", fix="give the mean score to be reached, such as 0.75")
+
+
 def save_case(folder: Path, case: Case) -> Path:
-    """Adds a case to the suite in `folder`, made where there is none; a case of this id is replaced. Returns the case's file."""
-    about = folder / _SETTINGS
+    """Adds a case to the suite in `folder`, made where there is none; a case of this id is replaced. Returns the case's file.
+
+    Raises `UserError` for a case that is too large to be read again.
+    """
+    about, path, content = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
+    if len(content) > _LARGEST:
+        raise UserError(
+            f"case {case.id} has {len(content) >> 20} MiB; at most {_LARGEST >> 20} are kept", fix="give its task smaller files, or none"
+        )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     if not about.exists():
         write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
-    path = folder / "cases" / f"{case.id}.json"
-    write(path, codec.to_json(case), durable=True)
+    write(path, content, durable=True)
     return path
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
 from agentrl.failure.rows import Wanted
+from agentrl.failure.tell import decisive
 from agentrl.failure.trace import Trace
 from agentrl.failure.triage import name_of
 from agentrl.failure.view import View, clip, view
@@ -101,7 +102,7 @@ def _examples(collection: Collection, names: list[str]) -> list[dict[str, Any]]:
 
 def example(trace: Trace) -> dict[str, Any]:
     """A trace as the report shows an episode, with its tag."""
-    seen, first = view(trace), trace.tags[0] if trace.tags else None
+    seen, first = view(trace), decisive(trace.tags)
     return {
         "trace": trace.id,
         "tag": name_of(trace.tags),

@@ -18,9 +18,12 @@ _MARK = ">>"
 
 
 def told(trace: Trace) -> str:
-    """A trace as it reads best: what was asked, every turn, the turn that failed marked with `>>`, what came of it."""
+    """A trace as it reads best: what was asked, every turn, the turn that failed marked with `>>`, what came of it.
+
+    Turns are counted from 1 here, as wherever a person reads of them; records count from 0.
+    """
     seen = view(trace)
-    tag = _decisive(trace.tags)
+    tag = decisive(trace.tags)
     failing = None if tag is None else (tag.trajectory, tag.turn)
     texts = sum(2 + 2 * len(step.calls) + len(step.malformed) for step in seen.steps)
     room = min(_OF_A_TEXT, max(_LEAST, LONGEST // (1 + texts)))  # for each text, so that no turn is cut out where there are many
@@ -36,7 +39,7 @@ def line(text: str, most: int = _OF_A_LINE) -> str:
     return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
-def _decisive(tags: Sequence[Tag]) -> Tag | None:
+def decisive(tags: Sequence[Tag]) -> Tag | None:
     """The tag that a trace is counted under."""
     return next((tag for tag in tags if tag.name == name_of(tags)), None)
 
@@ -62,7 +65,7 @@ def _turn(step: Step, seen: View, failing: tuple[int, int | None] | None, room: 
     several = any(other.trajectory != 0 for other in seen.steps)
     who = f" of {line(step.agent, 40) or 'agent'} ({step.trajectory})" if several else ""
     yield ""
-    yield f"{_MARK if marked else '  '} turn {step.turn}{who}{'  (cut: out of tokens)' if step.cut else ''}"
+    yield f"{_MARK if marked else '  '} turn {step.turn + 1}{who}{'  (cut: out of tokens)' if step.cut else ''}"
     if step.said.strip():
         yield from _body(step.said, most)
     for call in step.calls:
@@ -96,7 +99,7 @@ def _foot(trace: Trace, seen: View) -> Iterator[str]:
     for failure in trace.episode.failures[:8] if trace.episode is not None else ():
         yield f"fault   {failure.blame}: {line(failure.stage, 40)} {line(failure.kind, 80)}: {line(failure.message)}"
     for tag in trace.tags:
-        where = "" if tag.turn is None else f" at turn {tag.turn}" + (f" of trajectory {tag.trajectory}" if tag.trajectory else "")
+        where = "" if tag.turn is None else f" at turn {tag.turn + 1}" + (f" of trajectory {tag.trajectory}" if tag.trajectory else "")
         yield f"tag     {line(tag.name, 60)}{where}  {tag.confidence:.0%} by {line(tag.by, 60)}{f'  {line(tag.note)}' if tag.note else ''}"
 
 

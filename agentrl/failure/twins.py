@@ -67,18 +67,21 @@ class Withheld:
     """The tasks of some suites. Asking about a task takes time proportional to its prompt, unless a case has one like it."""
 
     def __init__(self, cases: Iterable[Case]) -> None:
-        self._by_prompt: dict[str, list[Case]] = {}
-        for case in cases:
-            self._by_prompt.setdefault(_digest(case.task), []).append(case)
+        self.cases = tuple(cases)
+        self._by_prompt: dict[str, list[tuple[Task, Case]]] = {}
+        for case in self.cases:
+            for task in (case.task, case.original):
+                if task is not None:
+                    self._by_prompt.setdefault(_digest(task), []).append((task, case))
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_prompt.values()))
+        return len(self.cases)
 
     def find(self, task: Task) -> tuple[Case, Likeness] | None:
         """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""
         twin = None
-        for case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
-            found = likeness(case.task, task)
+        for known, case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
+            found = likeness(known, task)
             if found is Likeness.SAME:
                 return case, found
             if found is not None and twin is None:

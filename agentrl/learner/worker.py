@@ -23,7 +23,7 @@ import transformers
 from agentrl import plugins
 from agentrl import recipe as recipes
 from agentrl.errors import LearnerError, LearnerHalted, StoreError
-from agentrl.experience import open_store
+from agentrl.experience import StepGroups, open_store
 from agentrl.gating import GATE
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
@@ -38,6 +38,7 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import Assembled, assemble, counted_samples
+from agentrl.objective.delivery import captured_tokens
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
@@ -64,6 +65,7 @@ class Worker:
         self.updater = Updater(self.engine, critic=self.critic)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer == "nccl" else None
         self.failures = FailureLog(run_dir)
+        self.step_groups = StepGroups.of(recipe.rollout)
         self.consumed: dict[int, tuple[int, ...]] = {}
         self.rolled_back: tuple[int, ...] = ()
         self.next_step = 0
@@ -161,6 +163,7 @@ class Worker:
         metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
         metrics |= {"groups_left_out": float(left_out), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
+        metrics["tokens_captured"] = float(captured_tokens(groups, made.dropped))
         return made, metrics
 
     def _roll_back(self, step: int, to: int) -> int:
@@ -292,19 +295,20 @@ class Worker:
 
     def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
         """The step's groups once all are stored, or None when a stop was requested. Rank 0 decides for all ranks."""
-        size = self.recipe.rollout.groups_per_step
-        indices = range(step * size, (step + 1) * size)
         while True:
-            decision = self.ranks.decide(self._look(step, indices) if self.ranks.first else _WAIT)
+            decision = self.ranks.decide(self._look(step) if self.ranks.first else _WAIT)
             if decision == _STOP:
                 return None
             if decision == _GO:
+                indices = self.step_groups.taken(step, self.store)
+                if indices is None:
+                    raise StoreError(f"step {step}: groups that were stored are gone")
                 return self.store.take(step, indices, timeout_s=60.0)
 
-    def _look(self, step: int, indices: range) -> int:
+    def _look(self, step: int) -> int:
         if self.stopping:
             return _STOP
-        if all(self.store.has(index) for index in indices):
+        if self.step_groups.taken(step, self.store) is not None:
             return _GO
         time.sleep(_POLL_S)
         return _WAIT

@@ -44,16 +44,17 @@ def save_practice(suite: Path, tasks: Sequence[Practiced], about: Mapping[str, A
     return path
 
 
-def load_practice(suite: Path, *, withheld: Withheld | None = None) -> tuple[Practiced, ...]:
+def load_practice(suite: Path, *, withheld: Withheld | None = None, file: Path | None = None) -> tuple[Practiced, ...]:
     """The practice of a suite, in the order in which it was written.
 
     Args:
         withheld: the tasks that must not be trained on.
+        file: read in place of the suite's own.
 
     Raises `UserError` that names the file and line: for damage, a task that was changed after its proof, one that is not for training,
     and one that is a case or a near twin of one.
     """
-    path = suite / FILE
+    path = file or suite / FILE
     try:
         if path.stat().st_size > _LARGEST:
             raise UserError(f"{path} is larger than {_LARGEST >> 20} MiB", fix="make fewer tasks of each case, with --count")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 
 from agentrl.failure.twins import Withheld
 from agentrl.practice.files import load_practice
@@ -54,7 +55,13 @@ class Mixed:
         return tasks[order[position]]
 
 
-def open_practice(config: PracticeConfig, *, seed: int, root: Path, withheld: Withheld) -> Mixed:
-    """The practice that a recipe asks for. Raises `UserError` where a suite has none, or one that must not be trained on."""
-    found = [[one.task for one in load_practice(root / suite, withheld=withheld)] for suite in config.suites]
+def open_practice(
+    config: PracticeConfig, *, seed: int, root: Path, withheld: Withheld, files: Mapping[str, Path] = MappingProxyType({})
+) -> Mixed:
+    """The practice that a recipe asks for. Raises `UserError` where a suite has none, or one that must not be trained on.
+
+    Args:
+        files: suite -> the file to read in place of its own.
+    """
+    found = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.suites]
     return Mixed(found, tuple(config.suites.values()), Fraction(config.share).limit_denominator(1000), seed)

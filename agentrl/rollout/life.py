@@ -56,6 +56,13 @@ class TrajectoryLife:
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
 
+    @property
+    def agent(self) -> str:
+        return self._begun.agent
+
+    def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
+        self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
+
     def limit(self) -> str:
         if self._life.turns_begun >= self._life.task.limits.turns:
             return "turn_limit"
@@ -75,10 +82,11 @@ class TrajectoryLife:
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
-    async def sample(self, *, stop_token_ids: Sequence[int]) -> Completion:
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
         if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
         budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
+        budget = budget if max_tokens is None else min(budget, max_tokens)
         self.sampling = True
         try:
             completion = await self._life.generate([*self._context, *self.prompt_ids], budget, stop_token_ids, number)

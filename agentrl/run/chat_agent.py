@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from agentrl.agent import Toolbox, load_tools
 from agentrl.agent.calls import MAX_CALLS, read_call
 from agentrl.agent.tools import clip
-from agentrl.agent.turns import call_one
+from agentrl.agent.turncalls import call_one, calls_made
 from agentrl.errors import JudgeError, ServingError
 from agentrl.fields import text as encodable
 from agentrl.protocols import LiveEpisode
@@ -130,7 +130,7 @@ class ChatAgent:
 
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[Asked], messages: list[dict[str, Any]]) -> str:
         """Runs the calls of a turn in order, up to a submitted answer or a lost sandbox, and appends what they gave. The stop reason."""
-        began = time.monotonic()
+        began, made = time.monotonic(), calls_made(episode)
         results: list[ToolResult] = []
         errors: list[ToolResult] = []  # after the others, as the turn loop records them
         ended = ""
@@ -140,7 +140,7 @@ class ChatAgent:
                 errors.append(ToolResult(name="", output=output, ok=False))
             else:
                 started = time.monotonic()
-                outcome = await call_one(episode, tools, one.call)
+                outcome = await call_one(episode, tools, one.call, made)
                 output = episode.shown(outcome.output)
                 results.append(ToolResult(name=one.name[:64], output=output, ok=outcome.ok, wall_s=time.monotonic() - started))
                 if outcome.answer is not None or episode.sandbox_lost:

@@ -24,8 +24,9 @@ from agentrl.gating import GATE, GateConfig
 from agentrl.observe import Rate
 from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion, VersionState
+from agentrl.run import measure
 from agentrl.run.opening import Run
-from agentrl.run.suites import Tried, about, evaluation_runner, now, prepare, try_cases, words_of
+from agentrl.run.suites import Tried, about, evaluation_runner, now, prepare, thresholds, tries, try_cases, words_of
 from agentrl.serving.served import to_serve
 from agentrl.version import rollback
 
@@ -74,11 +75,16 @@ def first_to_serve(run: Run) -> PolicyVersion:
 
 
 def result(run: Run) -> PolicyVersion | None:
-    """The version that is the run's result: with a gate the last promoted one, unless it is version 0 again; else the serving one."""
+    """The version that is the run's result: with a gate the last promoted one, unless it is version 0 again; else the serving one.
+
+    A way back to version 0 has its hash; or with adapters one of its own, and adds nothing to it.
+    """
     if run.recipe.gate is None:
         return run.registry.get(run.served.version)
     promoted, base = run.registry.latest(VersionState.PROMOTED), run.registry.get(0)
-    return None if promoted is None or base is None or promoted.sha256 == base.sha256 else promoted
+    if promoted is None or base is None or promoted.sha256 == base.sha256 or measure.adds_nothing(run.folder, promoted.number):
+        return None
+    return promoted
 
 
 async def serve_result(run: Run) -> None:
@@ -89,9 +95,16 @@ async def serve_result(run: Run) -> None:
         await run.served.fall_back(promoted)
 
 
-def rule_of(gate: GateConfig) -> Rule:
-    """The rule that a recipe's section sets."""
-    return Rule(repeats=gate.repeats, confirm=gate.confirm, alpha=gate.alpha, margin=gate.margin, threshold=gate.threshold)
+def rule_of(gate: GateConfig, suite: Suite) -> Rule:
+    """The rule that a recipe's section sets, with the thresholds of the suite's cases."""
+    return Rule(
+        repeats=gate.repeats,
+        confirm=gate.confirm,
+        alpha=gate.alpha,
+        margin=gate.margin,
+        threshold=gate.threshold,
+        thresholds=thresholds(suite),
+    )
 
 
 def _due(recipe: Recipe, gate: GateConfig, number: int) -> bool:
@@ -105,9 +118,12 @@ def _verdict_on(run: Run, version: PolicyVersion) -> GateVerdict | None:
 
 async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersion) -> GateVerdict | None:
     """The verdict, written down with its evaluation; None where the learner took the version back meanwhile."""
-    began, rule = time.monotonic(), rule_of(gate)
-    run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {gate.repeats} attempts each")
-    await prepare(suite, run.sandboxes)
+    began, rule = time.monotonic(), rule_of(gate, suite)
+    total = sum(tries(case, gate.repeats) for case in suite.cases)
+    run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {total} attempts")
+    broken = await prepare([suite], run.sandboxes)
+    for (image, _), why in broken.items():
+        run.tracker.alert(f"gate: the cases of image {image} cannot be tried: {why}")
     runner, phase = evaluation_runner(run), f"gate{version.number:06d}"
     run.capture.begin("gate", step=version.number, place=phase)
     attempt = partial(
@@ -115,10 +131,11 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         runner,
         phase=phase,
         version=version.number,
+        broken=broken,
         on_done=run.tracker.evaluating,
         on_scored=partial(run.capture.episode, phase="gate", step=version.number, place=phase),
     )
-    tried = await attempt(suite.cases, range(gate.repeats))
+    tried = await attempt(suite.cases, lambda case: range(tries(case, gate.repeats)))
     reference = _reference(run, suite)
     judgement = None
     if reference is not None:
@@ -126,8 +143,7 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         before = {case: scores for case, scores in before.items() if reference.task_keys[case] == _keys(suite).get(case)}
         named = suspicious(rule, before, first)
         chosen = [case for case in suite.cases if case.id in named]
-        numbers = range(gate.repeats, gate.repeats + gate.confirm)
-        again = await attempt(chosen, numbers, again=True)
+        again = await attempt(chosen, lambda case: range(made := tries(case, gate.repeats), made + gate.confirm), again=True)
         tried += again
         judgement = judge(rule, before, first, _scores(again))
     current = run.registry.get(version.number)
@@ -238,8 +254,8 @@ def _fell(before: Scores, after: Scores) -> list[str]:
 
 def _episode(evaluation: Results, case: str, *, passed: bool) -> str | None:
     """An attempt at the case that passed, or that did not."""
-    threshold = evaluation.about.threshold
-    found = (one for one in evaluation.attempts if one.case == case and one.score is not None and passes(one.score, threshold) is passed)
+    bar = evaluation.about.bar(case)
+    found = (one for one in evaluation.attempts if one.case == case and one.score is not None and passes(one.score, bar) is passed)
     return next((one.episode for one in found), None)
 
 
@@ -278,4 +294,4 @@ def _scores(tried: Sequence[Tried]) -> Scores:
 
 
 def _keys(suite: Suite) -> dict[str, str]:
-    return {case.id: case.task.key for case in suite.cases}
+    return {case.id: case.key for case in suite.cases}

@@ -2,7 +2,7 @@
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 
-Group `g` belongs to learner step `g // groups_per_step` and may start once the server answers with version
+The group's index says which learner step it belongs to, and it may start once the server answers with version
 `step - max_staleness` or a newer one. That bound is the whole synchronization.
 """
 
@@ -25,7 +25,7 @@ from agentrl.run.gate import concluded, first_to_serve, judge_served, result, se
 from agentrl.run.held_out import evaluate_served
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked, export_model
-from agentrl.run.rollouts import make_group
+from agentrl.run.rollouts import make_step
 from agentrl.run.supervise import watch_learner
 from agentrl.run.versions import fall_back, finish_step, record_missing, retracted
 
@@ -100,16 +100,13 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
 
 
 async def _roll_out(run: Run) -> None:
-    """Starts each group as soon as its step may be sampled; a group that a resumed run already has is not made again."""
-    per_step = run.recipe.rollout.groups_per_step
+    """Starts the groups of each step as soon as it may be sampled; one that a resumed run already has is not made again."""
     async with asyncio.TaskGroup() as running:
-        for index in range(run.served.version * per_step, run.recipe.steps * per_step):
-            step = index // per_step
+        for step in range(run.served.version, run.recipe.steps):
             await run.served.wait_version(step - run.recipe.max_staleness)
             if step >= run.stop_at:
                 return
-            if not run.store.has(index):
-                running.create_task(make_group(run, index))
+            running.create_task(make_step(run, step))
 
 
 async def _swap_versions(run: Run) -> None:

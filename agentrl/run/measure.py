@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.compare.verdict import read_verdicts
-from agentrl.failure import quarantine
+from agentrl.failure import quarantine, withholding
 from agentrl.failure.digest import failures_by_tag
 from agentrl.files import append_lines, json_line, read_json_lines, write
 from agentrl.learner.failures import FailureLog
@@ -23,7 +23,7 @@ from agentrl.observe.drift import DISAGREEMENT, alarms
 from agentrl.observe.left_out import add, reason_of, told
 from agentrl.observe.outcome import problems
 from agentrl.recipe import Recipe
-from agentrl.records import Group, ScoredEpisode, Split, SwapReport
+from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.audit import AUDIT
 from agentrl.run.evaluate import Evaluation
 from agentrl.usercode import printable
@@ -211,7 +211,9 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
         tasks_quarantined=quarantine.count(folder),
+        tasks_withheld=withholding.count(folder),
         tokens_trained=total("tokens_trained"),
+        delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
         updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
         groups_left_out=sum(setback.what == "group" for setback in setbacks),
         rollbacks=sum(setback.action == "rollback" for setback in setbacks),
@@ -248,10 +250,20 @@ def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
     """What makes the outcome of a finished run with a gate worthless: not one version but the base policy was promoted."""
     verdicts = read_verdicts(folder)
     base = {one.sha256 for one in verdicts if one.version == 0}
-    if not finished or any(one.promoted and one.sha256 not in base for one in verdicts):
+    if not finished or any(one.promoted and one.sha256 not in base and not adds_nothing(folder, one.version) for one in verdicts):
         return ()
     last = verdicts[-1].reason if verdicts else "nothing was judged"
     return (f"the gate promoted no version but the first, so there is no model; the last verdict: {last}",)
+
+
+def adds_nothing(folder: Path, version: int) -> bool:
+    """Whether a version is an adapter that leaves the base policy as it is, which has a hash of its own."""
+    adapter = folder / "versions" / f"{version:06d}" / ADAPTER
+    if not adapter.is_file():
+        return False
+    from agentrl.weights import adapters  # brings torch along
+
+    return adapters.adds_nothing(adapter)
 
 
 def learned(folder: Path) -> bool:

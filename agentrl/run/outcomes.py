@@ -42,7 +42,7 @@ class Shown:
     reason: str  # why there is no score; empty: there is one
     evidence: str  # what the verifier says
     tag: str  # what went wrong, by rules
-    turn: int | None  # the first turn where it shows
+    turn: int | None  # the first turn where it shows, counted from 1
     tail: str  # the end of the transcript, printable
 
 
@@ -138,7 +138,7 @@ def _shown(case: Case, attempt: Attempt, scored: ScoredEpisode, bar: float, rule
         reason=clip(attempt.reason, _WORDS),
         evidence=clip(scored.score.evidence, _WORDS),
         tag=name,
-        turn=None if tag is None else tag.turn,
+        turn=None if tag is None or tag.turn is None else tag.turn + 1,
         tail=tail,
     )
 

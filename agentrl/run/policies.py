@@ -113,6 +113,11 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     return recipe
 
 
+def check_part(policy: NamedPolicy) -> None:
+    """Raises `PluginError` for a reference that does not resolve, or to something that says to make no policy. Makes none."""
+    parts.load(_PART, policy.model, {})
+
+
 def make_part(policy: NamedPolicy) -> Any:
     """The policy that a reference makes: an `agentrl.protocols.Policy` with the `tokenizer` that its token ids are of.
 

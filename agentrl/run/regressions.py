@@ -16,7 +16,7 @@ from agentrl.agent import ChatFormat
 from agentrl.compare import Results, results
 from agentrl.errors import UserError
 from agentrl.failure import Capture, FaultRate
-from agentrl.failure.case import MOST_REPEATS, Baseline, Case, Suite, save_case
+from agentrl.failure.case import Baseline, Case, Suite, check_asked, load_suite, save_case
 from agentrl.failure.digest import write_digest
 from agentrl.failure.triage import load_rules
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -33,8 +33,9 @@ from agentrl.run.ending import closing_in_turn, kept_going
 from agentrl.run.folder import Start, check_disk, claimed, write_start
 from agentrl.run.opening import opened
 from agentrl.run.outcomes import CaseOutcome, Verdict, outcome_of
-from agentrl.run.policies import NamedPolicy, Source, make_part, recipe_for, root_of
-from agentrl.run.suites import FOLDER, Tried, about, evaluation_runner, prepare, tried, words_of
+from agentrl.run.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
+from agentrl.run.starts import begins_late, check_starts
+from agentrl.run.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
 from agentrl.sandbox import open_sandboxes
 
 PHASE = "eval"
@@ -60,7 +61,7 @@ class Prepared:
 
     def tries(self, suite: Suite, case: Case) -> int:
         """Attempts at a case."""
-        return self.repeats or case.repeats or suite.repeats
+        return self.repeats or tries(case, suite.repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
+class Opened:
     """What an evaluation runs on."""
 
     groups: GroupRunner
@@ -83,6 +84,7 @@ class _Open:
     tracker: Tracker
     version: PolicyVersion
     sampled_by: int | None  # the version that may have sampled tokens; None: versions are not ours to know
+    broken: Broken  # images that cannot be made
     spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, where its turns do not hold them
 
 
@@ -100,8 +102,7 @@ def prepared(
 
     Raises `UserError` for whatever these checks tell, such as a verifier that does not resolve or a model folder that is none.
     """
-    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
-        raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MOST_REPEATS}")
+    check_asked(repeats=repeats, threshold=threshold)
     names = [suite.name for suite in suites]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two suites are called {twice[0]!r}", fix="change the name in one suite.toml")
@@ -118,6 +119,14 @@ def prepared(
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
             preflight.check_suite(suite, scorer)
+        if policy.source is Source.ENDPOINT and begins_late(suites):
+            late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
+            raise UserError(
+                f"case {late} begins in the middle, with exact tokens, and an endpoint takes only messages",
+                fix="evaluate a suite of cases that begin with their task",
+            )
+        if policy.source is Source.PART:
+            check_part(policy)
         yield Prepared(
             policy=policy,
             suites=tuple(suites),
@@ -145,7 +154,7 @@ async def evaluate(
         InfrastructureError: the server is lost for good, or the like; faults of single episodes are told in their attempts.
     """
     folder, done = given.start.folder, list[Evaluated]()
-    async with _opened(given, console=console) as parts_:
+    async with policy_opened(given, console=console) as parts_:
         on_ready()
         asked = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.tries(suite, case) for suite, case in asked)
@@ -170,16 +179,22 @@ async def evaluate(
 
 
 def pin(done: Sequence[Evaluated]) -> int:
-    """Makes the results of an evaluation the baselines of its cases, but for those with nothing scored. Returns how many were pinned."""
+    """Makes the results of an evaluation the baselines of its cases, but for those with nothing scored, or whose task was changed since.
+
+    Returns how many were pinned.
+    """
     pinned = 0
     for one in done:
+        there = {case.id: case for case in load_suite(one.suite.folder).cases}
         for outcome in one.outcomes:
             if outcome.mean is None:
                 continue
             of = one.results.about
             baseline = Baseline(model=of.model, version=of.version if of.sha256 else None, scores=outcome.scores, at=of.at)
-            save_case(one.suite.folder, replace(outcome.case, baseline=baseline))
-            pinned += 1
+            found = there.get(outcome.case.id)
+            if found is not None and found.task == outcome.case.task:  # somebody may have changed or removed it meanwhile
+                save_case(one.suite.folder, replace(found, baseline=baseline))
+                pinned += 1
     return pinned
 
 
@@ -191,7 +206,7 @@ def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
 class _Asking:
     """The attempts at the cases of an evaluation."""
 
-    def __init__(self, given: Prepared, open_: _Open, on_scored: Callable[[], None], on_case: OnCase) -> None:
+    def __init__(self, given: Prepared, open_: Opened, on_scored: Callable[[], None], on_case: OnCase) -> None:
         self._given, self._open, self._on_scored, self._on_case = given, open_, on_scored, on_case
         self._rules = load_rules(given.recipe.capture.rules)
         self._names = _names(given.suites)
@@ -211,7 +226,10 @@ class _Asking:
 
     async def _attempt(self, suite: Suite, case: Case, number: int) -> tuple[Tried, ScoredEpisode]:
         label = PHASE if len(self._given.suites) == 1 else self._names[suite.folder]
-        scored = await self._open.groups.episode(case.task, name=f"{label}-{case.id}-r{number}")
+        name = f"{label}-{case.id}-r{number}"
+        scored = not_asked(case, name, self._open.broken) or await self._open.groups.episode(
+            case.task, name=name, start=case.start, always=True
+        )
         self._on_scored()
         self._open.capture.episode(case.task, scored, phase=PHASE, step=0)
         made = tried(case, number, scored, phase=PHASE, version=self._open.sampled_by)
@@ -245,35 +263,44 @@ def _kept(
 
 
 @asynccontextmanager
-async def _opened(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
+async def policy_opened(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
+    """The policy, answering, and the sandboxes that its episodes play in."""
     kind = _served if given.policy.served else _not_served
     async with kind(given, console=console) as found:
         yield found
 
 
 @asynccontextmanager
-async def _served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
+async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
     """A model folder on a server of ours, which is watched meanwhile."""
     assert given.checked is not None, "a served policy was checked"
     async with opened(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
+        if begins_late(given.suites):
+            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy))
         async with asyncio.TaskGroup() as starting:
-            for suite in given.suites:
-                starting.create_task(prepare(suite, run.sandboxes))
+            making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
+            starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
             groups = evaluation_runner(run)
-            yield _Open(
-                groups=groups, sandboxes=run.sandboxes, capture=run.capture, tracker=run.tracker, version=base, sampled_by=base.number
+            yield Opened(
+                groups=groups,
+                sandboxes=run.sandboxes,
+                capture=run.capture,
+                tracker=run.tracker,
+                version=base,
+                sampled_by=base.number,
+                broken=making.result(),
             )
             watcher.cancel()
 
 
 @asynccontextmanager
-async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
+async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
     """A policy that answers by itself: a part of the project, or somebody's server."""
     recipe, folder = given.recipe, given.start.folder
     async with closing_in_turn(folder) as stack:
@@ -285,11 +312,11 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
         stack.callback(tracker.close)
         tracker.stage("start", "sandbox images")
         policy, agent = _parts(given)
+        if begins_late(given.suites) and given.policy.source is Source.PART:
+            check_starts(given.suites, ChatFormat(policy.tokenizer))  # type: ignore[attr-defined]  # make_part has looked
         if isinstance(agent, ChatAgent):
             stack.push_async_callback(agent.endpoint.close)
-        async with asyncio.TaskGroup() as starting:
-            for suite in given.suites:
-                starting.create_task(prepare(suite, sandboxes))
+        broken = await prepare(given.suites, sandboxes)
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
         runner = EpisodeRunner(
@@ -311,7 +338,16 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
         )
         spent = agent.tokens if isinstance(agent, ChatAgent) else {}
         unknown = PolicyVersion(number=0, parent=None, folder="-", sha256="")
-        yield _Open(groups=groups, sandboxes=sandboxes, capture=capture, tracker=tracker, version=unknown, sampled_by=None, spent=spent)
+        yield Opened(
+            groups=groups,
+            sandboxes=sandboxes,
+            capture=capture,
+            tracker=tracker,
+            version=unknown,
+            sampled_by=None,
+            broken=broken,
+            spent=spent,
+        )
 
 
 def _parts(given: Prepared) -> tuple[Policy, Agent]:
@@ -320,7 +356,9 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
         return NoTokens(), _chat_agent(given.policy, given.recipe)
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=ChatFormat(made.tokenizer))
+    policy = given.recipe.policy
+    chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=chat)
     return made, agent
 
 

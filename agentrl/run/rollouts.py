@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from itertools import islice
+
 from agentrl import usercode
 from agentrl.errors import StoreError, UserError
 from agentrl.records import Group, Task
@@ -10,17 +13,33 @@ from agentrl.run.opening import Run
 from agentrl.run.transcript import append, transcript
 
 
-async def make_group(run: Run, index: int) -> None:
+async def make_step(run: Run, step: int) -> None:
+    """Makes the groups of a step that are not stored yet; for each that has no preference another one, as far as the recipe allows."""
+    block = run.step_groups.indices(step)
+    waiting = iter(block)
+
+    async def one(index: int) -> None:
+        group = run.store.groups([index])[0] if run.store.has(index) else await make_group(run, index)
+        if not run.step_groups.preference(group) and (another := next(waiting, None)) is not None:
+            running.create_task(one(another))
+
+    async with asyncio.TaskGroup() as running:
+        for index in islice(waiting, run.recipe.rollout.groups_per_step):
+            running.create_task(one(index))
+
+
+async def make_group(run: Run, index: int) -> Group:
     """Samples and scores the attempts of group `index`, stores them, and tells the tracker."""
-    step = index // run.recipe.rollout.groups_per_step
+    step = run.step_groups.step_of(index)
     group, task = await _sampled(run, index, step)
     group = _stored(run, group)
     run.running.forget(index)
     run.capture.group(task, group, step=step)
     run.tracker.progress(index, group)
     run.quarantine.add(group)
-    if task is not None and index % run.recipe.rollout.groups_per_step == 0:
+    if task is not None and index == run.step_groups.indices(step)[0]:
         append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
+    return group
 
 
 def _stored(run: Run, group: Group) -> Group:
@@ -41,7 +60,7 @@ async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]
     """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
     size = run.recipe.rollout.group_size
     try:
-        task = run.schedule.task(index)
+        task = run.schedule.task(run.step_groups.position(index))
     except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
         if not isinstance(error, UserError):
             usercode.report(f"task of group {index}", error)

@@ -50,11 +50,12 @@ def record_missing(run: Run) -> None:
 
 
 def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
-    per_step = run.recipe.rollout.groups_per_step
     step = version.number - 1
-    groups: tuple[Group, ...] = run.store.groups(range(step * per_step, (step + 1) * per_step))
+    groups: tuple[Group, ...] = run.store.groups(index for index in run.step_groups.indices(step) if run.store.has(index))
     now = time.monotonic()
     metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    if run.step_groups.extra:
+        metrics["groups_extra"] = len(groups) - run.step_groups.per_step
     measure.keep_left_out(run.folder, version.number, groups)
     run.last_step_at = now
     return metrics | run.faults.figures()

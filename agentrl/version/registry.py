@@ -33,6 +33,7 @@ from agentrl import codec
 from agentrl.errors import StoreError
 from agentrl.files import sha256_file, sync, write
 from agentrl.records import ADAPTER, PolicyVersion, VersionState
+from agentrl.version import rollback
 from agentrl.weights import deltas
 
 _RECORD = "version.json"
@@ -139,16 +140,18 @@ class FolderRegistry:
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers; the records stay as history.
 
-        It keeps the `keep` newest versions, version 0, the serving and the promoted ones, and those that a kept version is a delta
-        of. Folders outside `versions/` are never touched.
+        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the one that a request to go
+        back names, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             versions = self._scan()
             newest = (
                 {version.number for version in versions[len(versions) - keep :]} if keep < len(versions) else {v.number for v in versions}
             )
-            spared = (VersionState.SERVING, VersionState.PROMOTED)
-            old = [v for v in versions if v.number != 0 and v.number not in newest and v.state not in spared]
+            promoted = [version.number for version in versions if version.state is VersionState.PROMOTED]
+            serving = {version.number for version in versions if version.state is VersionState.SERVING}
+            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._asked_back()}
+            old = [version for version in versions if version.number not in spared]
             kept = [v.number for v in versions if v not in old]
             needed = {link for number in kept for link in deltas.needed_by(self._home(number))}
             old = [v for v in old if self._home(v.number) not in needed]
@@ -177,6 +180,11 @@ class FolderRegistry:
             allowed = ", ".join(sorted(_LEGAL[version.state])) or "nothing"
             raise StoreError(f"version {version.number} is {version.state} and cannot become {state}; allowed: {allowed}")
         self._write(replace(version, state=state))
+
+    def _asked_back(self) -> set[int]:
+        """The version that a request to go back names (`agentrl.version.rollback`), answered or not."""
+        request = rollback.read(self.folder)
+        return set() if request is None else {request.to}
 
     def _home(self, number: int) -> Path:
         return self.folder / f"{number:06d}"

@@ -45,15 +45,22 @@ def ask(versions: Path, request: Request) -> None:
         raise StoreError(f"{versions / FILE}: {error.strerror or error}") from error
 
 
-def pending(versions: Path, registry: VersionRegistry) -> Request | None:
-    """The request that has not been answered yet, if there is one. Raises `StoreError` where it cannot be read."""
+def read(versions: Path) -> Request | None:
+    """The last request, answered or not; None where there was none. Raises `StoreError` where it cannot be read."""
     path = versions / FILE
     try:
-        request = codec.from_json(Request, path.read_bytes())
+        return codec.from_json(Request, path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
+
+
+def pending(versions: Path, registry: VersionRegistry) -> Request | None:
+    """The request that has not been answered yet, if there is one. Raises `StoreError` where it cannot be read."""
+    request = read(versions)
+    if request is None:
+        return None
     found = registry.get(request.version)
     answered = found is None or found.sha256 != request.sha256 or found.state is VersionState.ROLLED_BACK
     return None if answered else request

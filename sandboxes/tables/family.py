@@ -48,6 +48,7 @@ class Tables:
         kinds: str = "",
         turn_tokens: int = LIMITS.turn_tokens,
         episode_tokens: int = LIMITS.episode_tokens,
+        network: str = "",
     ) -> None:
         """In a recipe these are `tasks.options`.
 
@@ -55,10 +56,12 @@ class Tables:
             wild: names are longer and stranger.
             kinds: the kinds of question that are asked, such as "total, average"; empty: all.
             turn_tokens: completion tokens of one turn. This and `episode_tokens` give a policy room to think before it acts.
+            network: what programs in the sandbox may reach, such as "127.0.0.1:8790", with commas between several; empty: nothing.
         """
         self.seed = seed
         self.wild = wild
         self.kinds = tuple(_kind(name.strip()) for name in kinds.split(",")) if kinds else KINDS
+        self.sandbox = replace(SANDBOX, network=tuple(entry.strip() for entry in network.split(",") if entry.strip()))
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
@@ -95,7 +98,7 @@ class Tables:
             family=self.name,
             prompt=(Message(role="user", content=text),),
             tools=("python", "submit"),
-            sandbox=SANDBOX,
+            sandbox=self.sandbox,
             verifiers=("rewards.tables:exact_answer",),
             data={"kind": kind.name, "answer": question.answer, "tolerance": question.tolerance, "names": dict(question.names)},
             split=split,

@@ -380,7 +380,7 @@ async def test_the_tools_of_the_documentation_work(tmp_path: Path, tokenizer: An
     episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id="e")
     assert outputs(episode) == [
         "tea is at four",
-        "error: search: limit: Input should be a valid integer, unable to parse string as an integer",
+        'error: search: limit: Input should be a valid integer, unable to parse string as an integer; for example {"query": "..."}',
         "",
         '["four"]',
         "4",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import load_tools
+from agentrl.agent.shipped import SHIPPED
 from agentrl.agent.tools import BUILT_IN, MAX_TEXT, show
 from agentrl.errors import TaskError
 from agentrl.records import ExecResult, Limits, SandboxSpec, Task
@@ -20,7 +21,7 @@ LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=400)
 PROGRAMS = {"python": "code", "python_session": "code", "shell": "command"}
 
 
-def call(name: str, **arguments: str) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -53,11 +54,11 @@ def test_the_agent_is_told_of_a_session_that_ends_and_of_a_new_one() -> None:
 
 
 def test_schemas_name_their_argument() -> None:
-    assert load_tools(tuple(BUILT_IN)).keys() == {*PROGRAMS, "submit"}
+    assert load_tools(tuple(SHIPPED)).keys() == {*PROGRAMS, "submit", "view", "create", "replace", "insert", "search"}
     for name, argument in PROGRAMS.items():
         function = BUILT_IN[name].schema["function"]
         assert function["name"] == name and function["parameters"]["required"] == [argument]
-    with pytest.raises(TaskError, match="python_session, shell, submit"):
+    with pytest.raises(TaskError, match="python_session, shell, submit, view"):
         load_tools(("bash",))
 
 

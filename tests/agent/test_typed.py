@@ -143,7 +143,7 @@ async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runne
     said = ('<tool_call>{"name": "search", "arguments": {"limit": 2}}</tool_call>', "it is 3")
     episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(replace(task, tools=(ref("search"),)), episode_id="e")
     (result,) = episode.trajectories[0].turns[0].tool_results
-    assert (result.output, result.ok) == ("error: search: query: Field required", False)
+    assert (result.output, result.ok) == ('error: search: query: Field required; for example {"query": "..."}', False)
     assert (episode.answer, episode.failures, episode.left_out) == ("it is 3", (), False)
 
 
@@ -164,7 +164,7 @@ async def test_the_episodes_own_are_given_and_cannot_be_given_by_the_agent() -> 
     done = await call_tool(load("look"), {"path": "a"}, sandbox, LIMITS, turn=1)
     assert done.outcome == ToolOutcome(output="x within 5 s", ok=False, answer="3")
     done = await call_tool(load("look"), {"path": "a", "allowed": {"tool_timeout_s": 1e9}}, sandbox, LIMITS, turn=1)
-    assert done.outcome.output == "error: look: allowed: Extra inputs are not permitted"
+    assert done.outcome.output == 'error: look: allowed: Extra inputs are not permitted; for example {"path": "..."}'
 
 
 released = threading.Event()

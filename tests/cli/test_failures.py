@@ -62,9 +62,9 @@ def test_list_counts_and_filters(run: Path) -> None:
 
 def test_show_marks_the_failing_turn(run: Path) -> None:
     lines = call("show", str(run), "g000000-0-a0").splitlines()
-    assert [line for line in lines if line.startswith(">>")] == [">> turn 1"]
+    assert [line for line in lines if line.startswith(">>")] == [">> turn 2"]
     text = "\n".join(lines)
-    wanted = ("What is the total of `amount`?", "print(sum)", "412", "answer  421", "truth   412", "score   0", "misread_output at turn 1")
+    wanted = ("What is the total of `amount`?", "print(sum)", "412", "answer  421", "truth   412", "score   0", "misread_output at turn 2")
     assert not [told for told in wanted if told not in text]
     assert json.loads(call("show", str(run), "g000000-0-a0", "--json"))["episode"]["answer"] == "421"
     assert "has no trace 'x'" in call("show", str(run), "x", wrong=True)
@@ -73,6 +73,9 @@ def test_show_marks_the_failing_turn(run: Path) -> None:
 def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
     call("tag", str(run), "g000000-0-a0", "--as", "wrong_unit", "--turn", "1", "--note", "cents")
     assert "wrong_unit 1" in call("list", str(run)) and "cents" in call("show", str(run), "g000000-0-a0")
+    assert "wrong_unit at turn 1 " in call("show", str(run), "g000000-0-a0"), "as it was typed"
+    shown = json.loads((run / "failures" / "failures.json").read_text())["examples"]
+    assert [(one["tag"], one["turn"], one["note"]) for one in shown if one["trace"] == "g000000-0-a0"] == [("wrong_unit", 0, "cents")]
     rules = tmp_path / "mine.py"
     rules.write_text(
         "from agentrl.failure.trace import Tag\n"
@@ -96,6 +99,7 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
         (("promote", "{run}", "nobody", "--into", "{run}/s"), "has no trace nobody"),
         (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
         (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "no trace that these filters leave"),
+        (("promote", "{run}", "g000000-0-a0", "--into", "{run}/s", "--threshold", "nan"), "--threshold nan"),
         (("list", "{run}/failures"), "no captured failures"),
         (("list", "{run}/nowhere"), "no folder"),
     ],

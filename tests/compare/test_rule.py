@@ -57,4 +57,27 @@ def test_nothing_is_concluded_from_too_few_scored_cases() -> None:
 
 def test_what_cannot_name_a_case_leaves_alpha_to_the_suite() -> None:
     assert Rule(repeats=4).names_cases(50) and not Rule(repeats=2).names_cases(5) and not Rule(repeats=4, confirm=0).names_cases(50)
-    assert Rule(repeats=1, confirm=0).suite_alpha(50) == pytest.approx(0.035) and Rule().suite_alpha(50) == pytest.approx(0.0175)
+    once, often = ({f"c{n}": [1.0] * tries for n in range(50)} for tries in (1, 4))
+    assert Rule(repeats=1, confirm=0).suite_alpha(once, once) == pytest.approx(0.035)
+    assert Rule().suite_alpha(often, often) == pytest.approx(0.0175) and Rule().suite_alpha(once, once) == pytest.approx(0.035)
+
+
+def test_a_case_that_is_tried_often_enough_by_itself_can_block_where_the_others_cannot() -> None:
+    before = {f"c{n}": [1.0] for n in range(20)} | {"often": [1.0] * 6}
+    now = before | {"often": [0.0] * 6, "c3": [0.0]}
+    rule = Rule(repeats=1)
+    assert suspicious(rule, before, now) == ("often",)
+    assert [one.case for one in judge(rule, before, now, {"often": [0.0] * 24}).regressed] == ["often"]
+
+
+def test_a_case_holds_while_its_attempts_reach_its_own_threshold() -> None:
+    """A quarter of the attempts pass: significantly fewer, and no less than is asked for. Partial scores pass from the threshold."""
+    before = {f"c{n}": [1.0] * 8 for n in range(20)}
+    now = before | {"c1": [0.0, 0.0, 0.0, 1.0] * 2, "c2": [0.6] * 8, "c3": [0.0] * 8}
+    again = {"c1": [0.0, 0.0, 0.0, 1.0] * 6, "c2": [0.6] * 24, "c3": [0.0] * 24}
+
+    def regressed(**thresholds: float) -> list[str]:
+        return sorted(one.case for one in judge(Rule(repeats=8, thresholds=thresholds), before, now, again).regressed)
+
+    assert regressed() == ["c1", "c2", "c3"]
+    assert regressed(c1=0.25, c2=0.6, c3=0.5) == ["c3"]

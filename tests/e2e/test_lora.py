@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.experience import SqliteStore
+
 from .conftest import SMALL, descendants, start, steps_logged, summary, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
@@ -21,7 +23,7 @@ def test_a_run_of_adapters_outlives_its_server(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     run = tmp_path / "run"
-    process = start("train", RECIPE, "steps=3", *SMALL, "--run-dir", str(run), "--sandbox", "bubblewrap")
+    process = start("train", RECIPE, "steps=3", *SMALL, "rollout.extra_groups=2", "--run-dir", str(run), "--sandbox", "bubblewrap")
     try:
         wait_for(lambda: 1 in steps_logged(run), process, timeout=600)
         descendants(process, "agentrl.serving.launch")[-1].kill()
@@ -33,6 +35,12 @@ def test_a_run_of_adapters_outlives_its_server(tmp_path: Path) -> None:
     assert found["finished"] and (found["steps"], found["weight_swaps"]) == (3, 3)
     assert found["swap_probe_max_abs_diff"] <= 1e-3
     assert "the inference server died" in output
+    lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line}
+    for line in lines.values():  # one more group for each that taught nothing, up to two
+        assert line["groups_extra"] == line["episodes"] / 4 - 4 == min(2, line["groups_without_signal"])
+    store = SqliteStore(run / "experience.sqlite")
+    assert set(store.consumed()) == set(store.indices()), "whatever was made was consumed, also across the death of the server"
+    store.close()
     for number in (1, 2, 3):
         version = run / f"versions/{number:06d}"
         assert {path.name for path in version.glob("*.safetensors")} == {"adapter_model.safetensors"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import RecipeError, UserError
+from agentrl.failure import withholding
 from agentrl.failure.case import Case, save_case
 from agentrl.failure.twins import Likeness, Withheld, fold_ids, likeness, withheld
+from agentrl.failure.withholding import Withholding
 from agentrl.protocols import TaskFamily
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
 from agentrl.task import GroupSchedule
@@ -120,6 +123,16 @@ def test_a_run_never_trains_on_what_it_is_measured_with(size: int | None) -> Non
     )
     again = GroupSchedule(family, seed=3, withheld=held)
     assert [again.task(group).id for group in reversed(range(16))] == [one.id for one in reversed(given)], "a pure function of the index"
+
+
+def test_what_was_withheld_is_told_once_whoever_asks_again(tmp_path: Path) -> None:
+    held = Withheld(Case(id=str(n), task=numbered(n)) for n in (1, 2, 5))
+    for _ in range(2):  # the second time as a resumed run
+        schedule = GroupSchedule(Numbered(8, numbered), seed=3, withheld=Withholding(tmp_path, held))
+        assert not {schedule.task(group).id for group in range(16)} & {"1", "2", "5"}
+    assert withholding.count(tmp_path) == 3
+    lines = [json.loads(line) for line in (tmp_path / withholding.FILE).read_text().splitlines()]
+    assert sorted((line["task_id"], line["case"], line["likeness"]) for line in lines) == [(n, n, "same") for n in ("1", "2", "5")]
 
 
 def test_a_family_of_nothing_else_says_so() -> None:

@@ -20,6 +20,8 @@ from agentrl.practice import FILE, Mixed, load_practice, mutants, open_practice,
 from agentrl.practice.files import Practiced, practiced
 from agentrl.recipe import PracticeConfig, build
 from agentrl.records import Split, Task
+from agentrl.reward import TaskScorer
+from agentrl.run import practising
 from agentrl.task import GroupSchedule
 from sandboxes.tables import Tables
 from sandboxes.tables.demonstrations import run_template
@@ -150,3 +152,29 @@ def test_a_recipe_names_suites_with_weights(suite: Path) -> None:
     for wrong, said in (({"suites": {}}, "at least 1"), ({"suites": {"a": 0}}, "suites.a"), ({"suites": {"a": 1}, "share": 0}, "share")):
         with pytest.raises(RecipeError, match=said):
             build({"name": "x", "policy": {"model": "m"}, "tasks": {"family": "f:F", "practice": wrong}})
+
+
+def test_practice_is_kept_apart_from_what_a_run_measures_and_as_it_was_begun_with(suite: Path, tmp_path: Path) -> None:
+    recipe = build({
+        "name": "x",
+        "policy": {"model": "m"},
+        "tasks": {"family": "sandboxes.tables:Tables", "practice": {"suites": {"suite": 1}}},
+        "evaluation": {"heldout": 5, "heldout_real": 0},
+    })  # fmt: skip
+    run, scorer = tmp_path / "run", TaskScorer(root=Path.cwd())
+
+    def opened() -> tuple[Mixed | None, tuple[str, ...]]:
+        return practising.open_own_practice(recipe, FAMILY, scorer, Withheld(CASES[:3]), root=tmp_path, folder=run)
+
+    save_practice(suite, tasks_of(CASES[0]), {})
+    begun, notes = opened()
+    assert begun is not None and "made from 3 cases that are among the 5 held-out tasks" in notes[0]
+    practising.keep_practice(run, recipe, root=tmp_path)
+    measured = practiced(CASES[0], "alike", replace(CASES[4].task, id="other", split=Split.TRAIN))
+    save_practice(suite, [measured], {})
+    assert opened()[0] == begun, "a run that has begun goes on with its own copy"
+    practising.keep_practice(run, recipe, root=tmp_path)
+    assert len((run / "practice" / "0-suite.jsonl").read_bytes().splitlines()) == 7
+    (run / "practice" / "0-suite.jsonl").unlink()
+    with pytest.raises(UserError, match="is the same of case heldout-4, which is measured with"):
+        opened()

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, Suite, load_suite, save_case
 from agentrl.failure.trace import Tag
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
@@ -20,8 +21,14 @@ HOSTILE = "no \x1b[31m\x00 ]]> & <b>\u202ereversed\ud7ff\ufffe"
 OVERRIDES = (f"sandbox.backend={HERE}:backend",)
 
 
+class Sandboxes(ScriptedSandboxes):
+    async def prepare(self, spec: SandboxSpec) -> None:
+        if spec.image == "gone":
+            raise UserError("no sandbox image at gone \x1b[31m", fix="write one")
+
+
 def backend(*, root: Path, run_label: str) -> ScriptedSandboxes:
-    return ScriptedSandboxes(printing("97"))
+    return Sandboxes(printing("97"))
 
 
 def policy() -> ScriptedPolicy:
@@ -44,13 +51,15 @@ async def verdict(task: Task, episode: Episode) -> Score:
     return Score(value=float(episode.answer == "pass"), evidence=f"wanted pass, got {episode.answer}")
 
 
-def make_case(name: str, *, threshold: float | None = None, repeats: int | None = None, baseline: Baseline | None = None) -> Case:
+def make_case(
+    name: str, *, threshold: float | None = None, repeats: int | None = None, baseline: Baseline | None = None, image: str = "none"
+) -> Case:
     task = Task(
         id=name,
         family="f",
         prompt=(Message(role="user", content=f"What is case {name}?"),),
         tools=("python", "submit"),
-        sandbox=SandboxSpec(image="none"),
+        sandbox=SandboxSpec(image=image),
         verifiers=(f"{HERE}:verdict",),
         data={"answer": "pass"},
         split=Split.HELDOUT,

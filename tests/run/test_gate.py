@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from agentrl.agent import ChatFormat, TurnLoop
@@ -25,7 +27,7 @@ from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
 from agentrl.gating import GATE, GateConfig
 from agentrl.observe import write_report
-from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task, VersionState
+from agentrl.records import ADAPTER, Episode, Message, SandboxSpec, Score, Split, Task, VersionState
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import loop, measure
@@ -268,6 +270,12 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     assert result(run) is None
     (problem,) = measure.gate_problems(tmp_path, finished=True)
     assert "promoted no version but the first" in problem and "the suite fell by 100.0 points" in problem
+
+    run.registry.set_state(2, VersionState.PROMOTED)
+    assert result(run).number == 2
+    adapter = {f"base_model.model.q.lora_{part}.weight": torch.full((2, 2), value) for part, value in (("A", 1.0), ("B", 0.0))}
+    save_file(adapter, tmp_path / "versions/000002" / ADAPTER)
+    assert result(run) is None, "with adapters, version 0 again has a hash of its own"
     await plain.close(run)
 
 

@@ -164,6 +164,18 @@ async def test_broken_tasks_are_left_out_and_the_run_goes_on(tmp_path: Path) -> 
     assert {index: reason for index, reason in dropped.items() if index in (1, 2, 3)} == dict.fromkeys((1, 2, 3), "broken_task")
 
 
+async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_run_does_not_make_again(tmp_path: Path) -> None:
+    recipe, policy = make_recipe(groups_per_step=2, extra_groups=3, group_size=2), Journaled(tmp_path / "journal.jsonl")
+    for _ in range(2):
+        async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+            await loop._roll_out(run)
+            assert run.store.indices() == (0, 1, 2, 3, 4), "every attempt is worth 1"
+            tasks = [group.task_id for group in run.store.groups(range(5))]
+            assert run.step_groups.taken(0, run.store) == range(5)
+        assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
+        assert len(policy.prompts) == 4 * 10
+
+
 async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path) -> None:
     family = Family(lambda index: replace(make_task(index), limits=Limits(episode_tokens=3)))
     recipe = make_recipe(groups_per_step=6, max_quarantined=2)

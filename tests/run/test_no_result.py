@@ -89,8 +89,8 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
             judged_by(same_for_all, tools=("pyhton",)),
             False,
             {
-                "task: TaskError: unknown tool 'pyhton' fix: use python, python_session, shell, submit, or a reference such as"
-                " mytools:search": 6
+                "task: TaskError: unknown tool 'pyhton' fix: use python, python_session, shell, submit, view, create, replace, insert,"
+                " search, or a reference such as mytools:search": 6
             },
             "nothing was scored: all 6 episodes of 1 step were left out (6 x task: TaskError: unknown tool 'pyhton'",
         ),

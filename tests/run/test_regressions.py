@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.compare import results
 from agentrl.errors import PluginError, UserError
-from agentrl.failure.case import Baseline, load_suite
+from agentrl.failure.case import Baseline, load_suite, save_case
 from agentrl.recipe import load
 from agentrl.reward import TaskScorer
 from agentrl.run import regressions
@@ -72,6 +72,7 @@ def test_every_case_has_a_verdict_and_the_exit_code_follows(project: Path) -> No
     assert [one["case"] for one in told["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
     bad = told["cases"][0]
     assert (bad["shown"]["tag"], bad["shown"]["turn"]) == ("wrong_answer", None), bad["shown"]
+    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes from its own case's threshold"
     assert bad["shown"]["answer"].startswith("fail") and "wanted pass" in bad["shown"]["evidence"] and bad["baseline"]["version"] == 3
 
     document = xml.fromstring((project / "out.xml").read_bytes())
@@ -112,6 +113,38 @@ def test_a_case_that_failed_reads_well_and_moves_no_cursor(project: Path) -> Non
     assert lines[at] == "failed    bad  0.00 of 1 in 1 attempt" and lines[at + 1] == "question  What is case bad?"
     assert lines[at + 2].startswith("answer    fail") and lines[at + 3].startswith("evidence  wanted pass")
     assert any(text.startswith("kept for  seen twice (anna)") for text in lines) and any("failures show" in text for text in lines)
+
+
+def test_a_case_whose_image_is_gone_is_unscored_and_the_others_are_asked(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("good_too", image="gone"))
+    code, printed = asked(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
+    assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in printed and "no sandbox image at gone" in printed, printed
+    assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
+
+
+def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"))
+    for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
+        done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
+        assert isinstance(done.exception, UserError), done.output
+        assert any(one in str(done.exception) for one in said.split("|")), done.exception
+        assert not (project / "r" / "recipe.json").exists(), "the folder holds no run"
+
+
+def test_a_pin_keeps_what_was_changed_meanwhile(project: Path) -> None:
+    suite = make_suite(project / "s", make_case("good"), make_case("flaky"), make_case("bad"))
+    given = cast(
+        Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
+    )
+    given.outcomes = [SimpleNamespace(case=case, mean=1.0, scores=(1.0,)) for case in suite.cases]
+    good, other = load_suite(suite.folder).cases[2], make_case("flaky")
+    save_case(suite.folder, replace(good, note="edited"))
+    save_case(suite.folder, replace(other, task=replace(other.task, data={"answer": "x"})))
+    (suite.folder / "cases" / "bad.json").unlink()
+    assert regressions.pin([given]) == 1
+    now = {case.id: case for case in load_suite(suite.folder).cases}
+    assert sorted(now) == ["flaky", "good"] and now["good"].note == "edited"
+    assert now["good"].baseline is not None and now["flaky"].baseline is None
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from agentrl import codec
 from agentrl.errors import DiskFull, LearnerError, LearnerHalted, SwapError, UserError
-from agentrl.experience import SqliteStore
+from agentrl.experience import SqliteStore, StepGroups
 from agentrl.failure import Capture, FaultRate
 from agentrl.files import sha256_file
 from agentrl.learner.failures import FailureLog
@@ -92,6 +92,7 @@ async def opened(run_dir: Path) -> Any:
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
         **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16), "suite": None},
         capture=Capture(run_dir, RECIPE.capture, origin={}),
+        step_groups=StepGroups.of(RECIPE.rollout),
     )
 
 

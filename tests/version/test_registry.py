@@ -18,7 +18,7 @@ from agentrl.errors import StoreError
 from agentrl.files import folder_manifest, sha256_file
 from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
-from agentrl.version import FolderRegistry
+from agentrl.version import FolderRegistry, rollback
 from tests.forking import FORKS
 
 CANDIDATE, SERVING, SERVED = VersionState.CANDIDATE, VersionState.SERVING, VersionState.SERVED
@@ -185,6 +185,16 @@ def test_prune_keeps_the_newest_the_base_the_serving_and_the_promoted(registry: 
     assert len(registry.versions()) == 8, "the history stays"
     assert registry.prune(keep=2) == ()
     assert registry.prune(keep=100) == ()
+
+
+def test_prune_lets_go_of_promotions_that_nothing_goes_back_to(registry: FolderRegistry) -> None:
+    for number in range(8):
+        publish(registry, number)
+        registry.set_state(number, PROMOTED)
+    one = registry.get(7)
+    rollback.ask(registry.folder, rollback.Request(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse"))
+    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the one that a request goes back to"
+    registry.verify(registry.get(3))
 
 
 def test_reconcile_forgets_what_the_checkpoint_does_not_know(registry: FolderRegistry) -> None:

@@ -1,0 +1,120 @@
+"""The calls of one turn: which of them run at the same time, what is left of the tools' budgets, and results in the order of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+from agentrl.agent.invoke import Called, call_tool
+from agentrl.agent.toolbox import Toolbox
+from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
+from agentrl.fields import json_object
+from agentrl.protocols import LiveEpisode
+from agentrl.records import ToolCall, ToolResult
+
+T = TypeVar("T")
+
+
+async def call_all(episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
+    """Runs the calls of one turn, up to a submitted answer (`episode.answer`) or a lost sandbox.
+
+    Neighbours whose tools say that they may run together do; every other call runs alone, after those before it.
+
+    Raises what `call_tool` raises; of several that run together, the first in their order.
+    """
+    results: list[ToolResult] = []
+    spent = calls_made(episode)
+    for batch in _batches(tools, calls):
+        due = [_refused(tools, call, spent) for call in batch]
+        for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, due), strict=True):
+            results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            if outcome.answer is not None or episode.sandbox_lost:
+                episode.answer = outcome.answer
+                return tuple(results)
+    return tuple(results)
+
+
+async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
+    """Runs one call of an agent in its episode. A tool that there is not is answered with the names of those that there are.
+
+    Args:
+        made: what `calls_made` gave when the turn began; the call is added.
+    """
+    refused = _refused(tools, call, made)
+    return (await _run(episode, tools, [call], [refused]))[0][0]
+
+
+def _batches(tools: Toolbox, calls: Sequence[ToolCall]) -> Iterator[list[ToolCall]]:
+    for together, group in groupby(calls, key=lambda call: call.name in tools and runs_together(tools[call.name])):
+        if together:
+            yield list(group)
+        else:
+            yield from ([call] for call in group)
+
+
+async def _run(
+    episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], refused: Sequence[ToolOutcome | None]
+) -> list[tuple[ToolOutcome, float]]:
+    """What each call came to, and its seconds; those that are refused are not made."""
+    made = [call for call, no in zip(calls, refused, strict=True) if no is None]
+    sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in made) else None
+
+    async def one(call: ToolCall) -> tuple[Called, float]:
+        tool, started = tools[call.name], time.monotonic()
+        arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
+        given = sandbox if tool.needs_sandbox else None
+        called = await call_tool(tool, arguments, given, episode.task.limits, turn=episode.turn_count)
+        return called, time.monotonic() - started
+
+    if not made:
+        return [(no, 0.0) for no in refused if no is not None]
+    with episode.running(sandbox):
+        done = iter([await one(made[0])] if len(made) == 1 else await _together([one(call) for call in made]))
+    outcomes: list[tuple[ToolOutcome, float]] = []
+    for no in refused:
+        if no is not None:
+            outcomes.append((no, 0.0))
+            continue
+        called, wall_s = next(done)
+        if called.failure is not None:
+            episode.add_failure(called.failure)
+        episode.sandbox_lost = episode.sandbox_lost or called.sandbox_lost
+        outcomes.append((called.outcome, wall_s))
+    return outcomes
+
+
+async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in the order of the calls, once all have ended. Raises what the first of them raised."""
+    running = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(running)
+    except BaseException:  # a cancellation: each of them ends within its grace
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        raise
+    failed = [task for task in running if task.cancelled() or task.exception() is not None]
+    return [task.result() for task in failed or running]
+
+
+def calls_made(episode: LiveEpisode) -> Counter[str]:
+    """Calls so far, by the tool's name, those that were refused included; of agents that act at the same time, up to their last turn."""
+    turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
+    return Counter(result.name for turn in turns for result in turn.tool_results)
+
+
+def _refused(tools: Toolbox, call: ToolCall, spent: Counter[str]) -> ToolOutcome | None:
+    """What a call is answered that is not made; None for one that is. It is counted either way."""
+    tool = tools.get(call.name)
+    if tool is None:
+        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+    spent[call.name[:64]] += 1
+    most = bounds_of(tool).calls
+    if most is None or spent[call.name[:64]] <= most:
+        return None
+    told = f"error: {tool.name} may be called {most} times in an episode, and has been: go on without it"
+    return ToolOutcome(output=told, ok=False)

@@ -1,0 +1,202 @@
+"""One request of an outside agent, whatever protocol it came in, and what is answered to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.fields import json_value
+from agentrl.records import Message, ToolCall
+
+MAX_BODY = 8 << 20
+"""Bytes of one request."""
+
+MAX_MESSAGES = 4096
+"""Messages of one request, and items of one message."""
+
+MAX_TOOLS = 512
+
+STATUS = {
+    "invalid": 400,
+    "unknown_field": 400,
+    "unsupported": 400,
+    "context_length": 400,
+    "turn_limit": 403,
+    "wrong_key": 401,
+    "ended": 403,
+    "unknown_model": 404,
+    "not_found": 404,
+    "too_large": 413,
+    "too_many": 429,
+    "failed": 503,
+}
+"""Why a request is refused, and the status of HTTP that says so. SDKs try 429 and 5xx again, and no other of these."""
+
+
+class Refused(Exception):
+    """A request that is not carried out. Each protocol says it in its own words."""
+
+    def __init__(self, kind: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.message, self.param = kind, message, param
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One message of a request. `call_ids` name the calls of an assistant's, `call_id` the call that a tool's answers."""
+
+    message: Message
+    call_ids: tuple[str, ...] = ()
+    call_id: str = ""
+    ok: bool = True  # of what a tool gave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for one completion. System messages at the head are apart: clients change them from request to request."""
+
+    model: str
+    system: tuple[str, ...]
+    messages: tuple[Said, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # in the form of chat completions
+    max_tokens: int | None = None
+    after: str = ""  # id of an answer of ours that the messages come after
+    retry: bool = False  # the client says that it asks once more
+    stream: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)  # of its protocol alone, for how the answer is written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A tool call of an answer, with the id that the client gives back."""
+
+    id: str
+    call: ToolCall
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps(dict(self.call.arguments), ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One completion. Tokens are counted as the policy saw them."""
+
+    id: str  # without the prefix that a protocol gives its ids
+    model: str
+    text: str
+    reasoning: str
+    calls: tuple[Called, ...]
+    cut: bool  # by its length
+    prompt_tokens: int
+    completion_tokens: int
+    created: int  # seconds since 1970
+
+
+def read_json(content: bytes) -> Any:
+    """The JSON of a body. Raises `Refused`."""
+    try:
+        return json.loads(content, parse_constant=_constant)
+    except (ValueError, RecursionError):
+        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
+
+
+def _constant(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """What a completion thinks and what it says: all up to `</think>`, and the rest."""
+    thought, closed, said = text.partition("</think>")
+    return (thought.replace("<think>", "", 1).strip(), said.strip()) if closed else ("", text)
+
+
+def fields(body: Any, known: Sequence[str], *, where: str = "") -> dict[str, Any]:
+    """An object that has no other keys than the known ones; `Refused` names the first one that is not."""
+    found = mapping(body, where or "the body")
+    if unknown := next((key for key in found if key not in known), None):
+        name = f"{where}.{unknown}"[-200:] if where else unknown[:200]
+        raise Refused("unknown_field", f"Unknown parameter: {name!a}.", param=ascii(name)[1:-1])
+    return found
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Refused("invalid", f"{where} must be an object.", param=where)
+    return value
+
+
+def listed(value: Any, where: str, *, most: int = MAX_MESSAGES) -> list[Any]:
+    if not isinstance(value, list):
+        raise Refused("invalid", f"{where} must be an array.", param=where)
+    if len(value) > most:
+        raise Refused("invalid", f"{where} has {len(value)} entries; at most {most} are taken.", param=where)
+    return value
+
+
+def text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise Refused("invalid", f"{where} must be a string.", param=where)
+    return value
+
+
+def whole(value: Any, where: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
+        raise Refused("invalid", f"{where} must be a positive integer.", param=where)
+    return value
+
+
+def flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool | None):
+        raise Refused("invalid", f"{where} must be true or false.", param=where)
+    return bool(value)
+
+
+def call(name: Any, arguments: Any, where: str) -> ToolCall:
+    """A call as a client gives it back: its arguments as an object, or as the text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise Refused("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
+    try:
+        return ToolCall(name=text(name, f"{where}.name"), arguments=mapping(arguments, f"{where}.arguments"))
+    except ValueError as error:
+        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+
+
+def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -> Said:
+    return Said(message=Message(role=role, content=content, tool_calls=tuple(calls)), **more)
+
+
+def function(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+    """A tool in the form of chat completions, which chat templates take."""
+    about = {"name": text(name, f"{where}.name"), "description": text(description or "", f"{where}.description")}
+    try:
+        schema = json_value(mapping({} if parameters is None else parameters, f"{where}.parameters"))
+        json_value(about)
+    except ValueError as error:
+        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
+    return {"type": "function", "function": {**about, "parameters": schema}}
+
+
+def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said, ...]]:
+    """The texts of the system messages at the head, and the messages after them."""
+    count = next((at for at, one in enumerate(messages) if one.message.role != "system"), len(messages))
+    return tuple(one.message.content for one in messages[:count]), tuple(messages[count:])
+
+
+def nothing_else(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses fields whose values ask for what is not done: `allowed` gives those that ask for nothing."""
+    for name, values in allowed.items():
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in values):
+            raise Refused("unsupported", f"Unsupported value: {name!r} of this value is not supported by this endpoint.", param=name)

@@ -1,0 +1,322 @@
+"""One session: the requests of one outside program, in one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.errors import TaskError
+from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, split_reasoning
+from agentrl.gateway.graph import Graph, Node, Place, turn_digest
+from agentrl.gateway.tokens import NotAppended, Tokens
+from agentrl.protocols import LiveEpisode, LiveTrajectory
+from agentrl.records import Blame, Failure, Message, ToolResult
+
+log = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 64
+"""Requests of one session that may be under way."""
+
+CHARS_PER_TOKEN = 64
+"""A conversation with more characters than this for each token that fits is too long, which is told without tokenizing it."""
+
+MAX_REFUSED = 1000
+"""Refusals after which a program has had its chances: its session is over."""
+
+MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
+
+
+@dataclass(slots=True, eq=False)
+class _Given:
+    """An answer that is being made or was made, and whether its client has got it."""
+
+    task: asyncio.Task[Answer]
+    waiting: int = 1  # clients that are there
+    delivered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Answers requests with what the episode's policy samples, and keeps every sampled token in one turn of the episode's tree.
+
+    `counts` says how often each thing happened: `answered`, `branch`, `restart`, `sub_agent`, `replayed`, and `refused_...` by reason.
+    """
+
+    episode: LiveEpisode
+    tokens: Tokens
+    models: tuple[str, ...]
+    on_busy: Callable[[bool], None] = lambda busy: None  # told when the first completion is begun and the last one made
+    counts: Counter[str] = field(default_factory=Counter)
+    fault: BaseException | None = None  # why nothing can be sampled any more: no fault of the program
+    limit: str = ""  # "turn_limit" once a request was refused for it; "refused" after too many refusals
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
+    ended: bool = False
+    _refused: int = 0
+    _graph: Graph = field(default_factory=Graph)
+    _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
+    _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
+    _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> tools and messages of its first request
+    _answered_at: dict[int, float] = field(default_factory=dict)
+
+    async def ask(self, asked: Asked, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
+        """An answer, and what to call once its client has it.
+
+        The same request again gets the same answer where nobody has got that yet, or where the client says that it asks once more.
+        Otherwise it is another attempt, and sampled anew.
+
+        Args:
+            gone: set when the client goes away; what is being sampled is kept for it.
+
+        Raises:
+            Refused: with the reason.
+        """
+        if self.ended or self.fault is not None or self.limit == "refused":
+            raise Refused("ended", "This session has ended.")
+        if asked.model not in self.models:
+            raise Refused(
+                "unknown_model", f"The model {asked.model[:100]!a} does not exist or you do not have access to it.", param="model"
+            )
+        if asked.after and not self._graph.knows(asked.after):
+            raise Refused("not_found", f"Previous response with id {asked.after[:100]!a} not found.", param="previous_response_id")
+        if not asked.messages and not asked.after:
+            raise Refused("invalid", "messages must hold a message that is not of the system.", param="messages")
+        place = self._graph.place(asked)
+        same = (place.digests[-1], place.system, place.tools, asked.max_tokens, asked.after)
+        given = self._given.get(same)
+        if given is not None and (asked.retry or not (given.waiting or given.delivered)) and not _failed(given.task):
+            self.counts["replayed"] += 1
+            given.waiting += 1
+        else:
+            given = self._given[same] = self._begin(asked, place)
+        return await self._wait(given, gone)
+
+    def refused(self, kind: str) -> None:
+        """Counts a request that was not carried out."""
+        self.counts[f"refused_{kind}"] += 1
+        self._refused += 1
+        if self._refused > MAX_REFUSED and not self.limit:
+            self.limit = "refused"
+            self.over.set()
+
+    def _begin(self, asked: Asked, place: Place) -> _Given:
+        """Takes the request's place in the tree at once, so that those after it see it; the completion comes later."""
+        if len(self._busy) >= MAX_AT_ONCE:
+            raise Refused("too_many", f"{MAX_AT_ONCE} requests of this session are under way; wait for one of them.")
+        if self.episode.turn_count + len(self._busy) >= self.episode.task.limits.turns:
+            self.limit = "turn_limit"
+            self.over.set()
+            raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
+        if (
+            sum(map(len, (*asked.system, *(one.message.content for one in asked.messages))))
+            > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens
+        ):
+            raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
+        line, place, prompt = self._line(asked, place)
+        line.add_prompt(prompt)
+        try:
+            limit = line.limit()
+        except TaskError as error:
+            self._broken(error)
+            raise Refused("context_length", error.message) from None
+        if limit:
+            line.end(limit)
+            raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
+        self._busy.add(line.index)
+        if len(self._busy) == 1:
+            self.on_busy(True)
+        task = asyncio.create_task(self._sampled(asked, place, line, len(prompt)), name=f"session {self.episode.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return _Given(task)
+
+    def _done(self, task: asyncio.Task[Answer]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at: its clients may all have gone away
+
+    def _line(self, asked: Asked, place: Place) -> tuple[LiveTrajectory, Place, tuple[int, ...]]:
+        """The trajectory that the request's turn goes into, and the tokens that come before the completion."""
+        before = place.before
+        if before is not None:
+            try:
+                return self._goes_on(place, before, self.tokens.delta([one.message for one in place.new], ended=before.ended))
+            except NotAppended:
+                place = _anew(asked, place)
+        messages = [Message(role="system", content=one) for one in asked.system] + [one.message for one in asked.messages]
+        if asked.after and place.kind != "root":
+            raise Refused("invalid", "The conversation cannot go on from that response with other tools or instructions.")
+        prompt = self.tokens.opening(messages, asked.tools)
+        first = self.episode.trajectories[0]
+        if place.kind == "root" and not self._shown:
+            line = first
+            line.describe(MAIN, messages)
+        else:
+            line = self.episode.open(self._name(place), parent=place.parent, prompt=messages)
+        if place.kind != "root":
+            self.counts[place.kind] += 1
+        self._shown[line.index] = (len(asked.tools), len(messages))
+        return line, place, prompt
+
+    def _goes_on(self, place: Place, before: Node, new: tuple[int, ...]) -> tuple[LiveTrajectory, Place, tuple[int, ...]]:
+        """In the turn's own trajectory where it is the last one there, else in a branch, which holds its context as tokens not trained."""
+        self._graph.answered(before)
+        if place.system_changed:
+            self.counts["system_kept"] += 1
+        line = before.line
+        if before.turn == len(line.turns) - 1 and line.index not in self._busy and not line.stop_reason:
+            seconds = max(0.0, time.monotonic() - self._answered_at.get(line.index, time.monotonic()))
+            line.add_results(_results(place.new, before), wall_s=seconds)
+            return line, place, new
+        self.counts["branch"] += 1
+        context = [token for turn in line.turns[: before.turn + 1] for token in (*turn.prompt_ids, *turn.completion_ids)]
+        branch = self.episode.open(self._name(place), parent=before.parent, prompt=[one.message for one in place.new])
+        self._shown[branch.index] = self._shown[line.index]
+        return branch, place, (*context, *new)
+
+    def _name(self, place: Place) -> str:
+        if place.kind == "sub_agent":
+            return SUB_AGENT
+        if place.parent is None:
+            return MAIN
+        return self.episode.trajectories[place.parent.trajectory].agent
+
+    async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int) -> Answer:
+        try:
+            completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
+            parsed = self.tokens.chat.parse(completion.token_ids)
+            line.add_turn(completion, parsed.message)
+        except Exception as error:
+            self._broken(error)
+            raise Refused("failed", "The policy cannot be asked at the moment.") from error
+        finally:
+            self._busy.discard(line.index)
+            if not self._busy:
+                self.on_busy(False)
+        self.counts["answered"] += 1
+        self.counts["malformed_call"] += bool(parsed.errors)
+        return self._kept(asked, place, line, new, completion.token_ids, completion.finish_reason)
+
+    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, ids: Sequence[int], finish: str) -> Answer:
+        message = line.turns[-1].message
+        known = {tool["function"]["name"] for tool in asked.tools}
+        self.counts["unknown_tool_called"] += sum(one.name not in known for one in message.tool_calls)
+        answer_id = secrets.token_hex(12)
+        calls = tuple(Called(id=f"call_{secrets.token_hex(12)}", call=one) for one in message.tool_calls)
+        last = self._graph.last(line)
+        before = (last.tokens if last is not None else 0) + new
+        node = Node(
+            line=line,
+            turn=len(line.turns) - 1,
+            digest=turn_digest(place.digests[-1], message.content, [(one.name, one.arguments) for one in message.tool_calls]),
+            system=place.system,
+            lengths=place.lengths,
+            tools=place.tools,
+            call_ids=tuple(one.id for one in calls),
+            tokens=before + len(ids),
+            ended=bool(ids) and ids[-1] in self.tokens.chat.stop_token_ids,
+            answer_id=answer_id,
+        )
+        self._graph.add(node, calls=len(calls))
+        self._answered_at[line.index] = time.monotonic()
+        reasoning, words = split_reasoning(message.content)
+        return Answer(
+            id=answer_id,
+            model=asked.model,
+            text=words,
+            reasoning=reasoning,
+            calls=calls,
+            cut=finish == "length",
+            prompt_tokens=before,
+            completion_tokens=len(ids),
+            created=int(time.time()),
+        )
+
+    async def _wait(self, given: _Given, gone: asyncio.Event | None) -> tuple[Answer, Callable[[], None]]:
+        def delivered() -> None:
+            given.delivered = True
+
+        left = asyncio.create_task(gone.wait()) if gone is not None else None
+        try:
+            await asyncio.wait({given.task} | ({left} if left else set()), return_when=asyncio.FIRST_COMPLETED)
+            if not given.task.done():
+                self.counts["client_gone"] += 1
+                raise Refused("failed", "The client has gone away.")
+            return given.task.result(), delivered
+        finally:
+            given.waiting -= 1
+            if left is not None:
+                left.cancel()
+
+    def _broken(self, error: BaseException) -> None:
+        if self.fault is None:
+            self.fault = error
+        self.over.set()
+
+    async def close(self) -> None:
+        """Ends the session: what is being sampled is dropped, and trajectories get the names that the whole of it shows. Idempotent."""
+        if self.ended:
+            return
+        self.ended = True
+        tasks = tuple(self._tasks)
+        self.counts["dropped"] += len(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._given.clear()
+        self._seal()
+
+    def _seal(self) -> None:
+        """Contexts of one turn without tools, which nothing goes on from, are calls beside the work: titles, summaries for a screen."""
+        lines = self.episode.trajectories
+        roots = [line for line in lines if line.index in self._shown and line.parent is None]
+        parents = {line.parent.trajectory for line in lines if line.parent is not None}
+        work = [line for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in parents]
+        for line in roots if work else ():
+            line.describe(MAIN if line in work else AUXILIARY)
+        theirs = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
+        refused = {name: count for name, count in theirs.items() if name not in ("failed", "ended")}
+        if refused:
+            text = ", ".join(f"{name} {count}" for name, count in sorted(refused.items()))
+            self.episode.add_failure(
+                Failure(stage="gateway", blame=Blame.POLICY, kind="requests_refused", message=text, turn=self.episode.turn_count)
+            )
+
+    def last_words(self) -> str | None:
+        """What the main agent said last; None: nothing."""
+        turns = [node for line in self.episode.trajectories if (node := self._graph.last(line)) is not None and line.agent == MAIN]
+        newest = max(turns, key=lambda node: self._answered_at[node.line.index], default=None)
+        return None if newest is None else split_reasoning(newest.line.turns[-1].message.content)[1]
+
+
+def _failed(task: asyncio.Task[Answer]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _anew(asked: Asked, place: Place) -> Place:
+    """The template cannot be continued with these messages: the same agent in a context that is rendered anew."""
+    return Place(
+        kind="restart",
+        before=None,
+        parent=place.parent,
+        new=asked.messages,
+        digests=place.digests,
+        system=place.system,
+        lengths=place.lengths,
+        tools=place.tools,
+    )
+
+
+def _results(new: Sequence[Said], before: Node) -> list[ToolResult]:
+    """What the program showed after a turn: the results of its calls, then all else."""
+    calls = before.line.turns[before.turn].message.tool_calls
+    names = dict(zip(before.call_ids, (one.name for one in calls), strict=True))
+    tools = [one for one in new if one.message.role == "tool"]
+    found = [ToolResult(name=names.get(one.call_id, "")[:64], output=one.message.content, ok=one.ok) for one in tools]
+    others = [one.message for one in new if one.message.role != "tool"]
+    return [*found, *(ToolResult(name=one.role[:64], output=one.content, ok=True) for one in others)]

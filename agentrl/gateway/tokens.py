@@ -1,0 +1,116 @@
+"""The exact tokens of a conversation that an outside program leads: the opening once, then what comes between two completions.
+
+The chat format is the run's (`agentrl.agent.ChatFormat` in a recipe); the gateway needs no more of it than `Chat` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from agentrl.errors import UserError
+from agentrl.gateway.asked import Refused
+from agentrl.records import Message, ToolCall
+
+
+class Parsed(Protocol):
+    """A completion as a message, and what was wrong with its tool calls."""
+
+    @property
+    def message(self) -> Message: ...
+
+    @property
+    def errors(self) -> tuple[str, ...]: ...
+
+
+class Chat(Protocol):
+    """The part of a chat format that the gateway needs."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
+
+    def tool_delta(self, outputs: Sequence[str]) -> tuple[int, ...]: ...
+
+    def parse(self, token_ids: Sequence[int]) -> Parsed: ...
+
+    def defang(self, text: str) -> str: ...
+
+
+class NotAppended(Exception):
+    """The chat template does not put these messages after a completion without changing what came before."""
+
+
+class Tokens:
+    """Messages of a program as tokens. Everything it says is hostile: no text of it becomes a control token."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self._stops = frozenset(chat.stop_token_ids)
+        self._asked = (Message(role="user", content="-"),)
+        self._turn = Message(role="assistant", content="-")
+        self._before = self._open(self._asked, ())
+        self._ends: dict[tuple[str, ...], int] = {}  # by roles: how many turns end in messages of these
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Ids of a whole context, up to where the completion begins. Raises `Refused` for what the template does not take."""
+        clean = [self._clean(one) for one in messages]
+        ids = self._open(clean, [_cleaned(one, self.chat) for one in tools])
+        self._check(ids, messages, tools)
+        return ids
+
+    def delta(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+        """Ids between a completion and the next one.
+
+        Args:
+            ended: whether the completion's last token is the one that ends a turn; else it comes first.
+
+        Raises:
+            NotAppended: the context has to be rendered anew.
+            Refused: the template does not take these messages.
+        """
+        begin = () if ended else self.chat.stop_token_ids[:1]
+        if messages and all(one.role == "tool" for one in messages):
+            return (*begin, *self.chat.tool_delta([one.content for one in messages]))
+        whole = self._open([*self._asked, self._turn, *map(self._clean, messages)], ())
+        if whole[: len(self._before)] != self._before:
+            raise NotAppended
+        end = next((at for at in range(len(self._before), len(whole)) if whole[at] in self._stops), None)
+        if end is None:
+            raise NotAppended
+        self._check(whole, [*self._asked, self._turn, *messages], ())
+        return (*begin, *whole[end + 1 :])
+
+    def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        try:
+            return self.chat.opening(messages, tools)
+        except UserError as error:
+            raise Refused("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
+
+    def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """A tokenizer may find the end of a turn in letters that it holds to be the same; then nothing of it is taken."""
+        roles = (*(one.role for one in messages), "tools" if tools else "")
+        if roles not in self._ends:
+            plain = [Message(role=one.role, content="-") for one in messages]
+            named = [{"type": "function", "function": {"name": "a", "description": "", "parameters": {}}}] if tools else []
+            self._ends[roles] = self._count(self._open(plain, named))
+            if len(self._ends) > 256:
+                self._ends.pop(next(iter(self._ends)))
+        if self._count(ids) != self._ends[roles]:
+            raise Refused("invalid", "A message reads as control tokens of the model.")
+
+    def _count(self, ids: Sequence[int]) -> int:
+        return sum(map(self._stops.__contains__, ids))
+
+    def _clean(self, message: Message) -> Message:
+        calls = [ToolCall(name=self.chat.defang(one.name), arguments=_cleaned(one.arguments, self.chat)) for one in message.tool_calls]
+        return Message(role=message.role, content=self.chat.defang(message.content), tool_calls=tuple(calls))
+
+
+def _cleaned(value: Any, chat: Chat) -> Any:
+    if isinstance(value, str):
+        return chat.defang(value)
+    if isinstance(value, Mapping):
+        return {chat.defang(key): _cleaned(one, chat) for key, one in value.items()}
+    return [_cleaned(one, chat) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,258 @@
+"""The recipes of a pretrained model on several seeds: success by kind, with and without the tool, time, memory, where a step's seconds go.
+
+    python benchmarks/real_model.py                                          # recipes/smollm2.py, seeds 0 1 2
+    python benchmarks/real_model.py --recipe recipes/smollm2_lora.py --seeds 0
+    python benchmarks/real_model.py --page docs/a-real-model.md              # writes table and picture from what has been run; runs nothing
+
+Each seed is one whole run in a folder of its own under `--runs`, then an evaluation of its model without the tool; what is finished there
+is read, not made again, so an interrupted benchmark goes on where it stopped. Memory is the largest sum of the proportional set sizes of
+all processes of the run, sampled every two seconds; Docker's own daemon is not in it. Exit status 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.contest.ours import parts  # noqa: E402
+from benchmarks.quickstart import timed  # noqa: E402
+
+RECIPES = ("recipes/smollm2.py", "recipes/smollm2_lora.py")
+NO_TOOL = "evals/smollm2_no_tool.py"
+BEGIN, END = "<!-- made by benchmarks/real_model.py --page: begin -->", "<!-- made by benchmarks/real_model.py --page: end -->"
+MINUTES, GIB, AFTER, KIND_AFTER, KIND_BEFORE = 45.0, 12.0, 0.90, 0.85, 0.02
+PARTS = {"rollout": "rollouts", "update": "update", "sync": "checkpoint, publishing, swap"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One finished run: its summary, its evaluations by split and kind, the figures of its steps, and its model without the tool."""
+
+    recipe: str
+    seed: int
+    wall_s: float
+    peak_gib: float
+    note: str
+    machine: str
+    parts: dict[str, float]
+    summary: dict[str, Any]
+    phases: dict[str, Any]
+    steps: list[dict[str, Any]]
+    no_tool: dict[str, Any]
+
+    def rate(self, phase: str, split: str) -> dict[str, float]:
+        return self.phases[phase][split]  # type: ignore[no-any-return]
+
+    def missed(self) -> list[str]:
+        """The targets that this run did not reach, in words."""
+        found = []
+        if self.wall_s > MINUTES * 60:
+            found.append(f"{self.wall_s / 60:.1f} minutes")
+        if self.peak_gib > GIB:
+            found.append(f"{self.peak_gib:.1f} GiB")
+        if self.rate("after", "heldout")["value"] < AFTER:
+            found.append(f"held-out {self.rate('after', 'heldout')['value']:.2f}")
+        kinds = self.phases["before"]["heldout"]["by_kind"], self.phases["after"]["heldout"]["by_kind"]
+        for kind, before in kinds[0].items():
+            if before["value"] > KIND_BEFORE and kinds[1][kind]["value"] < KIND_AFTER:
+                found.append(f"{kind} {kinds[1][kind]['value']:.2f}")
+        if self.rate("after", "heldout_real")["ci_high"] < self.rate("before", "heldout_real")["value"]:
+            found.append("worse on kinds never trained")
+        return found
+
+
+def machine() -> str:
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
+def evaluated(folder: Path, *options: str) -> dict[str, Any]:
+    """What the model gives without the tool, by split; read where it has been asked before."""
+    kept = folder / "no_tool.json"
+    if not kept.exists():
+        print(f"without the tool: {' '.join(options) or 'as published'}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "agentrl", "eval", NO_TOOL, *options, "--json", "--run-dir", str(folder / "no_tool")]
+        said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+        folder.mkdir(parents=True, exist_ok=True)
+        kept.write_text(said)
+    return json.loads(kept.read_text())  # type: ignore[no-any-return]
+
+
+def run_seed(recipe: str, seed: int, runs: Path, note: str, overrides: list[str]) -> None:
+    """Runs one seed to its end, and asks its model once more without the tool."""
+    folder = runs / f"{Path(recipe).stem}-{seed}"
+    outcome = folder / "benchmark.json"
+    if not outcome.exists():
+        resume = ["--resume"] if (folder / "recipe.json").exists() else []
+        wall_s, peak = timed([sys.executable, recipe, f"seed={seed}", *overrides, "--run-dir", str(folder), *resume])
+        said = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "machine": machine()}
+        outcome.write_text(json.dumps({**said, "resumed": bool(resume)}))
+    evaluated(folder, "--model", str(folder / "model"))
+
+
+def read(folder: Path) -> Outcome:
+    measured = json.loads((folder / "benchmark.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = list({line["step"]: line for line in lines if "episodes" in line}.values())
+    return Outcome(
+        recipe=measured["recipe"],
+        seed=measured["seed"],
+        wall_s=measured["wall_s"],
+        peak_gib=measured["peak_gib"],
+        note=measured["note"] + ("; interrupted and resumed, minutes are of the last part" if measured["resumed"] else ""),
+        machine=measured["machine"],
+        summary=json.loads((folder / "summary.json").read_text()),
+        phases=json.loads((folder / "evaluations.json").read_text()),
+        parts=parts(folder, steps, None),
+        steps=steps,
+        no_tool=json.loads((folder / "no_tool.json").read_text()),
+    )
+
+
+def told(rate: dict[str, float]) -> str:
+    return f"{rate['value']:.2f} [{rate['ci_low']:.2f}, {rate['ci_high']:.2f}]"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def success(outcomes: list[Outcome]) -> str:
+    """A row for what was evaluated, a column for before and each run."""
+    splits = {"heldout": "held-out problems of the trained kinds", "heldout_real": "kinds that were never trained"}
+    rows = []
+    for split, words in splits.items():
+        first = outcomes[0].rate("before", split)
+        rows.append([f"{words} ({first['n']:.0f})", told(first), *(told(one.rate("after", split)) for one in outcomes)])
+        for kind, before in first["by_kind"].items():  # type: ignore[attr-defined]
+            after = [one.phases["after"][split]["by_kind"][kind]["value"] for one in outcomes]
+            rows.append([f"`{kind}` ({before['n']:.0f})", f"{before['value']:.2f}", *(f"{value:.2f}" for value in after)])
+    return markdown(["", "before", *(f"{Path(one.recipe).stem}, seed {one.seed}" for one in outcomes)], rows)
+
+
+def cost(outcomes: list[Outcome]) -> str:
+    head = [
+        "run",
+        "minutes",
+        "peak GiB",
+        "steps",
+        "tokens trained",
+        "median seconds a step",
+        *PARTS.values(),
+        "probe max",
+        "targets missed",
+    ]
+    rows = []
+    for one in outcomes:
+        rows.append(
+            [
+                f"{Path(one.recipe).stem}, seed {one.seed}",
+                f"{one.wall_s / 60:.1f}",
+                f"{one.peak_gib:.1f}",
+                str(one.summary["steps"]),
+                f"{one.summary['tokens_trained']:,}",
+                f"{statistics.median(line['step_s'] for line in one.steps):.0f}",
+                *(f"{one.parts[name] / len(one.steps):.1f}" for name in PARTS),
+                f"{one.summary['swap_probe_max_abs_diff']:.0e}",
+                ", ".join(one.missed()) or "none",
+            ]
+        )
+    return markdown(head, rows)
+
+
+def without_tool(outcomes: list[Outcome], base: dict[str, Any]) -> str:
+    rows = [["as published", *(told(base[split]) for split in ("heldout", "heldout_real"))]]
+    for one in outcomes:
+        rows.append([f"{Path(one.recipe).stem}, seed {one.seed}", *(told(one.no_tool[split]) for split in ("heldout", "heldout_real"))])
+    return markdown(["without the tool", "trained kinds", "kinds never trained"], rows)
+
+
+def picture(outcomes: list[Outcome], path: Path) -> None:
+    """Reward of the sampled episodes by step, and held-out success before and after, a line a run."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "agentrl"
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=[2, 1], layout="constrained")
+    for number, one in enumerate(outcomes):
+        name, color = f"{Path(one.recipe).stem}, seed {one.seed}", f"C{number}"
+        steps = [line["step"] for line in one.steps if line.get("reward_mean") is not None]
+        left.plot(steps, [line["reward_mean"] for line in one.steps if line.get("reward_mean") is not None], color=color, label=name)
+        for split, style in (("heldout", "-"), ("heldout_real", "--")):
+            rates = [one.rate(phase, split) for phase in ("before", "after")]
+            values = [rate["value"] for rate in rates]
+            bounds = [[rate["value"] - rate["ci_low"] for rate in rates], [rate["ci_high"] - rate["value"] for rate in rates]]
+            places = [number * 0.06, 1 + number * 0.06]
+            right.errorbar(places, values, yerr=bounds, fmt="o" + style, color=color, capsize=3, markersize=4)
+    left.set(xlabel="step of 64 episodes", ylabel="mean reward, sampled", ylim=(0, 1.02))
+    left.legend(frameon=False, loc="lower right")
+    right.set(xticks=[0, 1], xticklabels=["before", "after"], ylabel="success, greedy", ylim=(0, 1.02), xlim=(-0.2, 1.4))
+    right.set_title("trained kinds (solid), never trained (dashed)", fontsize=9)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def page(outcomes: list[Outcome], base: dict[str, Any]) -> str:
+    notes = sorted({one.note for one in outcomes if one.note})
+    versions = ", ".join(f"{name} {number}" for name, number in outcomes[0].summary["versions"].items())
+    lines = [
+        f"Made by `python benchmarks/real_model.py`. Machine: {outcomes[0].machine}; sandbox: {outcomes[0].summary['sandbox_backend']}. "
+        f"{versions}. {' '.join(notes)}".strip(),
+        "Greedy, one attempt a problem; 95% Wilson intervals for rows of more than one kind.",
+        success(outcomes),
+        f"Targets: at most {MINUTES:.0f} minutes and {GIB:.0f} GiB, held-out {AFTER:.2f} or more, every kind that starts above "
+        f"{KIND_BEFORE:.2f} at {KIND_AFTER:.2f} or more, no worse on kinds never trained. Parts are mean seconds of a step.",
+        cost(outcomes),
+        without_tool(outcomes, base),
+        "![Reward by step, success before and after](images/real-model.svg)",
+    ]
+    return "\n\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real-model", help="where the run folders go")
+    parser.add_argument("--note", default="", help="a sentence about the machine that the result keeps, such as: Other work ran meanwhile.")
+    parser.add_argument("--page", type=Path, default=None, help="write what has been run into this page; run nothing")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    if args.page is None:
+        evaluated(args.runs)
+        for seed in args.seeds:
+            run_seed(args.recipe, seed, args.runs, args.note, args.overrides)
+    outcomes = [read(path.parent) for recipe in RECIPES for path in sorted(args.runs.glob(f"{Path(recipe).stem}-*/no_tool.json"))]
+    outcomes = [one for one in {(one.recipe, one.seed): one for one in outcomes}.values() if (args.runs / "no_tool.json").exists()]
+    if not outcomes:
+        sys.exit(f"error: no finished run in {args.runs}\nfix: python benchmarks/real_model.py")
+    text = page(outcomes, json.loads((args.runs / "no_tool.json").read_text()))
+    print(text)
+    if args.page is not None:
+        before, _, rest = args.page.read_text().partition(BEGIN)
+        args.page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+        picture(outcomes, args.page.parent / "images" / "real-model.svg")
+    sys.exit(1 if any(one.missed() for one in outcomes) else 0)
+
+
+if __name__ == "__main__":
+    main()

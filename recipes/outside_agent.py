@@ -1,0 +1,31 @@
+"""An agent program of its own, trained unchanged: it asks an OpenAI endpoint for completions, which is the gateway.
+
+    agentrl train recipes/outside_agent.py
+    agentrl train recipes/outside_agent.py rollout.agent_options.port=8791 tasks.options.network=127.0.0.1:8791
+
+The program is `recipes/agents/tables_stdlib.py`, the same as `tables_sdk.py` beside it but for the SDK, which the sandbox's image does not
+have. It runs in the episode's sandbox, brings its own tools, and reaches the gateway alone. Policy, tasks and evaluation are the
+quickstart's. docs/bring-your-own-agent.md puts another program in its place.
+"""
+
+from recipes.quickstart import recipe as base
+
+ADDRESS = "127.0.0.1:8790"
+
+recipe = base.but(
+    {
+        "name": "outside-agent",
+        "tasks.options": {"network": ADDRESS},
+        "rollout.agent": "agentrl.gateway:Outside",
+        "rollout.agent_options": {
+            "command": ["python3", "-I", "agent.py"],
+            "files": {"agent.py": "recipes/agents/tables_stdlib.py"},
+            "port": int(ADDRESS.rpartition(":")[2]),
+        },
+    }
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

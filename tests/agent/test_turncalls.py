@@ -1,0 +1,136 @@
+"""The calls of a turn: together where tools allow it, in order always, and within the budgets of their tools."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl.agent import load_tools, tool
+from agentrl.agent.tools import Bounds
+from agentrl.errors import InfrastructureError, PluginError
+from agentrl.protocols import Sandbox
+from agentrl.records import Limits, Task
+from agentrl.testing import ScriptedPolicy
+from tests.agent.test_tools import call
+
+running: list[str] = []  # at this moment
+seen: list[list[str]] = []  # what ran when each call began
+
+
+async def _runs(name: str, seconds: float) -> str:
+    running.append(name)
+    seen.append(sorted(running))
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        running.remove(name)
+    return name
+
+
+@tool(together=True)
+async def fetch(name: str, seconds: float = 0.02) -> str:
+    """Fetch something."""
+    if name == "broken":
+        raise InfrastructureError("the line is down")
+    return await _runs(name, seconds)
+
+
+@tool(calls=2, output_chars=5, timeout_s=0.1)
+async def dear(name: str, seconds: float = 0.0) -> str:
+    """Do what costs."""
+    return await _runs(name, seconds)
+
+
+@dataclass
+class Counts:
+    """Made once for an episode, however many calls ask for it at the same time."""
+
+    made: ClassVar[int] = 0
+    told: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        Counts.made += 1
+
+    @tool(together=True)
+    async def tell(self, name: str) -> int:
+        """Tell it something."""
+        self.told.append(name)
+        return len(self.told)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    running.clear()
+    seen.clear()
+    Counts.made = 0
+
+
+async def play(make_runner: Any, tokenizer: Any, task: Task, *turns: str) -> Any:
+    limits = replace(task.limits, turns=9, turn_tokens=1200, episode_tokens=9000)
+    names = tuple(f"{__name__}:{name}" for name in ("fetch", "dear", "Counts"))
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, *turns, call("submit", answer="1")))
+    return await replace(runner, max_model_len=9000).run(replace(task, tools=(*names, "submit"), limits=limits), episode_id="e")
+
+
+async def test_what_may_run_together_does_and_results_keep_their_order(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    calls = [call("fetch", name="a", seconds=0.06), call("fetch", name="b"), call("dear", name="c"), call("fetch", name="d")]
+    episode = await play(make_runner, tokenizer, task, "".join(calls) + call("nosuch", x="1") + call("fetch", name="e"))
+    turn = episode.trajectories[0].turns[0]
+    assert [result.output for result in turn.tool_results[:4]] == ["a", "b", "c", "d"] and turn.tool_results[5].output == "e"
+    assert seen == [["a"], ["a", "b"], ["c"], ["d"], ["e"]] and "no tool 'nosuch'" in turn.tool_results[4].output
+    assert turn.tool_results[0].wall_s > turn.tool_results[1].wall_s > 0
+
+
+async def test_tools_that_keep_state_have_one_for_calls_that_run_together(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    episode = await play(make_runner, tokenizer, task, "".join(call("tell", name=name) for name in "abc"))
+    assert [result.output for result in episode.trajectories[0].turns[0].tool_results] == ["1", "2", "3"] and Counts.made == 1
+
+
+async def test_a_fault_among_calls_that_run_together_is_raised_when_all_have_ended(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    episode = await play(make_runner, tokenizer, task, call("fetch", name="a") + call("fetch", name="broken") + call("fetch", name="b"))
+    assert episode.left_out and [failure.message for failure in episode.failures] == ["the line is down"]
+    assert not running
+
+
+async def test_the_episodes_end_ends_calls_that_run_together(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    task = replace(task, limits=replace(task.limits, wall_s=0.4))
+    episode = await play(make_runner, tokenizer, task, call("fetch", name="a", seconds=8.0) + call("fetch", name="b", seconds=8.0))
+    assert episode.trajectories[0].stop_reason == "wall_limit" and not running
+
+
+async def test_a_budget_is_of_the_episode_and_the_agent_is_told(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    turns = [call("dear", name="x" * 100) + call("dear"), call("dear", name="a"), call("dear", name="b") + call("fetch", name="c")]
+    episode = await play(make_runner, tokenizer, task, *turns)
+    first, *later = [[result.output for result in turn.tool_results] for turn in episode.trajectories[0].turns]
+    assert first[0] == "xx\n... 96 characters cut ...\nxx" and "name: Field required" in first[1], "a call with wrong arguments is one"
+    told = "error: dear may be called 2 times in an episode, and has been: go on without it"
+    assert later[:2] == [[told], [told, "c"]] and seen == [["x" * 100], ["c"]]
+
+
+async def test_a_deadline_of_its_own(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    episode = await play(make_runner, tokenizer, task, call("dear", name="a", seconds=5.0))
+    assert episode.trajectories[0].turns[0].tool_results[0].output == "error: dear gave no result within 0.1 s"
+    assert [failure.kind for failure in episode.failures] == ["tool_timeout"] and not episode.left_out
+
+
+def test_bounds_are_laid_over_limits_and_over_each_other() -> None:
+    limits = Limits(tool_output_chars=50)
+    over = Bounds(output_chars=500).over(limits)
+    assert (over.tool_output_chars, over.tool_timeout_s, over.all_output_chars) == (500, 10.0, 1000), "the episode's whole stays"
+    assert Bounds(calls=1, timeout_s=2.0).but(Bounds(calls=3)) == Bounds(calls=3, timeout_s=2.0)
+    with pytest.raises(PluginError, match="calls=0"):
+        tool(calls=0)
+
+
+def test_programs_of_a_sandbox_never_run_together() -> None:
+    with pytest.raises(PluginError, match="programs run one at a time"):
+        load_tools((f"{__name__}:both",))
+
+
+@tool(together=True)
+async def both(box: Sandbox) -> str:
+    """Ask for the impossible."""
+    return box.id

@@ -1,0 +1,106 @@
+"""Driver and learner agree on the groups of a step, whatever finishes first and whoever dies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.experience import SqliteStore, StepGroups
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
+from agentrl.rollout import left_out_group
+
+
+def group(index: int, *scores: float) -> Group:
+    episodes = tuple(
+        ScoredEpisode(episode=Episode(id=f"g{index}-{n}", task_id="t", task_key="k", trajectories=()), score=Score(value=value))
+        for n, value in enumerate(scores)
+    )
+    return Group(index=index, task_id="t", task_key="k", episodes=episodes)
+
+
+class Stored:
+    """What the learner sees of a store: groups by index."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Group] = {}
+        self.read: list[int] = []
+
+    def has(self, index: int) -> bool:
+        return index in self.found
+
+    def groups(self, indices: Any) -> tuple[Group, ...]:
+        self.read += list(indices)
+        return tuple(self.found[index] for index in indices)
+
+
+def roll_out(steps: StepGroups, step: int, store: Stored, outcomes: Any, stop_after: int) -> None:
+    """As `agentrl.run.rollouts.make_step`: groups end in the order that `outcomes` draws; the driver dies after some of them."""
+    waiting = iter(steps.indices(step))
+    running = [next(waiting) for _ in range(steps.per_step)]
+    while running and stop_after:
+        index = running.pop(outcomes(0, len(running) - 1))
+        if not store.has(index):
+            store.found[index] = group(index, 1.0, float(outcomes(0, 1)))
+            stop_after -= 1
+        if not steps.preference(store.found[index]) and (another := next(waiting, None)) is not None:
+            running.append(another)
+
+
+@settings(max_examples=60, deadline=None)
+@given(per_step=st.integers(1, 5), extra=st.integers(0, 5), step=st.integers(0, 3), data=st.data())
+def test_the_learner_takes_exactly_what_the_driver_made_also_when_it_died_on_the_way(
+    per_step: int, extra: int, step: int, data: st.DataObject
+) -> None:
+    store = Stored()
+
+    def outcomes(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    for stop_after in (outcomes(0, 4), outcomes(0, 4), 100):
+        driver = StepGroups(per_step, extra)
+        roll_out(driver, step, store, outcomes, stop_after)
+        taken = StepGroups(per_step, extra).taken(step, cast(Any, store))
+        if taken is not None:
+            assert list(taken) == sorted(store.found), "all that was made, and nothing is left over"
+            break
+    with_preference = sum(len({one.score.value for one in found.scored}) > 1 for found in store.found.values())
+    assert taken is not None and taken.start == step * (per_step + extra)
+    assert with_preference == per_step or len(taken) == per_step + extra
+
+
+def test_without_extra_groups_no_group_is_read_to_know_whether_a_step_is_whole() -> None:
+    store, steps = Stored(), StepGroups(2)
+    store.found = {2: group(2, 0.0, 0.0)}
+    assert steps.taken(1, cast(Any, store)) is None
+    store.found[3] = group(3, 1.0, 1.0)
+    assert steps.taken(1, cast(Any, store)) == range(2, 4) and store.read == []
+
+
+def test_a_group_that_says_nothing_gets_another_and_is_read_once(tmp_path: Any) -> None:
+    broken = Failure(stage="s", blame=Blame.TASK, kind="k", message="")
+    store, steps = SqliteStore(tmp_path / "x.sqlite"), StepGroups(2, 3, min_group_size=2)
+    store.put(group(0, 1.0, 0.0))
+    store.put(left_out_group(1, "t", "k", broken, size=2))  # no attempt at all
+    assert steps.taken(0, store) is None
+    store.put(group(2, 1.0))  # one attempt alone has no baseline
+    store.put(group(3, 0.5, 0.5))
+    assert steps.taken(0, store) is None
+    store.put(group(4, 0.0, 0.0))  # and here the block ends
+    assert steps.taken(0, store) == range(5)
+    store.close()
+    assert steps.taken(0, cast(Any, SimpleNamespace(has=lambda index: False))) == range(5), "what was read is known"
+
+
+@given(per_step=st.integers(1, 6), extra=st.integers(0, 6))
+def test_tasks_are_those_of_a_run_without_extra_groups_and_each_index_has_its_own(per_step: int, extra: int) -> None:
+    steps = StepGroups(per_step, extra)
+    indices = [index for step in range(4) for index in steps.indices(step)]
+    assert indices == list(range(len(indices))) and [steps.step_of(index) for index in indices] == sorted(
+        list(range(4)) * (per_step + extra)
+    )
+    positions = [steps.position(index) for index in indices]
+    assert len(set(positions)) == len(positions)
+    assert [position for position in positions if position < 1 << 30] == list(range(4 * per_step))

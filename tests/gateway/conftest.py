@@ -1,0 +1,92 @@
+"""Episodes that an outside program leads: a coroutine with a real SDK, at a real server on loopback, before a scripted policy."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from agentrl.agent import ChatFormat
+from agentrl.gateway import Gateway, Session, Tokens
+from agentrl.objective import counted_samples
+from agentrl.protocols import LiveEpisode
+from agentrl.records import Episode, Group, Limits, Score, ScoredEpisode, Task
+from agentrl.rollout import EpisodeRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.episodes import task, tokenizer
+
+__all__ = ["task", "tokenizer"]
+
+Program = Callable[[str, str], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class Led:
+    """An agent that gives a program its address and key."""
+
+    tokens: Tokens
+    program: Program
+    gateway: Gateway = field(default_factory=Gateway)
+    sessions: list[Session] = field(default_factory=list)
+
+    async def act(self, episode: LiveEpisode) -> str:
+        session = Session(episode=episode, tokens=self.tokens, models=("policy",))
+        self.sessions.append(session)
+        async with self.gateway.session(session) as key:
+            await self.program(self.gateway.url, key)
+        episode.answer = session.last_words()
+        return "answered"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What an episode became, and what its session counted."""
+
+    episode: Episode
+    session: Session
+    policy: ScriptedPolicy
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: count for name, count in self.session.counts.items() if count}
+
+    def trained_once(self) -> bool:
+        """Whether the samples train the tokens that were sampled, each once, after exactly what the policy was shown."""
+        group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=self.episode, score=Score(value=1.0)),))
+        trained: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for sample in counted_samples([group]):
+            edges = [at for at in range(1, len(sample.token_ids)) if sample.loss_mask[at] and not sample.loss_mask[at - 1]]
+            for edge in edges:
+                end = next((at for at in range(edge, len(sample.token_ids)) if not sample.loss_mask[at]), len(sample.token_ids))
+                trained.append((sample.token_ids[:edge], sample.token_ids[edge:end]))
+        turns = [turn.completion_ids for line in self.episode.trajectories for turn in line.turns]
+        return sorted(one for one, _ in trained) == sorted(self.policy.prompts) and sorted(ids for _, ids in trained) == sorted(turns)
+
+
+@pytest.fixture
+def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
+    """Runs one episode; `script` gives what the policy says at its n-th request."""
+    chat = ChatFormat(tokenizer)
+    roomy = replace(task, tools=(), limits=Limits(turns=40, turn_tokens=400, episode_tokens=20000, wall_s=30.0))
+
+    async def led(
+        program: Program, *said: str, script: Callable[[int, str], str] | None = None, gateway: Gateway | None = None, **limits: Any
+    ) -> Outcome:
+        policy = ScriptedPolicy(tokenizer, script or (lambda turn, _: said[turn]))
+        agent = Led(Tokens(chat), program, gateway or Gateway())
+        runner = EpisodeRunner(
+            agent=agent,
+            policy=policy,
+            sandboxes=ScriptedSandboxes(printing("")),
+            sampling=Sampling(),
+            max_model_len=20000,
+            request_timeout_s=60.0,
+        )
+        episode = await runner.run(replace(roomy, limits=replace(roomy.limits, **limits)), episode_id="e")
+        return Outcome(episode, agent.sessions[0], policy)
+
+    return led

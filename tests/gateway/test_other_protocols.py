@@ -1,0 +1,134 @@
+"""The Anthropic SDK, and the OpenAI SDK's Responses, unchanged: the same episodes as over chat completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from agentrl.records import ToolResult
+from tests.gateway.test_chat_completions import calls, client
+
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+LOOK: Any = {"name": "look", "description": "Looks.", "input_schema": SCHEMA}
+CALLABLE: Any = {"type": "function", "name": "look", "description": "Looks.", "parameters": SCHEMA, "strict": None}
+SAID = ("<think>hm</think>I look." + calls("look", at="é") + calls("look", at="b"), "It is é.", "Yes.")
+
+
+def one_line(outcome: Any) -> list[tuple[ToolResult, ...]]:
+    """The results shown after each turn of an episode that is one trajectory of exact tokens."""
+    assert not outcome.episode.failures
+    [line] = outcome.episode.trajectories
+    assert outcome.trained_once() and [turn.message.content for turn in line.turns] == ["<think>hm</think>I look.", *SAID[1:]]
+    assert outcome.episode.answer == "Yes."
+    return [turn.tool_results for turn in line.turns]
+
+
+def claude(url: str, key: str) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+async def test_anthropic_messages(lead: Any, streams: bool) -> None:
+    async def program(url: str, key: str) -> None:
+        async with claude(url, key) as sdk:
+            messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "look", "cache_control": {"type": "ephemeral"}}]}]
+
+            async def ask() -> Any:
+                given: Any = {"model": "policy", "max_tokens": 300, "messages": messages, "tools": [LOOK], "system": "Be brief."}
+                given["thinking"] = {"type": "enabled", "budget_tokens": 1024}
+                if not streams:
+                    return await sdk.messages.create(**given)
+                async with sdk.messages.stream(**given) as stream:
+                    return await stream.get_final_message()
+
+            made = await ask()
+            assert [block.type for block in made.content] == ["thinking", "text", "tool_use", "tool_use"]
+            assert made.stop_reason == "tool_use" and made.content[2].input == {"at": "é"} and made.usage.output_tokens > 0
+            shown = [
+                block.model_dump(include={"type", "text", "id", "name", "input"}) for block in made.content[1:]
+            ]  # the reasoning is dropped
+            results = [
+                {"type": "tool_result", "tool_use_id": made.content[2].id, "content": [{"type": "text", "text": "A"}]},
+                {"type": "tool_result", "tool_use_id": made.content[3].id, "content": "none", "is_error": True},
+            ]
+            messages += [{"role": "assistant", "content": shown}, {"role": "user", "content": results}]
+            made = await ask()
+            assert made.stop_reason == "end_turn"
+            messages += [{"role": "assistant", "content": made.content[0].text}, {"role": "user", "content": "sure?"}]
+            await ask()
+
+    results = one_line(await lead(program, *SAID))
+    assert [(one.name, one.output, one.ok) for one in results[0]] == [("look", "A", True), ("look", "none", False)]
+    assert [(one.name, one.output) for one in results[1]] == [("user", "sure?")]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("refers", [False, True], ids=["all-items", "previous-response"])
+async def test_openai_responses(lead: Any, streams: bool, refers: bool) -> None:
+    async def program(url: str, key: str) -> None:
+        async with client(url, key) as sdk:
+            items: list[Any] = []
+
+            async def ask(*new: Any, after: Any = None) -> Any:
+                items.extend(new)
+                more = {"input": list(new), "previous_response_id": after.id if after else None} if refers else {"input": items}
+                given: Any = {"model": "policy", "tools": [CALLABLE], "instructions": "Be brief.", "store": refers, **more}
+                if not streams:
+                    made = await sdk.responses.create(**given)
+                else:
+                    async with sdk.responses.stream(**{name: one for name, one in given.items() if one is not None}) as stream:
+                        made = await stream.get_final_response()
+                kept = ({"type", "role", "content", "call_id", "name", "arguments"}, "reasoning")
+                items.extend(one.model_dump(include=kept[0]) for one in made.output if one.type != kept[1])
+                return made
+
+            made = await ask({"role": "user", "content": "look"})
+            assert [one.type for one in made.output] == ["reasoning", "message", "function_call", "function_call"]
+            assert json.loads(made.output[2].arguments) == {"at": "é"} and made.usage.output_tokens > 0
+            outputs = [
+                {"type": "function_call_output", "call_id": one.call_id, "output": name}
+                for one, name in zip(made.output[2:], "AB", strict=True)
+            ]
+            made = await ask(*outputs, after=made)
+            assert made.output_text == "It is é." and made.status == "completed"
+            await ask({"role": "user", "content": [{"type": "input_text", "text": "sure?"}]}, after=made)
+
+    results = one_line(await lead(program, *SAID))
+    assert [(one.name, one.output) for one in results[0]] == [("look", "A"), ("look", "B")]
+    assert [(one.name, one.output) for one in results[1]] == [("user", "sure?")]
+
+
+async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
+    async def program(url: str, key: str) -> None:
+        async with claude(url, key) as sdk:
+            good: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "one?"}]}
+            await sdk.messages.create(**good)
+            wrong: list[tuple[dict[str, Any], Any, str]] = [
+                ({"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
+                ({"stop_sequences": ["x"]}, anthropic.BadRequestError, "invalid_request_error"),
+                ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, "invalid_request_error"),
+                ({"extra_body": {"wings": 2}}, anthropic.BadRequestError, "invalid_request_error"),
+            ]
+            for more, kind, name in wrong:
+                with pytest.raises(kind) as refused:
+                    await sdk.messages.create(**{**good, **more})
+                assert refused.value.body["error"]["type"] == name
+        async with claude(url, "wrong") as sdk:
+            with pytest.raises(anthropic.AuthenticationError):
+                await sdk.messages.create(**good)
+        async with client(url, key, max_retries=0) as other:
+            for more, kind in (
+                ({"previous_response_id": "resp_0"}, openai.NotFoundError),
+                ({"tools": [{"type": "web_search"}]}, openai.BadRequestError),
+                ({"input": [{"type": "item_reference", "id": "x"}]}, openai.BadRequestError),
+                ({"text": {"format": {"type": "json_object"}}}, openai.BadRequestError),
+            ):
+                with pytest.raises(kind):
+                    await other.responses.create(**{"model": "policy", "input": "one?", **more})
+
+    outcome = await lead(program, "1")
+    assert outcome.trained_once() and outcome.counts["answered"] == 1
