@@ -35,7 +35,11 @@ class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
     chat_template: str | None = Field(None, min_length=1)
-    """A chat template in place of the model's own: `hermes`, `chatml` or `llama3`, or a file (relative to the project root)."""
+    """A chat template in place of the model's own: a word such as `hermes` (docs/chat-formats.md), or a file (relative to the project)."""
+    tool_format: str | None = Field(None, min_length=1)
+    """The form of tool calls that is read, such as `hermes` (docs/chat-formats.md). None: the one that the chat template writes."""
+    rewritten_context: Literal["refuse", "restart"] = "refuse"
+    """A chat template that cannot be extended exactly is refused; restart: a context that it would write anew begins another trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
@@ -503,6 +507,15 @@ class Recipe(Section):
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _restarts_count_tokens(self) -> Recipe:
+        if self.policy.rewritten_context == "restart" and self.objective.aggregation != "token_mean":
+            raise ValueError(
+                f"policy.rewritten_context=restart makes several sequences of an episode, and objective.aggregation="
+                f"{self.objective.aggregation} counts sequences: set objective.aggregation=token_mean"
+            )
         return self
 
     @model_validator(mode="after")

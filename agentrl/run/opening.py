@@ -91,7 +91,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
         base = run_dir / "versions" / "000000"
-        chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
+        model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
+        chat = open_chat(model, template, policy=recipe.policy)
         if checked.suite is not None:
             check_starts([checked.suite], chat)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
@@ -102,6 +103,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
+        tracker.stage("prepare", chat.told)
         for note in checked.notes:
             tracker.alert(note)
         store = open_store(run_dir, recipe)

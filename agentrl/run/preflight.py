@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl import causes, parts
-from agentrl.agent import load_tools
+from agentrl.agent import forms, load_tools
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
@@ -23,7 +23,7 @@ from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
 from agentrl.protocols import GroupJudge, TaskFamily
-from agentrl.recipe import Recipe
+from agentrl.recipe import PolicyConfig, Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
@@ -63,6 +63,8 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_disk(folder)
     named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
     template = None if named is None or begun else read_template(named, root)
+    if recipe.policy.tool_format is not None:
+        forms.named(recipe.policy.tool_format)
     model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
@@ -246,15 +248,18 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
             raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
 
 
-def open_chat(model: Path, template: str | None = None) -> ChatFormat:
+def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig | None = None) -> ChatFormat:
     """The chat format of a model's tokenizer, with a `template` in place of its own. Imports transformers, and so comes last.
 
-    Raises `UserError` for a tokenizer that does not load, and for a template that cannot be used with it.
+    `policy` says how calls are read, and what becomes of a template that cannot be extended. Raises `UserError` for a tokenizer that
+    does not load, for a template that cannot be used with it, and for a form of tool calls that nothing reads.
     """
     from agentrl.agent.chat import load_chat
 
     try:
-        return load_chat(str(model), template)
+        if policy is None:
+            return load_chat(str(model), template)
+        return load_chat(str(model), template, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     except (AgentRLError, ImportError):
         raise
     except Exception as error:  # transformers and tokenizers raise whatever their parsers met

@@ -279,7 +279,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
         if begins_late(given.suites):
-            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000"))
+            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy))
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
@@ -356,7 +356,9 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
         return NoTokens(), _chat_agent(given.policy, given.recipe)
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=ChatFormat(made.tokenizer))
+    policy = given.recipe.policy
+    chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=chat)
     return made, agent
 
 

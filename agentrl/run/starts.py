@@ -175,7 +175,7 @@ async def stage_of(run: Path) -> AsyncIterator[Stage]:
 def _chat(run: Path, recipe: Recipe) -> ChatFormat:
     base, named = run / "versions" / "000000", recipe.policy.model
     if base.is_dir():
-        return open_chat(base)
+        return open_chat(base, policy=recipe.policy)
     if ":" in named and "://" not in named:
         return ChatFormat(make_part(NamedPolicy(source=Source.PART, name=named, model=named)).tokenizer)
     raise UserError(f"{run} keeps no model whose tokens its traces are of", fix=_FROM_START)
