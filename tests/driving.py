@@ -25,6 +25,7 @@ from agentrl.protocols import Policy, SandboxBackend
 from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.run import loop, opening
+from agentrl.run.judges import JudgeServers
 from agentrl.sandbox import select_backend
 from agentrl.task import GroupSchedule
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
