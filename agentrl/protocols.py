@@ -87,7 +87,6 @@ class Sandbox(Protocol):
         ...
 
     async def pause(self) -> None: ...
-
     async def resume(self) -> None: ...
 
     async def close(self) -> None:
@@ -165,21 +164,6 @@ class PreparedVerifier(Verifier, Protocol):
             root: the project.
             folder: the run folder, which may not exist yet; None: there is no run.
         """
-        ...
-
-
-WAITS = "waits for the judge of its group"
-"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
-
-
-class GroupJudge(Protocol):
-    """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
-
-    `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier` are its to have, too.
-    """
-
-    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        """One score for each episode, in their order; one that cannot be judged has no value, and a reason."""
         ...
 
 
