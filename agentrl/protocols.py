@@ -168,6 +168,21 @@ class PreparedVerifier(Verifier, Protocol):
         ...
 
 
+WAITS = "waits for the judge of its group"
+"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
+
+
+class GroupJudge(Protocol):
+    """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
+
+    `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier` are its to have, too.
+    """
+
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
+        """One score for each episode, in their order; one that cannot be judged has no value, and a reason."""
+        ...
+
+
 class SandboxVerifier(Protocol):
     """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -18,6 +18,7 @@ from agentrl.gating import GateConfig
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
 from agentrl.sections import CaptureConfig as CaptureConfig
+from agentrl.sections import JudgeServerConfig as JudgeServerConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
 from agentrl.sections import MCPConfig as MCPConfig
@@ -37,7 +38,11 @@ class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
     chat_template: str | None = Field(None, min_length=1)
-    """A chat template in place of the model's own: `hermes`, `chatml` or `llama3`, or a file (relative to the project root)."""
+    """A chat template in place of the model's own: a word such as `hermes` (docs/chat-formats.md), or a file (relative to the project)."""
+    tool_format: str | None = Field(None, min_length=1)
+    """The form of tool calls that is read, such as `hermes` (docs/chat-formats.md). None: the one that the chat template writes."""
+    rewritten_context: Literal["refuse", "restart"] = "refuse"
+    """A chat template that cannot be extended exactly is refused; restart: a context that it would write anew begins another trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
@@ -58,6 +63,18 @@ class TasksConfig(Section):
     """Tasks made from the cases of suites, for a share of the groups; None: every group has a task of the family."""
     audit: tuple[str, ...] = Field(())
     """Verifiers that judge every episode beside the others, as references: logged and plotted, never trained on. docs/verifiers.md."""
+
+    group_judge: str | None = Field(None, min_length=1)
+    """Who judges all attempts of a training group together once they are done, as a reference such as `rewards.mine:ranked`; None: each
+    attempt is judged by itself. Evaluations and cases are judged by the verifiers, as ever. docs/judges.md."""
+    group_weight: float = Field(1.0, gt=0, le=1)
+    """Share of the group judge in a training score. 1: it alone, and the verifiers are not asked; below, they have the rest."""
+
+    @model_validator(mode="after")
+    def _weight_acts(self) -> TasksConfig:
+        if self.group_judge is None and self.group_weight != 1:
+            raise ValueError("group_weight does nothing without group_judge")
+        return self
 
     @field_validator("audit")
     @classmethod
@@ -445,6 +462,8 @@ class Recipe(Section):
     critic: CriticConfig | None = None
     """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
+    judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
+    """Servers that the run starts for its judges, by the name that `agentrl.reward.judges.served(NAME)` takes."""
     gate: GateConfig | None = None
     """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
 
@@ -466,6 +485,8 @@ class Recipe(Section):
             )
         if self.rollout.group_size * self.rollout.groups_per_step < 2:
             raise ValueError("rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline")
+        if self.tasks.group_judge is not None and self.rollout.group_size < 2:
+            raise ValueError("tasks.group_judge compares the attempts of a group: rollout.group_size must be at least 2")
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
@@ -490,6 +511,15 @@ class Recipe(Section):
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _restarts_count_tokens(self) -> Recipe:
+        if self.policy.rewritten_context == "restart" and self.objective.aggregation != "token_mean":
+            raise ValueError(
+                f"policy.rewritten_context=restart makes several sequences of an episode, and objective.aggregation="
+                f"{self.objective.aggregation} counts sequences: set objective.aggregation=token_mean"
+            )
         return self
 
     @model_validator(mode="after")

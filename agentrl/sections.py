@@ -1,4 +1,5 @@
-"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `learner.limits`, `tools`.
+"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `judge_servers`, `learner.limits`,
+`tools`.
 
 `agentrl.recipe` hands them on.
 """
@@ -43,6 +44,31 @@ class PracticeConfig(Section):
     """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
     """Share of the groups that practise; the others have tasks of the family."""
+
+
+class JudgeServerConfig(Section):
+    """A vLLM server on loopback that the run starts for judges, beside the policy's. docs/judges.md says how a judge names it."""
+
+    model: str = Field(min_length=1)
+    """Hugging Face model id, or a folder (relative to the project root): a chat model, or a reward model of `agentrl tune reward`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and arithmetic. Use float32 on CPUs without AMX."""
+    max_model_len: int = Field(2048, ge=16)
+    """Longest context in tokens, question and verdict together."""
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port."""
+    max_num_seqs: int = Field(16, ge=1)
+    """Questions answered at once."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the engine (CPU only)."""
+    kv_cache_gb: float = Field(0.25, gt=0)
+    """Key/value cache in GiB (CPU only)."""
+    gpu_memory_utilization: float = Field(0.2, gt=0, le=1)
+    """Share of GPU memory for the server (GPU only)."""
+    startup_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for the server to answer after a start."""
+    max_restarts: int = Field(5, ge=0)
+    """Times that it is started again after it died, in the whole run; questions wait meanwhile. Then they are refused."""
 
 
 class Limit(Section):

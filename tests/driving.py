@@ -147,6 +147,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults),
             schedule=GroupSchedule(family, recipe.seed),
             learner=cast(Any, None),
+            judges=cast(Any, None),
             stop_at=recipe.steps,
         )
     finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.contexts import current, go_on
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import clip
 from agentrl.agent.turncalls import call_all
@@ -37,18 +38,18 @@ class TurnLoop:
             return {"tools": kept} if kept else {}
 
         episode.stage = "chat"
-        main = episode.trajectories[0]
-        if not main.turns:
-            main.add_prompt(self.chat.opening(episode.task.prompt, [tool.schema for tool in tools.values()]))
+        main, prompt, schemas = current(episode), episode.task.prompt, [tool.schema for tool in tools.values()]
+        if not episode.turn_count:
+            main.add_prompt(self.chat.opening(prompt, schemas))
         while not (limit := main.limit()):
             completion = await main.sample(stop_token_ids=self.chat.stop_token_ids)
             episode.stage = "chat"
-            parsed = self.chat.parse(completion.token_ids)
+            parsed = self.chat.parse(completion.token_ids, schemas)
             main.add_turn(completion, parsed.message)
             if completion.finish_reason != "stop":
                 return "token_limit"
             if not parsed.message.tool_calls and not parsed.errors:
-                episode.answer = None if "submit" in tools else parsed.message.content
+                episode.answer = None if "submit" in tools else parsed.answer
                 return "answered"
             started = time.monotonic()
             results = await self._results(episode, tools, parsed)
@@ -58,7 +59,8 @@ class TurnLoop:
             if episode.sandbox_lost:
                 return "tool_timeout"
             episode.stage = "chat"
-            main.add_prompt(self.chat.tool_delta([result.output for result in results]))
+            outputs = [result.output for result in results]
+            main = go_on(self.chat, episode, main, parsed, outputs, prompt=prompt, schemas=schemas)
             await episode.boundary(state)
         return limit
 

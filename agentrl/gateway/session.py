@@ -22,6 +22,12 @@ log = logging.getLogger(__name__)
 MAX_AT_ONCE = 64
 """Requests of one session that may be under way."""
 
+CHARS_PER_TOKEN = 64
+"""A conversation with more characters than this for each token that fits is too long, which is told without tokenizing it."""
+
+MAX_REFUSED = 1000
+"""Refusals after which a program has had its chances: its session is over."""
+
 MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
 
 
@@ -47,9 +53,10 @@ class Session:
     on_busy: Callable[[bool], None] = lambda busy: None  # told when the first completion is begun and the last one made
     counts: Counter[str] = field(default_factory=Counter)
     fault: BaseException | None = None  # why nothing can be sampled any more: no fault of the program
-    limit: str = ""  # "turn_limit" once a request was refused for it
+    limit: str = ""  # "turn_limit" once a request was refused for it; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
+    _refused: int = 0
     _graph: Graph = field(default_factory=Graph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
@@ -69,7 +76,7 @@ class Session:
         Raises:
             Refused: with the reason.
         """
-        if self.ended or self.fault is not None:
+        if self.ended or self.fault is not None or self.limit == "refused":
             raise Refused("ended", "This session has ended.")
         if asked.model not in self.models:
             raise Refused(
@@ -89,6 +96,14 @@ class Session:
             given = self._given[same] = self._begin(asked, place)
         return await self._wait(given, gone)
 
+    def refused(self, kind: str) -> None:
+        """Counts a request that was not carried out."""
+        self.counts[f"refused_{kind}"] += 1
+        self._refused += 1
+        if self._refused > MAX_REFUSED and not self.limit:
+            self.limit = "refused"
+            self.over.set()
+
     def _begin(self, asked: Asked, place: Place) -> _Given:
         """Takes the request's place in the tree at once, so that those after it see it; the completion comes later."""
         if len(self._busy) >= MAX_AT_ONCE:
@@ -97,6 +112,11 @@ class Session:
             self.limit = "turn_limit"
             self.over.set()
             raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
+        if (
+            sum(map(len, (*asked.system, *(one.message.content for one in asked.messages))))
+            > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens
+        ):
+            raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
         line, place, prompt = self._line(asked, place)
         line.add_prompt(prompt)
         try:

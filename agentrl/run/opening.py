@@ -18,16 +18,29 @@ from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.protocols import ExperienceStore, Policy, PolicyServer, SandboxBackend, TaskFamily, ToolSource, Tracker, VersionRegistry
+from agentrl.protocols import (
+    ExperienceStore,
+    GroupJudge,
+    Policy,
+    PolicyServer,
+    SandboxBackend,
+    TaskFamily,
+    ToolSource,
+    Tracker,
+    VersionRegistry,
+)
 from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
+from agentrl.reward.together import GroupScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
+from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
+from agentrl.run.starts import check_starts
 from agentrl.run.toolsource import candidates, declared, keep, pinned
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
@@ -55,6 +68,7 @@ class Run:
     groups: GroupRunner
     schedule: GroupSchedule
     learner: LearnerProcess
+    judges: JudgeServers
     stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
     learning: bool = False
     interrupted: bool = False
@@ -71,6 +85,7 @@ class Run:
             for spec in sandbox_specs(self.family):
                 starting.create_task(self.sandboxes.prepare(spec))
             starting.create_task(self.served.start(version))
+            starting.create_task(self.judges.ready())
 
     def stop_after_step(self) -> None:
         """Finish the step in hand, if there is one; save, report."""
@@ -87,7 +102,10 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
         base = run_dir / "versions" / "000000"
-        chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
+        model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
+        chat = open_chat(model, template, policy=recipe.policy)
+        if checked.suite is not None:
+            check_starts([checked.suite], chat)
         others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
         tools = await pinned(
             declared(recipe.tools, root),
@@ -105,6 +123,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
+        tracker.stage("prepare", chat.told)
         for note in checked.notes:
             tracker.alert(note)
         store = open_store(run_dir, recipe)
@@ -120,6 +139,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
         served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
         stack.push_async_callback(served.close)
+        judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
@@ -139,9 +159,20 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             family=checked.family,
             sandboxes=sandboxes,
             served=served,
-            groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults, tools),
+            groups=group_runner(
+                recipe,
+                served,
+                sandboxes,
+                chat,
+                replace(checked.scorer, sandboxes=sandboxes),
+                running,
+                faults,
+                group_judge=checked.group_judge,
+                tools=tools,
+            ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
             learner=learner,
+            judges=judges,
             stop_at=recipe.steps,
             suite=checked.suite,
         )
@@ -155,9 +186,13 @@ def group_runner(
     scorer: TaskScorer,
     running: RunningEpisodes,
     faults: FaultRate,
+    *,
+    group_judge: GroupJudge | None = None,
     tools: ToolSource | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
+    named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
+    together = None if group_judge is None else GroupScorer(judge=group_judge, name=named, weight=weight, alone=scorer)
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
@@ -171,6 +206,7 @@ def group_runner(
     return GroupRunner(
         runner=runner,
         score=scorer,
+        together=together,
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
         group_size=recipe.rollout.group_size,
         max_retries=recipe.rollout.max_retries,
