@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import TaskError
-from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, split_reasoning
+from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said
 from agentrl.gateway.graph import Graph, Node, Place, turn_digest
-from agentrl.gateway.tokens import NotAppended, Tokens
+from agentrl.gateway.tokens import NotAppended, Parsed, Tokens
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Blame, Failure, Message, ToolResult
 
@@ -145,7 +145,8 @@ class Session:
         before = place.before
         if before is not None:
             try:
-                return self._goes_on(place, before, self.tokens.delta([one.message for one in place.new], ended=before.ended))
+                new = self.tokens.delta(place.new, before.parsed, before.call_ids, ended=before.ended)
+                return self._goes_on(place, before, new)
             except NotAppended:
                 place = _anew(asked, place)
         messages = [Message(role="system", content=one) for one in asked.system] + [one.message for one in asked.messages]
@@ -189,7 +190,7 @@ class Session:
     async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int) -> Answer:
         try:
             completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
-            parsed = self.tokens.chat.parse(completion.token_ids)
+            parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
             line.add_turn(completion, parsed.message)
         except Exception as error:
             self._broken(error)
@@ -200,10 +201,10 @@ class Session:
                 self.on_busy(False)
         self.counts["answered"] += 1
         self.counts["malformed_call"] += bool(parsed.errors)
-        return self._kept(asked, place, line, new, completion.token_ids, completion.finish_reason)
+        return self._kept(asked, place, line, new, parsed)
 
-    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, ids: Sequence[int], finish: str) -> Answer:
-        message = line.turns[-1].message
+    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, parsed: Parsed) -> Answer:
+        message, ids = parsed.message, line.turns[-1].completion_ids
         known = {tool["function"]["name"] for tool in asked.tools}
         self.counts["unknown_tool_called"] += sum(one.name not in known for one in message.tool_calls)
         answer_id = secrets.token_hex(12)
@@ -213,7 +214,7 @@ class Session:
         node = Node(
             line=line,
             turn=len(line.turns) - 1,
-            digest=turn_digest(place.digests[-1], message.content, [(one.name, one.arguments) for one in message.tool_calls]),
+            digest=turn_digest(place.digests[-1], parsed.answer, [(one.name, one.arguments) for one in message.tool_calls]),
             system=place.system,
             lengths=place.lengths,
             tools=place.tools,
@@ -221,17 +222,18 @@ class Session:
             tokens=before + len(ids),
             ended=bool(ids) and ids[-1] in self.tokens.chat.stop_token_ids,
             answer_id=answer_id,
+            parsed=parsed,
         )
         self._graph.add(node, calls=len(calls))
         self._answered_at[line.index] = time.monotonic()
-        reasoning, words = split_reasoning(message.content)
+        thought = message.content.removesuffix(parsed.answer)
         return Answer(
             id=answer_id,
             model=asked.model,
-            text=words,
-            reasoning=reasoning,
+            text=parsed.answer,
+            reasoning=thought.replace("<think>", "").replace("</think>", "").strip(),
             calls=calls,
-            cut=finish == "length",
+            cut=line.turns[-1].finish_reason == "length",
             prompt_tokens=before,
             completion_tokens=len(ids),
             created=int(time.time()),
@@ -291,7 +293,7 @@ class Session:
         """What the main agent said last; None: nothing."""
         turns = [node for line in self.episode.trajectories if (node := self._graph.last(line)) is not None and line.agent == MAIN]
         newest = max(turns, key=lambda node: self._answered_at[node.line.index], default=None)
-        return None if newest is None else split_reasoning(newest.line.turns[-1].message.content)[1]
+        return None if newest is None else newest.parsed.answer
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:
