@@ -264,6 +264,13 @@ class LiveTrajectory(Protocol):
         ...
 
 
+class ToolSource(Protocol):
+    """What a run knows of tools beside their names, MCP servers among it: made and read in the room `agent` (`load_tools`)."""
+
+    servers: Mapping[str, Any]
+    bounds: Mapping[str, Any]
+
+
 class LiveEpisode(Protocol):
     """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
 
@@ -275,6 +282,7 @@ class LiveEpisode(Protocol):
     answer: str | None  # what the agent hands in
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
+    tools: ToolSource | None  # what the recipe says of tools, for `agentrl.agent.load_tools`
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:

@@ -21,7 +21,10 @@ from agentrl.sections import CaptureConfig as CaptureConfig
 from agentrl.sections import JudgeServerConfig as JudgeServerConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
+from agentrl.sections import MCPConfig as MCPConfig
 from agentrl.sections import PracticeConfig as PracticeConfig
+from agentrl.sections import ToolBounds as ToolBounds
+from agentrl.sections import ToolsConfig as ToolsConfig
 
 _COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
 
@@ -442,6 +445,7 @@ class Recipe(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = EvalConfig()
+    tools: ToolsConfig = ToolsConfig()
     capture: CaptureConfig = CaptureConfig()
     store: parts.Store = "sqlite"
     """Where scored groups wait for the learner. sqlite: a file in the run folder."""

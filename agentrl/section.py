@@ -104,7 +104,7 @@ def unknown(key: str, known: Iterable[str], *, what: str = "key") -> str:
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field of this type holds, if it holds one, always or optionally."""
-    if typing.get_origin(annotation) is dict:
+    if typing.get_origin(annotation) is dict:  # sections by name
         return None
     for one in (annotation, *typing.get_args(annotation)):
         if isinstance(one, type) and issubclass(one, Section):
@@ -147,7 +147,13 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
             options = node.get(part) or {}
             if not isinstance(options, dict):
                 raise RecipeError(f"{where}: options are wanted, as a mapping, not {_cut(options)}")
-            node[part] = {**options, ".".join([*parents[depth + 1 :], leaf]): value}
+            rest, kind = [*parents[depth + 1 :], leaf], typing.get_args(field.annotation)[1]
+            if len(rest) > 1 and isinstance(kind, type) and issubclass(kind, Section):
+                named = dict(options.get(rest[0]) or {})
+                _assign(named, kind, ".".join(rest[1:]), value)
+                node[part] = {**options, rest[0]: named}
+                return
+            node[part] = {**options, ".".join(rest): value}
             return
         if inner is None:
             raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"give it whole: {where}=VALUE")

@@ -24,7 +24,7 @@ class TurnLoop:
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
-        tools = load_tools(task.tools, episode.agent_state.get("tools"))
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools)
         try:
             return await self._turns(episode, tools)
         finally:

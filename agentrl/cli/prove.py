@@ -121,7 +121,7 @@ def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()
         source.open()  # before the backend's name is looked at: a mistake in a folder is told first
         return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
-    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed), loaded.sandbox
+    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, tools=loaded.tools), loaded.sandbox
 
 
 def _sandbox_config(backend: str) -> SandboxConfig:

@@ -18,7 +18,17 @@ from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.protocols import ExperienceStore, GroupJudge, Policy, PolicyServer, SandboxBackend, TaskFamily, Tracker, VersionRegistry
+from agentrl.protocols import (
+    ExperienceStore,
+    GroupJudge,
+    Policy,
+    PolicyServer,
+    SandboxBackend,
+    TaskFamily,
+    ToolSource,
+    Tracker,
+    VersionRegistry,
+)
 from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
@@ -31,6 +41,7 @@ from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
 from agentrl.run.starts import check_starts
+from agentrl.run.toolsource import candidates, declared, keep, pinned
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
@@ -95,9 +106,18 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         chat = open_chat(model, template, policy=recipe.policy)
         if checked.suite is not None:
             check_starts([checked.suite], chat)
+        others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
+        tools = await pinned(
+            declared(recipe.tools, root),
+            candidates(checked.family, checked.suite, others),
+            sandboxes,
+            folder=run_dir,
+            words=chat.defang,
+        )
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
-            check_prompt(chat, checked.family)
+            check_prompt(chat, checked.family, tools)
         write_start(run_dir, recipe, start)
+        keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)
         place_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)
@@ -147,6 +167,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 replace(checked.scorer, sandboxes=sandboxes),
                 running,
                 faults,
+                tools,
                 group_judge=checked.group_judge,
             ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
@@ -165,6 +186,7 @@ def group_runner(
     scorer: TaskScorer,
     running: RunningEpisodes,
     faults: FaultRate,
+    tools: ToolSource | None = None,
     *,
     group_judge: GroupJudge | None = None,
 ) -> GroupRunner:
@@ -179,6 +201,7 @@ def group_runner(
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
+        tools=tools,
     )
     return GroupRunner(
         runner=runner,

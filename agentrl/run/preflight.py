@@ -22,7 +22,7 @@ from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
-from agentrl.protocols import GroupJudge, TaskFamily
+from agentrl.protocols import GroupJudge, TaskFamily, ToolSource
 from agentrl.recipe import PolicyConfig, Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
@@ -31,6 +31,7 @@ from agentrl.reward.together import load_group_judge
 from agentrl.run.folder import check_disk
 from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.practising import open_own_practice
+from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
@@ -191,7 +192,7 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools)
+    load_tools(first.tools, None, declared(recipe.tools, root))
     return family, scorer
 
 
@@ -214,7 +215,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer)
+    check_suite(suite, scorer, declared(recipe.tools, root))
     return suite
 
 
@@ -225,11 +226,11 @@ def measured_with(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
 
 
-def check_suite(suite: Suite, scorer: TaskScorer) -> None:
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None) -> None:
     """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve."""
     for case in suite.cases:
         scorer.load(case.task.verifiers)
-        load_tools(case.task.tools)
+        load_tools(case.task.tools, None, tools)
 
 
 def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
@@ -269,10 +270,10 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
         ) from error
 
 
-def check_prompt(chat: ChatFormat, family: TaskFamily) -> None:
+def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None) -> None:
     """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
     first = family.task(Split.TRAIN, 0)
-    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools).values()])
+    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools).values()])
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:

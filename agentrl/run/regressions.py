@@ -36,6 +36,7 @@ from agentrl.run.outcomes import CaseOutcome, Verdict, outcome_of
 from agentrl.run.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
 from agentrl.run.starts import begins_late, check_starts
 from agentrl.run.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
+from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_sandboxes
 
 PHASE = "eval"
@@ -118,7 +119,7 @@ def prepared(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer)
+            preflight.check_suite(suite, scorer, declared(recipe.tools, root))
         if policy.source is Source.ENDPOINT and begins_late(suites):
             late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
             raise UserError(
@@ -319,7 +320,10 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         broken = await prepare(given.suites, sandboxes)
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
+        cases = (case.task for suite in given.suites for case in suite.cases)
+        tools = await pinned(declared(recipe.tools, given.root), cases, sandboxes, every=False)
         runner = EpisodeRunner(
+            tools=tools,
             policy=policy,
             sandboxes=sandboxes,
             agent=agent,

@@ -30,6 +30,7 @@ from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked, check_suite, open_chat
 from agentrl.run.starts import begins_late, check_starts
+from agentrl.run.toolsource import declared
 from agentrl.run.transcript import transcript
 
 FOLDER = "suite"
@@ -180,7 +181,7 @@ async def evaluate_suite(
 
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
-    check_suite(suite, checked.scorer)
+    check_suite(suite, checked.scorer, declared(recipe.tools, root))
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
