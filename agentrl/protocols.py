@@ -204,11 +204,6 @@ class LiveTrajectory(Protocol):
         ...
 
     @property
-    def agent(self) -> str:
-        """Who speaks in it."""
-        ...
-
-    @property
     def parent(self) -> Parent | None:
         """The turn and the call that it comes from."""
         ...
@@ -233,10 +228,7 @@ class LiveTrajectory(Protocol):
         ...
 
     async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The policy's next completion, given all tokens so far, of at most `max_tokens` where the limits allow more.
-
-        Raises `ServingError`, and `RuntimeError` when `limit` forbids it.
-        """
+        """The next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:

@@ -56,10 +56,6 @@ class TrajectoryLife:
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
 
-    @property
-    def agent(self) -> str:
-        return self._begun.agent
-
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
         self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
 
