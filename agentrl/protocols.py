@@ -87,7 +87,6 @@ class Sandbox(Protocol):
         ...
 
     async def pause(self) -> None: ...
-
     async def resume(self) -> None: ...
 
     async def close(self) -> None:
@@ -168,21 +167,6 @@ class PreparedVerifier(Verifier, Protocol):
         ...
 
 
-WAITS = "waits for the judge of its group"
-"""Reason in the score of an attempt that has ended, and is judged when its whole group has."""
-
-
-class GroupJudge(Protocol):
-    """Judges all attempts at one task together, such as by ranking them. A recipe names one as `tasks.group_judge`.
-
-    `prepare`, `timeout_s` and `bounds` of a `PreparedVerifier` are its to have, too.
-    """
-
-    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        """One score for each episode, in their order; one that cannot be judged has no value, and a reason."""
-        ...
-
-
 class SandboxVerifier(Protocol):
     """A verifier that judges in sandboxes of its own, opened after the agent's last action; it never gets the agent's.
 
@@ -254,10 +238,7 @@ class LiveTrajectory(Protocol):
         ...
 
     async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The policy's next completion, given all tokens so far, of at most `max_tokens` where the limits allow more.
-
-        Raises `ServingError`, and `RuntimeError` when `limit` forbids it.
-        """
+        """The next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:

@@ -22,6 +22,7 @@ from agentrl.sections import CaptureConfig as CaptureConfig
 from agentrl.sections import CompactionConfig as CompactionConfig
 from agentrl.sections import CriticConfig as CriticConfig
 from agentrl.sections import DelegationConfig as DelegationConfig
+from agentrl.sections import GroupJudging
 from agentrl.sections import JudgeServerConfig as JudgeServerConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
@@ -54,7 +55,7 @@ class PolicyConfig(Section):
     """Longest context in tokens, prompt and completions together."""
 
 
-class TasksConfig(Section):
+class TasksConfig(GroupJudging):
     family: str
     """A folder of task folders, e.g. `sandboxes/chores`, or the plugin reference of a callable that takes `seed=` and returns a TaskFamily,
     e.g. `sandboxes.tables:Tables`."""
@@ -68,18 +69,6 @@ class TasksConfig(Section):
     """Tasks made from the cases of suites, for a share of the groups; None: every group has a task of the family."""
     audit: tuple[str, ...] = Field(())
     """Verifiers that judge every episode beside the others, as references: logged and plotted, never trained on. docs/verifiers.md."""
-
-    group_judge: str | None = Field(None, min_length=1)
-    """Who judges all attempts of a training group together once they are done, as a reference such as `rewards.mine:ranked`; None: each
-    attempt is judged by itself. Evaluations and cases are judged by the verifiers, as ever. docs/judges.md."""
-    group_weight: float = Field(1.0, gt=0, le=1)
-    """Share of the group judge in a training score. 1: it alone, and the verifiers are not asked; below, they have the rest."""
-
-    @model_validator(mode="after")
-    def _weight_acts(self) -> TasksConfig:
-        if self.group_judge is None and self.group_weight != 1:
-            raise ValueError("group_weight does nothing without group_judge")
-        return self
 
     @field_validator("audit")
     @classmethod

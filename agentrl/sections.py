@@ -156,6 +156,22 @@ class LoraConfig(Section):
     """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
 
 
+class GroupJudging(Section):
+    """The keys of `tasks` on judging groups as a whole."""
+
+    group_judge: str | None = Field(None, min_length=1)
+    """Who judges all attempts of a training group together once they are done, as a reference such as `rewards.mine:ranked`; None: each
+    attempt is judged by itself. Evaluations and cases are judged by the verifiers, as ever. docs/judges.md."""
+    group_weight: float = Field(1.0, gt=0, le=1)
+    """Share of the group judge in a training score. 1: it alone, and the verifiers are not asked; below, they have the rest."""
+
+    @model_validator(mode="after")
+    def _weight_acts(self) -> GroupJudging:
+        if self.group_judge is None and self.group_weight != 1:
+            raise ValueError("group_weight does nothing without group_judge")
+        return self
+
+
 class JudgeServerConfig(Section):
     """A vLLM server on loopback that the run starts for judges, beside the policy's. docs/judges.md says how a judge names it."""
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from agentrl.agent.extension import SHOWN, Found, Seam, find_form, rewrites
 from agentrl.agent.fence import Fence
 from agentrl.agent.forms import FORMS
+from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL
 from agentrl.errors import UserError
@@ -213,9 +214,7 @@ class ChatFormat:
 
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
     """The chat format of a model folder or id, with a `template` in place of its own; imports transformers."""
-    from transformers import AutoTokenizer  # heavy: only where a tokenizer is really needed
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template
     return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)

@@ -200,9 +200,10 @@ def _rewrites(renderer: Renderer, seam: Seam, found: Found, begun: _Beginning, d
     """One conversation of three rounds, rendered whole after each of them."""
     messages = list(begun.messages)
     before, calls_so_far = renderer.text(renderer.messages(messages), begun.schemas), 0
+    thinks = renderer.knows_thinking and not before.rstrip().endswith(THINK[1])  # else it is told that its thinking is over
     for _ in range(3):
         calls = tuple(_call(draw) for _ in range(draw.randint(1, 2) if found.parallel else 1)) if seam.shows_calls else ()
-        thought = f"{draw.choice(_TEXTS)}{MARK}" if renderer.knows_thinking and draw.random() < 0.7 else ""
+        thought = f"{draw.choice(_TEXTS)}{MARK}" if thinks and draw.random() < 0.7 else ""
         outputs = [draw.choice(_TEXTS) for _ in range(max(1, len(calls)))]
         text = "" if calls else draw.choice(_TEXTS)
         content = f"{THINK[0]}\n{thought}\n{THINK[1]}\n\n{text}" if thought else text

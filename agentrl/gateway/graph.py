@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from agentrl.gateway.asked import Asked, Said, split_reasoning
+from agentrl.gateway.tokens import Parsed
 from agentrl.protocols import LiveTrajectory
 from agentrl.records import Parent, ToolCall
 
@@ -45,6 +46,7 @@ class Node:
     tokens: int  # of the context, this turn included
     ended: bool  # by its last token
     answer_id: str
+    parsed: Parsed
 
     @property
     def parent(self) -> Parent:
@@ -155,8 +157,8 @@ class Graph:
                 return node
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
         for node in sorted(newest, key=lambda one: one.tokens, reverse=True):
-            _, words = split_reasoning(node.line.turns[node.turn].message.content)
-            if len(words.strip()) >= QUOTED and any(words.strip() in text for text in texts):
+            words = node.parsed.answer.strip()
+            if len(words) >= QUOTED and any(words in text for text in texts):
                 return node
         return None
 

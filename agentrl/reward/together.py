@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl import usercode
+from agentrl.contract.together import WAITS as WAITS
+from agentrl.contract.together import GroupJudge
 from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.fulfils import shortfalls
 from agentrl.plugins import resolve
-from agentrl.protocols import WAITS as WAITS
-from agentrl.protocols import GroupJudge
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
 from agentrl.reward.asking import NotAScore, bounds_of, checked, limit_of
 from agentrl.reward.scorer import TaskScorer

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agentrl import usercode
-from agentrl.protocols import WAITS, EpisodeKeeper
+from agentrl.contract.together import WAITS
+from agentrl.protocols import EpisodeKeeper
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.episode import EpisodeRunner

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
+from agentrl.contract.together import GroupJudge
 from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
@@ -20,7 +21,6 @@ from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.protocols import (
     ExperienceStore,
-    GroupJudge,
     Policy,
     PolicyServer,
     SandboxBackend,

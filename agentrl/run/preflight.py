@@ -15,6 +15,7 @@ from agentrl.agent import forms, load_tools
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
+from agentrl.contract.together import GroupJudge
 from agentrl.errors import AgentRLError, PluginError, RecipeError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
@@ -22,7 +23,7 @@ from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
-from agentrl.protocols import GroupJudge, TaskFamily, ToolSource
+from agentrl.protocols import TaskFamily, ToolSource
 from agentrl.recipe import PolicyConfig, Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer

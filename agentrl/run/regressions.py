@@ -314,7 +314,9 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         tracker.stage("start", "sandbox images")
         policy, agent = _parts(given)
         if begins_late(given.suites) and given.policy.source is Source.PART:
-            check_starts(given.suites, ChatFormat(policy.tokenizer))  # type: ignore[attr-defined]  # make_part has looked
+            form = recipe.policy
+            chat = ChatFormat(policy.tokenizer, tool_format=form.tool_format, rewritten=form.rewritten_context)  # type: ignore[attr-defined]
+            check_starts(given.suites, chat)
         if isinstance(agent, ChatAgent):
             stack.push_async_callback(agent.endpoint.close)
         broken = await prepare(given.suites, sandboxes)

@@ -177,7 +177,8 @@ def _chat(run: Path, recipe: Recipe) -> ChatFormat:
     if base.is_dir():
         return open_chat(base, policy=recipe.policy)
     if ":" in named and "://" not in named:
-        return ChatFormat(make_part(NamedPolicy(source=Source.PART, name=named, model=named)).tokenizer)
+        made, policy = make_part(NamedPolicy(source=Source.PART, name=named, model=named)), recipe.policy
+        return ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     raise UserError(f"{run} keeps no model whose tokens its traces are of", fix=_FROM_START)
 
 

@@ -86,7 +86,9 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
     before = renderer.text(renderer.messages(messages), [TOOL])
     for one in said:
         calls = tuple(ToolCall(name=NAME, arguments=call) for call in one.calls)
-        thought = one.thought if renderer.knows_thinking else ""
+        thought = one.thought if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
+        if before.rstrip().endswith("<think>"):  # where nothing is thought, the prompt's line break and the turn's would be one token
+            thought = thought or "-"
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
         messages += [
             Message(role="assistant", content=content, tool_calls=calls),

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agentrl import codec
+from agentrl.contract.together import WAITS
 from agentrl.errors import ServingError, UserError
-from agentrl.protocols import WAITS
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.contract.together import GroupJudge as GroupJudge
 from agentrl.errors import UserError
-from agentrl.protocols import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.judges import verdict
 from agentrl.reward.judges.asking import Heard, Question, digest
