@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from agentrl.agent.invoke import Called, call_tool
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
+from agentrl.errors import InfrastructureError
 from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode
 from agentrl.records import ToolCall, ToolResult
@@ -71,7 +72,14 @@ async def _run(
         tool, started = tools[call.name], time.monotonic()
         arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
         given = sandbox if tool.needs_sandbox else None
-        called = await call_tool(tool, arguments, given, episode.task.limits, turn=episode.turn_count)
+        limits, turn = episode.task.limits, episode.turn_count
+        try:
+            called = await call_tool(tool, arguments, given, limits, turn=turn, on_lost=lambda: _lose(episode))
+        except InfrastructureError:
+            if given is None or not episode.sandbox_lost:
+                raise
+            told = ToolOutcome(output="error: the sandbox is gone: another agent's call to it was cut short", ok=False)
+            called = Called(outcome=told, sandbox_lost=True)  # that call is on record as the policy's fault
         return called, time.monotonic() - started
 
     if not made:
@@ -89,6 +97,10 @@ async def _run(
         episode.sandbox_lost = episode.sandbox_lost or called.sandbox_lost
         outcomes.append((called.outcome, wall_s))
     return outcomes
+
+
+def _lose(episode: LiveEpisode) -> None:
+    episode.sandbox_lost = True
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

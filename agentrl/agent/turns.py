@@ -162,6 +162,8 @@ class Speaker:
     def _limit(self) -> str:
         """The limit that is reached, of the episode or of this sub-agent."""
         config = self._loop.delegation
+        if self._episode.sandbox_lost:  # by another agent, meanwhile
+            return "tool_timeout"
         if limit := self.line.limit():
             return limit
         if self._depth == 0 or config is None:

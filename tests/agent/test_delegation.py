@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl import codec
+from agentrl.agent.tools import ToolOutcome
 from agentrl.errors import RecipeError, ServingError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import EpisodeState, Parent, Task
@@ -168,6 +169,48 @@ async def test_a_fault_in_one_sub_agent_ends_the_others_and_leaves_the_episode_o
 
     episode = await asyncio.wait_for(runs(reads).run(tree, episode_id="e"), 5.0)
     assert episode.left_out and [(one.stage, one.kind) for one in episode.failures] == [("generate", "ServingError")] and ended
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+async def test_a_sandbox_that_one_sub_agent_breaks_is_the_policys_fault_for_all(at_work: bool, tree: Task, runs: Runs) -> None:
+    use.closed, use.waits = asyncio.Event(), asyncio.Event()
+
+    async def reads(context: str) -> str:
+        if asked(context) == "How many?":
+            return delegate("close", "wait")
+        if asked(context) == "close" and at_work:
+            await use.waits.wait()
+        if asked(context) == "wait" and not at_work:
+            await use.closed.wait()
+        return call("use", how=asked(context))
+
+    broken = replace(tree, tools=("tests.agent.test_delegation:use",))
+    episode = await asyncio.wait_for(runs(reads).run(broken, episode_id="e"), 5.0)
+    assert not episode.left_out and episode.answer is None and [one.kind for one in episode.failures] == ["sandbox_abandoned"]
+    assert [one.stop_reason for one in episode.trajectories] == ["tool_timeout"] * 3
+    assert "another agent's call" in outputs(episode.trajectories[2])[0]
+
+
+class _Use:
+    """Closes the sandbox, or uses it once that is done."""
+
+    name, needs_sandbox = "use", True
+    schema: ClassVar = {"type": "function", "function": {"name": "use", "parameters": {}}}
+    closed: asyncio.Event
+    waits: asyncio.Event
+
+    async def __call__(self, arguments: Any, sandbox: Any, limits: Any) -> ToolOutcome:
+        if arguments["how"] == "close":
+            await sandbox.close()
+            self.closed.set()
+        else:
+            self.waits.set()
+            await self.closed.wait()
+            await sandbox.python("1", timeout_s=1.0)
+        return ToolOutcome(output="done", ok=True)
+
+
+use = _Use()
 
 
 async def test_a_tool_of_the_same_name_is_the_tasks_fault(tree: Task, runs: Runs) -> None:
