@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from agentrl import codec
+from agentrl.agent import tool
 from agentrl.agent.tools import ToolOutcome
 from agentrl.errors import RecipeError, ServingError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
@@ -211,6 +212,26 @@ class _Use:
 
 
 use = _Use()
+
+
+async def test_a_tools_budget_is_of_all_agents_that_work_side_by_side(tree: Task, runs: Runs) -> None:
+    met = asyncio.Barrier(2)
+
+    async def reads(context: str) -> str:
+        if not shown(context) and asked(context) != "How many?":
+            await asyncio.wait_for(met.wait(), 5.0)  # neither has a turn on record yet
+            return call("scarce")
+        return " | ".join(shown(context)) if shown(context) else delegate("a", "b")
+
+    scarce = replace(tree, tools=("tests.agent.test_delegation:scarce",))
+    episode = await runs(reads).run(scarce, episode_id="e")
+    assert episode.answer is not None and sorted(episode.answer.split(" | "))[1] == "had" and "may be called 1 times" in episode.answer
+
+
+@tool(calls=1)
+async def scarce() -> str:
+    """One is all there is."""
+    return "had"
 
 
 async def test_a_tool_of_the_same_name_is_the_tasks_fault(tree: Task, runs: Runs) -> None:
