@@ -87,7 +87,6 @@ class Sandbox(Protocol):
         ...
 
     async def pause(self) -> None: ...
-
     async def resume(self) -> None: ...
 
     async def close(self) -> None:
@@ -239,10 +238,7 @@ class LiveTrajectory(Protocol):
         ...
 
     async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The policy's next completion, given all tokens so far, of at most `max_tokens` where the limits allow more.
-
-        Raises `ServingError`, and `RuntimeError` when `limit` forbids it.
-        """
+        """The next completion, given all tokens so far, of at most `max_tokens`; `ServingError`; `RuntimeError` where `limit` forbids it."""
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -262,6 +258,13 @@ class LiveTrajectory(Protocol):
         ...
 
 
+class ToolSource(Protocol):
+    """What a run knows of tools beside their names, MCP servers among it: made and read in the room `agent` (`load_tools`)."""
+
+    servers: Mapping[str, Any]
+    bounds: Mapping[str, Any]
+
+
 class LiveEpisode(Protocol):
     """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
 
@@ -274,6 +277,7 @@ class LiveEpisode(Protocol):
     answer: str | None  # what the agent hands in
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
+    tools: ToolSource | None  # what the recipe says of tools, for `agentrl.agent.load_tools`
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -22,10 +22,15 @@ from agentrl.sections import CaptureConfig as CaptureConfig
 from agentrl.sections import CompactionConfig as CompactionConfig
 from agentrl.sections import CriticConfig as CriticConfig
 from agentrl.sections import DelegationConfig as DelegationConfig
+from agentrl.sections import GroupJudging
+from agentrl.sections import JudgeServerConfig as JudgeServerConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
 from agentrl.sections import LoraConfig as LoraConfig
+from agentrl.sections import MCPConfig as MCPConfig
 from agentrl.sections import PracticeConfig as PracticeConfig
+from agentrl.sections import ToolBounds as ToolBounds
+from agentrl.sections import ToolsConfig as ToolsConfig
 
 _COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
 
@@ -39,14 +44,18 @@ class PolicyConfig(Section):
     model: str
     """Hugging Face model id, or a folder (relative to the project root) with model, tokenizer and chat template."""
     chat_template: str | None = Field(None, min_length=1)
-    """A chat template in place of the model's own: `hermes`, `chatml` or `llama3`, or a file (relative to the project root)."""
+    """A chat template in place of the model's own: a word such as `hermes` (docs/chat-formats.md), or a file (relative to the project)."""
+    tool_format: str | None = Field(None, min_length=1)
+    """The form of tool calls that is read, such as `hermes` (docs/chat-formats.md). None: the one that the chat template writes."""
+    rewritten_context: Literal["refuse", "restart"] = "refuse"
+    """A chat template that cannot be extended exactly is refused; restart: a context that it would write anew begins another trajectory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of server and learner. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(1024, ge=16)
     """Longest context in tokens, prompt and completions together."""
 
 
-class TasksConfig(Section):
+class TasksConfig(GroupJudging):
     family: str
     """A folder of task folders, e.g. `sandboxes/chores`, or the plugin reference of a callable that takes `seed=` and returns a TaskFamily,
     e.g. `sandboxes.tables:Tables`."""
@@ -396,6 +405,7 @@ class Recipe(Section):
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = EvalConfig()
+    tools: ToolsConfig = ToolsConfig()
     capture: CaptureConfig = CaptureConfig()
     store: parts.Store = "sqlite"
     """Where scored groups wait for the learner. sqlite: a file in the run folder."""
@@ -412,6 +422,8 @@ class Recipe(Section):
     critic: CriticConfig | None = None
     """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
+    judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
+    """Servers that the run starts for its judges, by the name that `agentrl.reward.judges.served(NAME)` takes."""
     gate: GateConfig | None = None
     """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
 
@@ -433,6 +445,8 @@ class Recipe(Section):
             )
         if self.rollout.group_size * self.rollout.groups_per_step < 2:
             raise ValueError("rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline")
+        if self.tasks.group_judge is not None and self.rollout.group_size < 2:
+            raise ValueError("tasks.group_judge compares the attempts of a group: rollout.group_size must be at least 2")
         if self.rollout.min_group_size > self.rollout.group_size:
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
@@ -465,6 +479,20 @@ class Recipe(Section):
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _restarts_count_tokens(self) -> Recipe:
+        if self.policy.rewritten_context == "restart" and self.objective.aggregation != "token_mean":
+            raise ValueError(
+                f"policy.rewritten_context=restart makes several sequences of an episode, and objective.aggregation="
+                f"{self.objective.aggregation} counts sequences: set objective.aggregation=token_mean"
+            )
+        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
+            raise ValueError(
+                "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
+                " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
+            )
         return self
 
     @model_validator(mode="after")

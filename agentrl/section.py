@@ -104,10 +104,17 @@ def unknown(key: str, known: Iterable[str], *, what: str = "key") -> str:
 
 def section_of(annotation: Any) -> type[Section] | None:
     """The section that a field of this type holds, if it holds one, always or optionally."""
+    if typing.get_origin(annotation) is dict:  # sections by name
+        return None
     for one in (annotation, *typing.get_args(annotation)):
         if isinstance(one, type) and issubclass(one, Section):
             return one
     return None
+
+
+def named_section_of(annotation: Any) -> type[Section] | None:
+    """The section that a field of this type holds several of, by names that the recipe chooses."""
+    return section_of(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def _pair(override: str) -> tuple[str, Any]:
@@ -133,11 +140,20 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
         if field is None:
             sections = [name for name, one in model.model_fields.items() if section_of(one.annotation) is not None]
             raise RecipeError(f"{where}: {unknown(part, sections, what='section')}")
+        if (several := named_section_of(field.annotation)) is not None:
+            _assign_named(node, part, several, [*parents[depth + 1 :], leaf], value, where=where)
+            return
         if inner is None and typing.get_origin(field.annotation) is dict:  # options: keys of the part that they are for
             options = node.get(part) or {}
             if not isinstance(options, dict):
                 raise RecipeError(f"{where}: options are wanted, as a mapping, not {_cut(options)}")
-            node[part] = {**options, ".".join([*parents[depth + 1 :], leaf]): value}
+            rest, kind = [*parents[depth + 1 :], leaf], typing.get_args(field.annotation)[1]
+            if len(rest) > 1 and isinstance(kind, type) and issubclass(kind, Section):
+                named = dict(options.get(rest[0]) or {})
+                _assign(named, kind, ".".join(rest[1:]), value)
+                node[part] = {**options, rest[0]: named}
+                return
+            node[part] = {**options, ".".join(rest): value}
             return
         if inner is None:
             raise RecipeError(f"{dotted}: {where} has no keys of its own", fix=f"give it whole: {where}=VALUE")
@@ -149,3 +165,16 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
     if leaf not in model.model_fields:
         raise RecipeError(f"{dotted}: {unknown(leaf, model.model_fields)}")
     node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
+
+
+def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: list[str], value: Any, *, where: str) -> None:
+    """Lays a value over one of several sections of a kind (`judge_servers.small={...}`), or over a key of it."""
+    held = node[part] = dict(node.get(part) or {})
+    name, *rest = names
+    if not rest:
+        held[name] = value.model_dump(mode="json") if isinstance(value, Section) else value
+        return
+    one = held[name] = held.get(name) or {}
+    if not isinstance(one, dict):
+        raise RecipeError(f"{where}.{name}: a section is wanted, not {one!r}")
+    _assign(one, model, ".".join(rest), value)

@@ -1,13 +1,14 @@
-"""Sections of a recipe that say nothing of the others; `agentrl.recipe` hands them on: `capture`, `critic`, `tasks.practice`,
-`rollout.branching`, `rollout.delegation`, `rollout.compaction`, `learner.limits`, `learner.lora`.
+"""Sections of a recipe that say nothing of the others; `agentrl.recipe` hands them on: `capture`, `critic`, `judge_servers`, `tools`,
+`tasks.practice`, `rollout.branching`, `rollout.delegation`, `rollout.compaction`, `learner.limits`, `learner.lora`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from agentrl.section import Section
 
@@ -155,6 +156,47 @@ class LoraConfig(Section):
     """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
 
 
+class GroupJudging(Section):
+    """The keys of `tasks` on judging groups as a whole."""
+
+    group_judge: str | None = Field(None, min_length=1)
+    """Who judges all attempts of a training group together once they are done, as a reference such as `rewards.mine:ranked`; None: each
+    attempt is judged by itself. Evaluations and cases are judged by the verifiers, as ever. docs/judges.md."""
+    group_weight: float = Field(1.0, gt=0, le=1)
+    """Share of the group judge in a training score. 1: it alone, and the verifiers are not asked; below, they have the rest."""
+
+    @model_validator(mode="after")
+    def _weight_acts(self) -> GroupJudging:
+        if self.group_judge is None and self.group_weight != 1:
+            raise ValueError("group_weight does nothing without group_judge")
+        return self
+
+
+class JudgeServerConfig(Section):
+    """A vLLM server on loopback that the run starts for judges, beside the policy's. docs/judges.md says how a judge names it."""
+
+    model: str = Field(min_length=1)
+    """Hugging Face model id, or a folder (relative to the project root): a chat model, or a reward model of `agentrl tune reward`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and arithmetic. Use float32 on CPUs without AMX."""
+    max_model_len: int = Field(2048, ge=16)
+    """Longest context in tokens, question and verdict together."""
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port."""
+    max_num_seqs: int = Field(16, ge=1)
+    """Questions answered at once."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of the engine (CPU only)."""
+    kv_cache_gb: float = Field(0.25, gt=0)
+    """Key/value cache in GiB (CPU only)."""
+    gpu_memory_utilization: float = Field(0.2, gt=0, le=1)
+    """Share of GPU memory for the server (GPU only)."""
+    startup_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for the server to answer after a start."""
+    max_restarts: int = Field(5, ge=0)
+    """Times that it is started again after it died, in the whole run; questions wait meanwhile. Then they are refused."""
+
+
 class Limit(Section):
     """A bound on one figure of an update, and what happens beyond it."""
 
@@ -207,3 +249,73 @@ class LimitsConfig(Section):
         if not self.roll_back and self.max_rollbacks != 2:
             raise ValueError("max_rollbacks does nothing: no limit has action=rollback")
         return self
+
+
+class MCPConfig(Section):
+    """An MCP server: a program in the episode's sandbox (`command`), a program on this machine (`host_command`), or a `url`."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments, started in the sandbox of each episode that calls the server."""
+    host_command: tuple[str, ...] = ()
+    """Program and arguments, started on this machine with the rights of the run, once for each episode that calls the server."""
+    url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
+    """Where it answers over HTTP. Nothing else is reached: redirects are not followed."""
+    env: dict[str, str] = Field({})
+    """Variables of the program. One on this machine has PATH, HOME, TMPDIR and the locale besides, and no other of the run's."""
+    key_env: str = ""
+    """Environment variable that holds the bearer token for `url`."""
+    only: tuple[str, ...] = ()
+    """The tools that are offered; empty: all that it has, at most 64."""
+    together: bool = False
+    """Whether its calls may run at the same time within a turn (`url` only: a program is asked one thing at a time)."""
+    start_timeout_s: float = Field(60.0, gt=0, le=600)
+    """Seconds that it may take to be started and to list its tools."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> MCPConfig:
+        places = {"command": self.command, "host_command": self.host_command, "url": self.url}
+        if len(given := [name for name, value in places.items() if value]) != 1:
+            raise ValueError(f"a server has one of command, host_command and url, not {' and '.join(given) or 'none'}")
+        if self.together and not self.url:
+            raise ValueError("together does nothing with a program, which is asked one thing at a time: leave it out")
+        if self.url and self.env:
+            raise ValueError("env does nothing with a url: no program is started")
+        if self.key_env and not self.url:
+            raise ValueError("key_env does nothing without a url: give a program its variables with env")
+        if any("\0" in word for word in (*self.command, *self.host_command)) or not all((self.command or self.host_command or ("-",))[:1]):
+            raise ValueError("a command begins with the name of a program, and holds no NUL")
+        return self
+
+
+class ToolBounds(Section):
+    """What the calls of one tool may take, in place of the task's limits."""
+
+    timeout_s: float | None = Field(None, gt=0, le=3600)
+    """Seconds of one call."""
+    output_chars: int | None = Field(None, ge=1)
+    """Characters shown of one call."""
+    calls: int | None = Field(None, ge=1)
+    """Calls in one episode."""
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> ToolBounds:
+        if self.timeout_s is None and self.output_chars is None and self.calls is None:
+            raise ValueError("it bounds nothing: give timeout_s, output_chars or calls")
+        return self
+
+
+class ToolsConfig(Section):
+    """Tools beyond those that a task can name by itself. docs/tools.md."""
+
+    mcp: dict[str, MCPConfig] = Field({})
+    """MCP servers by name, as sections; a task's tool `mcp:NAME` stands for all tools of one, `mcp:NAME/TOOL` for one."""
+    bounds: dict[str, ToolBounds] = Field({})
+    """By the tool's name: `timeout_s`, `output_chars` and `calls` (in an episode) in place of the task's limits."""
+
+    @field_validator("mcp")
+    @classmethod
+    def _named(cls, servers: dict[str, MCPConfig]) -> dict[str, MCPConfig]:
+        for name in servers:
+            if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", name):
+                raise ValueError(f"{name[:80]!r} is no name of a server: 1 to 32 letters, digits, _ and -")
+        return servers

@@ -131,16 +131,16 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def success(outcomes: list[Outcome]) -> str:
-    """A row for what was evaluated, a column for before and each run."""
+    """A row for what was evaluated, a column for each run. Each seed has problems of its own, so each has its own start."""
     splits = {"heldout": "held-out problems of the trained kinds", "heldout_real": "kinds that were never trained"}
     rows = []
     for split, words in splits.items():
-        first = outcomes[0].rate("before", split)
-        rows.append([f"{words} ({first['n']:.0f})", told(first), *(told(one.rate("after", split)) for one in outcomes)])
-        for kind, before in first["by_kind"].items():  # type: ignore[attr-defined]
-            after = [one.phases["after"][split]["by_kind"][kind]["value"] for one in outcomes]
-            rows.append([f"`{kind}` ({before['n']:.0f})", f"{before['value']:.2f}", *(f"{value:.2f}" for value in after)])
-    return markdown(["", "before", *(f"{Path(one.recipe).stem}, seed {one.seed}" for one in outcomes)], rows)
+        both = [(one.phases["before"][split], one.phases["after"][split]) for one in outcomes]
+        rows.append([f"{words} ({both[0][0]['n']:.0f})", *(f"{told(before)} → {told(after)}" for before, after in both)])
+        for kind, rate in both[0][0]["by_kind"].items():
+            changes = [(before["by_kind"][kind]["value"], after["by_kind"][kind]["value"]) for before, after in both]
+            rows.append([f"`{kind}` ({rate['n']:.0f})", *(f"{before:.2f} → {after:.2f}" for before, after in changes)])
+    return markdown(["before → after", *(f"{Path(one.recipe).stem}, seed {one.seed}" for one in outcomes)], rows)
 
 
 def cost(outcomes: list[Outcome]) -> str:
@@ -216,7 +216,7 @@ def page(outcomes: list[Outcome], base: dict[str, Any]) -> str:
     lines = [
         f"Made by `python benchmarks/real_model.py`. Machine: {outcomes[0].machine}; sandbox: {outcomes[0].summary['sandbox_backend']}. "
         f"{versions}. {' '.join(notes)}".strip(),
-        "Greedy, one attempt a problem; 95% Wilson intervals for rows of more than one kind.",
+        "Greedy, one attempt a problem; 95% Wilson intervals for rows of several kinds. Each seed draws problems of its own.",
         success(outcomes),
         f"Targets: at most {MINUTES:.0f} minutes and {GIB:.0f} GiB, held-out {AFTER:.2f} or more, every kind that starts above "
         f"{KIND_BEFORE:.2f} at {KIND_AFTER:.2f} or more, no worse on kinds never trained. Parts are mean seconds of a step.",

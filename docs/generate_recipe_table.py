@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from agentrl.parts import Kind
 from agentrl.recipe import Recipe
-from agentrl.section import Section, section_of
+from agentrl.section import Section, named_section_of, section_of
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -37,6 +37,8 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
             nested.append((name, inner))
         if inner is None or field.default is None:  # an optional section is a key too
             yield f"{prefix}{name}", field
+        if (several := named_section_of(field.annotation)) is not None:
+            yield from keys(several, f"{prefix}{name}.NAME.")
     kinds = [inner for _, inner in nested]
     for place, (name, inner) in enumerate(nested):
         if inner not in kinds[:place]:
@@ -81,6 +83,8 @@ def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated and (kinds := [item for item in arguments if isinstance(item, Kind)]):
         return _words(kinds[0])
+    if origin is Annotated:
+        return _name(arguments[0])
     if origin is Literal:
         return " or ".join(f"`{_literal(value)}`" for value in arguments)
     if origin is dict:

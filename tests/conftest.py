@@ -1,9 +1,11 @@
 """For all tests.
 
-Tests run on a few workers (`make test`). A file's tests stay on one of them, since what they share is made once for a file. All that
+Tests run on a few workers (`make test`). A file's tests stay on one of them, since what they share is made once for a file. Those that
 start an inference server take turns on one worker: two servers at once want more than two cores, and the real one of tests/serving is
 shared. So do those of sandboxes: an attack on a weak one takes from the whole machine. The learner's tests share a process that has
-imported what learners need. What takes longest begins first.
+imported what learners need; with them go those that load a model or its tokenizer, which imports as much: four seconds of a worker, so
+no test file does it at its top. What takes longest begins first; the pretrained model, though it is served too, on whichever worker is
+free first, or the one that has the servers would end long after the others.
 
 What a property test may take depends on the machine, so hypothesis measures no time. `make test-unit` takes the profile `quick`; the
 whole suite draws as many examples as hypothesis does by itself.
@@ -33,12 +35,14 @@ settings.load_profile("agentrl")
 TOGETHER = {
     "e2e": "servers",
     "serving": "servers",
-    "model/test_smollm2.py": "servers",
+    "model/test_smollm2.py": "pretrained",
     "sandbox": "sandboxes",
     "prove/test_attacks.py": "sandboxes",
-    "learner": "learner",
+    **dict.fromkeys(("learner", "model", "supervised"), "learner"),
+    **dict.fromkeys(("agent/test_fence.py", "cli/test_model.py"), "learner"),
+    **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py"), "learner"),
 }
-FIRST = ("servers", "sandboxes", "learner")
+FIRST = ("servers", "sandboxes", "learner", "pretrained")
 LAST_OF_ITS_GROUP = "prove/test_attacks.py"
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
@@ -46,7 +50,7 @@ CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 def group_of(nodeid: str) -> str:
     """The tests that this one shares a worker with."""
     file = nodeid.partition("::")[0].removeprefix("tests/")
-    return TOGETHER.get(file.partition("/")[0]) or TOGETHER.get(file, file)
+    return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0], file)
 
 
 class ByGroup(LoadScopeScheduling):

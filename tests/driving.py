@@ -25,6 +25,7 @@ from agentrl.protocols import Policy, SandboxBackend
 from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.run import loop, opening
+from agentrl.run.judges import JudgeServers
 from agentrl.sandbox import select_backend
 from agentrl.task import GroupSchedule
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
@@ -147,6 +148,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults),
             schedule=GroupSchedule(family, recipe.seed),
             learner=cast(Any, None),
+            judges=JudgeServers(recipe, {}, folder=run_dir),
             stop_at=recipe.steps,
         )
     finally:

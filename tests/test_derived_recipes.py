@@ -80,7 +80,8 @@ def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant(
     assert told[:3] == [
         "seed: Input should be greater than or equal to 0 (got -1)",
         "policy.model: Field required",
-        "policy.modle: unknown key; did you mean model? known here: chat_template, dtype, max_model_len, model",
+        "policy.modle: unknown key; did you mean model? known here: chat_template, dtype, max_model_len, model,"
+        " rewritten_context, tool_format",
     ]
     assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, critic, ") and len(told) == 4
     with pytest.raises(ValidationError) as error:

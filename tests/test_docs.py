@@ -251,6 +251,7 @@ def test_the_verifier_example_is_proven_in_real_sandboxes(project: Path) -> None
     assert "1 verifier: " in output and "FAIL" not in output, output
 
 
+@pytest.mark.slow
 def test_the_judge_examples_work_in_a_new_project(project: Path) -> None:
     tests = write_examples("judges.md", project)
     assert "1 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
@@ -271,6 +272,7 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
     assert run(tmp_path, "-c", program).strip() == truth.strip()
 
 
+@pytest.mark.slow
 def test_the_examples_of_own_parts_fulfil_their_protocols_and_work(project: Path) -> None:
     write_examples("parts.md", project)
     shown = """

@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.calls import CLOSE, OPEN, read_calls
+from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.tools import clip, show
 from agentrl.observe import write_report
 from agentrl.observe.markup import visible
@@ -127,6 +128,29 @@ def test_words(unit: str) -> None:
         lambda text: run(exact_answer(TASK, Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text))),
     ):
         assert_linear(work, repeated(unit))
+
+
+@units(
+    "[TOOL_CALLS]",
+    slow=[
+        *(
+            "<function=",
+            "<parameter=a>",
+            "<arg_key>",
+            "<arg_value>",
+            "[ARGS]",
+            "[THINK]",
+            "<|message|>",
+            "<|start|>assistant<|message|>",
+            "<|end|>",
+        ),
+        *("[f(", "[f(a=['", "[f(a=1), ", '{"name":', '{"name": "f", "parameters": {}};', *deepseek.CALLS, *deepseek.CALL, deepseek.SEP),
+    ],
+)
+def test_every_form_of_tool_calls(unit: str) -> None:
+    for form in FORMS.values():
+        opened = form.opens[0] if unit != form.opens[0] else ""
+        assert_linear(lambda text, read=form.read: read(text, ()), lambda size, opened=opened: opened + repeated(unit)(size), large=300_000)
 
 
 @units('"\\u00e9",', "9" * 3999 + ",", slow=["1,", "1e5,", '{"a":1},', "[],", '[{"b":[0]}],'])

@@ -4,7 +4,7 @@ A conversation is never rendered and tokenized again as it grows. The opening pr
 as the ids that were sampled; what the tools answered is tokenized once, as the delta the chat template puts between two
 assistant turns. The policy is therefore always conditioned on, and trained on, the very ids that were in its context.
 
-What the model says becomes a record in `agentrl.agent.calls`, what a program says becomes tokens here.
+What the model says becomes a record in `agentrl.agent.calls` and `agentrl.agent.forms`, what a program says becomes tokens here.
 """
 
 from __future__ import annotations
@@ -12,38 +12,25 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from agentrl.agent.calls import read_calls
+from agentrl.agent.extension import SHOWN, Found, Seam, find_form, rewrites
 from agentrl.agent.fence import Fence
+from agentrl.agent.forms import FORMS
+from agentrl.agent.pretrained import auto_tokenizer
+from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL
-from agentrl.causes import short
 from agentrl.errors import UserError
 from agentrl.records import Message
 
 WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
-_MARK = "\ue000assistant turn\ue000"  # private-use characters: found again in a rendered template, never in real text
-_SHOWN = ("\ue000first output\ue000", "\ue000second output\ue000")
+
+Rewritten = Literal["refuse", "restart"]
+"""What to do with a template that cannot be extended exactly."""
+
 _MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # how control tokens are spelled
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that chats need."""
-
-    chat_template: Any
-    eos_token: Any
-    eos_token_id: Any
-    unk_token_id: Any
-    all_special_tokens: list[str]
-    all_special_ids: list[int]
-    added_tokens_decoder: dict[int, Any]
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+_MOST_WITHHELD = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +39,24 @@ class ParsedCompletion:
 
     message: Message
     errors: tuple[str, ...] = ()
+    answer: str = ""  # the message without what was thought
+    ids: tuple[str, ...] = ()  # what the model calls each of the message's tool calls; empty where its form has no ids
+    end: int | None = None  # the token that ended the turn
 
 
 class ChatFormat:
     """Exact tokens for one tokenizer.
 
-    Raises `UserError` on construction when the tokenizer has no chat template or no end-of-turn token, or a template that cannot be
-    continued exactly: one that does not end a turn of the assistant with that token, that does not show what tools gave, or whose
-    control tokens the tokenizer would split.
+    Args:
+        tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.
+        rewritten: `restart` takes a template that cannot be extended exactly, for agents that then begin a new context (`exact`).
+
+    Raises `UserError` on construction when the tokenizer has no chat template or no end-of-turn token, for a form of calls that nothing
+    reads, or for a template that cannot be continued exactly: one that does not end a turn of the assistant with a token that ends
+    turns, that does not show what tools gave, whose control tokens the tokenizer would split, or that writes earlier turns anew.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
@@ -73,37 +67,103 @@ class ChatFormat:
                 "policy.model: its tokenizer has no eos_token, so turns cannot end", fix="set eos_token in tokenizer_config.json"
             )
         self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer)
         control = _control_tokens(tokenizer)
         self._fence = Fence(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
-        self._withheld: dict[int, tuple[int, ...]] = {}  # by the number of outputs
-        self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
-        self._check_continued()  # a template that cannot be is refused here, not in the middle of an episode
+        self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and what they are called
+        self._seam = Seam(self._renderer, _ends(tokenizer, control), eos=str(tokenizer.eos_token))
         self._check_control_tokens()
+        found = find_form(self._renderer, self._seam, tool_format)
+        self._form = found.form
+        self.tool_format = found.form.name
+        self.told = f"tool calls: {found.form.name} ({found.how})"
+        delta = self._renderer.ids(self._seam.between(SHOWN))
+        self._hands_over = delta[0] in {control.get(end) for end in found.form.hands_over}
+        ends = (control.get(end) for end in (*found.form.ends, *found.form.hands_over))
+        self.stop_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys([int(tokenizer.eos_token_id), delta[0], *(e for e in ends if e is not None)])
+        )
+        own = {control.get(token) for token in (*found.form.inner, *THINK)} | {*self._renderer.ids(found.written), *self.stop_token_ids}
+        self._forged = frozenset(self._controls(delta)) - own
+        self._thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
+        self.rewrites = self._check_extended(found, rewritten)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a conversation grows by deltas alone; otherwise `rewrites` says why it does not."""
+        return not self.rewrites
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of the prompt up to where the first assistant turn begins."""
-        text = self._render([_as_chat(m) for m in messages], schemas=schemas)
-        return self._encode(text)
+        return self._renderer.ids(self._renderer.text(self._renderer.messages(messages), schemas))
 
-    def tool_delta(self, outputs: Sequence[str]) -> tuple[int, ...]:
+    def tool_delta(self, outputs: Sequence[str], after: ParsedCompletion | None = None) -> tuple[int, ...]:
         """Ids between the end-of-turn token of one assistant turn and the start of the next, holding the tools' outputs.
 
         Outputs are hostile: text that spells a control token is broken up, so that a program cannot forge a turn. A tokenizer may
         still find one, in letters that it holds to be the same; then nothing of these outputs is shown.
+
+        Args:
+            after: the turn that they answer: its calls in order, then its errors. Some templates repeat a call's name or id, and some
+                turns end with the first token of what comes next. None: a turn as the template writes it, without ids.
+
+        Raises `RuntimeError` where the template is not `exact`.
         """
-        if len(outputs) not in self._withheld:
-            self._withheld[len(outputs)] = self._delta([WITHHELD] * len(outputs))
-        ids, withheld = self._delta([self.defang(output) for output in outputs]), self._withheld[len(outputs)]
+        if self.rewrites:
+            raise RuntimeError(f"this chat template is not extended by deltas: {self.rewrites}")
+        names = [call.name for call in after.message.tool_calls] if after else []
+        numbers = list(after.ids) if after else []
+        key = (len(outputs), tuple(names), tuple(numbers))
+        if key not in self._withheld:
+            if len(self._withheld) >= _MOST_WITHHELD:  # the policy writes names and ids
+                self._withheld.clear()
+            self._withheld[key] = self._delta([WITHHELD] * len(outputs), names, numbers)
+        ids, withheld = self._delta([self.defang(output) for output in outputs], names, numbers), self._withheld[key]
+        ids = ids if self._controls(ids) == self._controls(withheld) else withheld
+        return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
+
+    def going_on(self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Ids of a whole conversation, rendered anew, where `said` is what the agent and its tools said after the prompt.
+
+        For a template that is not `exact`. All of `said` is hostile here, and control tokens in it are broken up.
+        """
+        fenced = [replace(message, content=self.defang(message.content)) for message in said]
+        held = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
+        ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *held], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
-    def parse(self, token_ids: Sequence[int]) -> ParsedCompletion:
-        """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception."""
+    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.
+
+        `schemas` of the task's tools say what an argument is that the form writes without quotes.
+        """
         ids = list(token_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        calls, errors, content = read_calls(str(self._tokenizer.decode(ids, skip_special_tokens=False)))
-        return ParsedCompletion(message=Message(role="assistant", content=content, tool_calls=calls), errors=errors)
+        end = ids.pop() if ids and ids[-1] in self.stop_token_ids else None
+        own = next((n for n, token in enumerate(ids) if token in self._forged), len(ids))
+        text, forged = self._renderer.said(ids[:own]), self._renderer.said(ids[own:])
+        thought, text, closed = self._thinking(text)
+        reading = self._form.read(text, schemas)
+        errors = reading.errors
+        if not closed and any(opens in thought for opens in self._form.opens):
+            errors += (f"a tool call in what you think is not made: end your thinking with {THINK[1]} first",)
+        if any(opens in forged for opens in self._form.opens):
+            errors += ("a turn cannot begin another one: the tool calls after the control token that does were not made",)
+        if reading.thinking:
+            thought = f"{THINK[0]}\n{reading.thinking}\n{THINK[1]}\n\n"
+        answer = (reading.content + forged).strip()
+        message = Message(role="assistant", content=(thought + answer).strip(), tool_calls=reading.calls)
+        return ParsedCompletion(message=message, errors=errors, answer=answer, ids=reading.ids, end=end)
+
+    def _thinking(self, text: str) -> tuple[str, str, bool]:
+        """What the model thought with its marks, the text after it, and whether it came to an end."""
+        if self._thinks_first and not text.lstrip().startswith(THINK[0]):
+            text = f"{THINK[0]}\n{text}"
+        if not text.lstrip().startswith(THINK[0]):
+            return "", text, True
+        thought, closed, rest = text.partition(THINK[1])
+        space = rest[: len(rest) - len(rest.lstrip())]
+        return thought + closed + space, rest, bool(closed)
 
     def defang(self, text: str) -> str:
         """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""
@@ -112,45 +172,36 @@ class ChatFormat:
     def shows_tools(self) -> bool:
         """Whether the template tells the model of its tools; one may leave them out, or refuse them."""
         try:
-            text = self._render([{"role": "user", "content": "-"}], schemas=[TOOL])
+            text = self._renderer.text([{"role": "user", "content": "-"}], [TOOL])
         except UserError:
             return False
         return str(TOOL["function"]["name"]) in text
 
-    def _delta(self, outputs: Sequence[str]) -> tuple[int, ...]:
-        return self._encode(self._between(outputs))
+    def _delta(self, outputs: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
+        return self._renderer.ids(self._seam.between(outputs, names, numbers))
 
-    def _between(self, outputs: Sequence[str]) -> str:
-        """What the template puts between the end-of-turn token of one assistant turn and the start of the next."""
-        tools = [{"role": "tool", "content": output} for output in outputs]
-        text = self._render([{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *tools], schemas=())
-        _, found, delta = text.partition(_MARK)
-        eos = self._tokenizer.eos_token
-        if not found or not delta.startswith(eos):
+    def _check_extended(self, found: Found, rewritten: Rewritten) -> str:
+        reason = rewrites(self._renderer, self._seam, found)
+        if reason and rewritten == "refuse":
             raise UserError(
-                f"policy.model: its chat template does not end an assistant turn with {eos!r}",
-                fix="tool-using rollouts need a template that puts the eos token right after each assistant message: set"
-                f" policy.chat_template ({', '.join(SHIPPED)}, or a file), or eos_token in tokenizer_config.json",
+                f"policy.model: its chat template cannot be extended exactly: {reason}",
+                fix=f"{OTHER}; or set policy.rewritten_context=restart, and each turn begins a context of its own",
             )
-        return delta.removeprefix(eos)
-
-    def _check_continued(self) -> None:
-        delta = self._between(_SHOWN)
-        at = [delta.find(output) for output in _SHOWN]
-        if not 0 <= at[0] < at[1] or any(delta.count(output) > 1 for output in _SHOWN):
+        if not reason and rewritten == "restart":
             raise UserError(
-                "policy.model: its chat template does not show what tools gave, each output once and in order",
-                fix=f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)",
+                "policy.rewritten_context=restart: this chat template is extended exactly, so it does nothing", fix="leave it out"
             )
+        return reason
 
     def _check_control_tokens(self) -> None:
         """What is spelled like a control token must be one: in pieces it means nothing to the model, and a program could write it too."""
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
-        text = self._render(turns, schemas=())
-        with suppress(UserError):  # it may take no tools, or no system message
-            text += self._render([{"role": "system", "content": "-"}, *turns], schemas=[TOOL])
+        text = self._seam.between(SHOWN)
+        for messages, tools in ((turns, ()), ([{"role": "system", "content": "-"}, *turns], [TOOL])):
+            with suppress(UserError):  # it may take no tools, or no system message
+                text += self._renderer.text(messages, tools)
         for token in sorted({*_MARKUP.findall(text), str(self._tokenizer.eos_token)}):
-            ids = self._encode(token)
+            ids = self._renderer.ids(token)
             if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id != self._tokenizer.eos_token_id:
                 raise UserError(
                     f"the chat template writes {token!r}, which is no token of this tokenizer: it makes {len(ids)} of it",
@@ -160,38 +211,19 @@ class ChatFormat:
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in self._control_ids]
 
-    def _render(self, messages: list[dict[str, Any]], *, schemas: Sequence[Mapping[str, Any]]) -> str:
-        tools = [dict(s) for s in schemas] or None
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is a program, and may raise anything
-            roles = ", ".join(str(message["role"]) for message in messages)
-            raise UserError(
-                f"the chat template cannot render messages of {roles}{' with tools' if tools else ''}: {short(error)}",
-                fix=f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)",
-            ) from error
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def load_chat(folder: str, template: str | None = None) -> ChatFormat:
+def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
     """The chat format of a model folder or id, with a `template` in place of its own; imports transformers."""
-    from transformers import AutoTokenizer  # heavy: only where a tokenizer is really needed
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template
-    return ChatFormat(tokenizer)
+    return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)
 
 
-def _as_chat(message: Message) -> dict[str, Any]:
-    chat: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        chat["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in message.tool_calls
-        ]
-    return chat
+def _ends(tokenizer: Tokenizer, control: Mapping[str, int]) -> set[str]:
+    """The tokens of this tokenizer that end a turn in one form or another."""
+    known = {end for form in FORMS.values() for end in (*form.ends, *form.hands_over)}
+    return {str(tokenizer.eos_token), *(end for end in known if end in control)}
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:

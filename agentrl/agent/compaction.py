@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from agentrl.agent.chat import ChatFormat
+from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
 from agentrl.sections import CompactionConfig
@@ -43,17 +43,19 @@ class Compactor:
         """Whether a context of so many tokens is to be summed up; a whole one may have `room`."""
         return tokens >= (self.config.share * room if self.config.tokens is None else self.config.tokens)
 
-    def asking(self, results: Sequence[ToolResult], *, used: int, room: int) -> tuple[tuple[ToolResult, ...], tuple[int, ...]]:
-        """The results with the request after the last of them, and their tokens.
+    def asking(
+        self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
+    ) -> tuple[tuple[ToolResult, ...], tuple[int, ...]]:
+        """The results of the turn `after` with the request after the last of them, and their tokens.
 
         Outputs are withheld where they would leave no room for a summary after the `used` tokens of the context.
         """
         asked = self._with_request(results)
-        delta = self.chat.tool_delta([result.output for result in asked])
+        delta = self.chat.tool_delta([result.output for result in asked], after)
         if used + len(delta) + self.config.summary_tokens <= room:
             return asked, delta
         asked = self._with_request([replace(result, output=_WITHHELD, ok=False) for result in results])
-        return asked, self.chat.tool_delta([result.output for result in asked])
+        return asked, self.chat.tool_delta([result.output for result in asked], after)
 
     def _with_request(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
         last = results[-1]
@@ -70,7 +72,7 @@ class Compactor:
         episode.stage = "chat"
         parsed = self.chat.parse(completion.token_ids)
         asked.add_turn(completion, parsed.message)
-        words = parsed.message.content.strip()
+        words = parsed.answer.strip()
         taken = completion.finish_reason == "stop" and words and not parsed.message.tool_calls and not parsed.errors
         asked.end("summarized" if taken else "rejected")
         return Tried(line=asked, tokens=len(completion.token_ids), summary=words if taken else None)

@@ -41,8 +41,8 @@ class Called:
 
 
 async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, *, turn: int) -> Called:
-    """Calls a tool with a deadline: `limits.tool_timeout_s`, and `SANDBOX_MARGIN_S` more for one that uses the sandbox. What the tool
-    has of bounds takes the place of these limits.
+    """Calls a tool with a deadline: `limits.tool_timeout_s`, `SANDBOX_MARGIN_S` more for one that uses the sandbox, and what a server
+    may take to be started (`opening_s`). What the tool has of bounds takes the place of these limits.
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool says that something else did.
@@ -51,7 +51,8 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox |
     """
     watched = None if sandbox is None else _Watched(sandbox)
     limits = bounds_of(tool).over(limits)
-    what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
+    margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
+    what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
     since = usercode.cancellations()
     try:
         given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s)

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.errors import UserError
 from agentrl.processes import importing_from
 
-SHIPPED = ("hermes", "chatml", "llama3")
+SHIPPED = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
 """Words for templates in `agentrl/agent/templates/`. None has a system message of its own."""
 
 MAX_BYTES = 1 << 18

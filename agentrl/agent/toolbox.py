@@ -13,21 +13,23 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from agentrl import usercode
+from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
 from agentrl.agent.shipped import SHIPPED
-from agentrl.agent.tools import Tool, ToolOutcome, problem_of
+from agentrl.agent.tools import Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
 from agentrl.agent.typed import Typed, is_tool, run, typed
 from agentrl.errors import PluginError, TaskError
 from agentrl.fields import json_value
 from agentrl.plugins import resolve
-from agentrl.protocols import Sandbox
+from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
 
 
 class Toolbox(Mapping[str, Tool]):
     """Tools by the name the agent calls them. Nothing is opened before it is called; who has one closes it."""
 
-    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, Kept]) -> None:
+    def __init__(self, tools: Mapping[str, Tool], kept: Mapping[str, Kept], connections: Mapping[str, Connection]) -> None:
         self._tools = tools
+        self._connections = connections  # mcp:SERVER -> this episode's connection to it
         self.kept = kept  # reference -> the object of this episode that its tools are methods of
 
     def __getitem__(self, name: str) -> Tool:
@@ -44,13 +46,15 @@ class Toolbox(Mapping[str, Tool]):
 
         Raises `ValueError` for a state that cannot be taken within `timeout_s`, or is no JSON.
         """
-        return {reference: await kept.state(timeout_s=timeout_s) for reference, kept in self.kept.items() if kept.used}
+        every: dict[str, Kept | Connection] = {**self.kept, **self._connections}
+        return {reference: await one.state(timeout_s=timeout_s) for reference, one in every.items() if one.used}
 
     async def close(self, *, timeout_s: float) -> None:
         """Closes what was opened, all of it, whatever one of them does; that is logged."""
         async with AsyncExitStack() as stack:
-            for kept in self.kept.values():
-                stack.push_async_callback(kept.close, timeout_s=timeout_s)
+            every: list[Kept | Connection] = [*self.kept.values(), *self._connections.values()]
+            for one in every:
+                stack.push_async_callback(one.close, timeout_s=timeout_s)
 
 
 class Kept:
@@ -131,24 +135,48 @@ class KeptTool:
         return await self._method.call(function, arguments, sandbox, limits)
 
 
-def load_tools(names: Sequence[str], saved: Mapping[str, Any] | None = None) -> Toolbox:
-    """The tools of one episode. Tools that keep state have a new one in each toolbox.
+class Within:
+    """A tool with bounds that the recipe lays over its own."""
+
+    def __init__(self, tool: Tool, bounds: Bounds) -> None:
+        self.name, self.schema, self.needs_sandbox = tool.name, tool.schema, tool.needs_sandbox
+        self.bounds, self.together = bounds_of(tool).but(bounds), runs_together(tool)
+        self.opening_s = getattr(tool, "opening_s", 0.0)
+        self._tool = tool
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        return await self._tool(arguments, sandbox, limits)
+
+
+def load_tools(names: Sequence[str], saved: Mapping[str, Any] | None = None, run: ToolSource | None = None) -> Toolbox:
+    """The tools of one episode. Tools that keep state have a new one in each toolbox, as have MCP servers a connection.
 
     Args:
         saved: what `Toolbox.state` gave, of the episode that this one goes on from.
+        run: the MCP servers and bounds of the recipe (`LiveEpisode.tools`); None: there are none.
 
     Raises:
-        TaskError: a name is neither built in nor a reference, or two tools have one name.
+        TaskError: a name is neither built in, nor a server of the recipe's, nor a reference, or two tools have one name.
         PluginError: a reference does not resolve, or to something that is no tool.
     """
     tools: dict[str, Tool] = {}
     kept: dict[str, Kept] = {}
+    connections: dict[str, Connection] = {}
+    run, saved = run or NO_TOOLS, saved or {}
     for name in names:
-        for tool in _loaded(name, kept, saved or {}):
+        for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved):
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
-            tools[tool.name] = tool
-    return Toolbox(tools, kept)
+            tools[tool.name] = Within(tool, run.bounds[tool.name]) if tool.name in run.bounds else tool
+    return Toolbox(tools, kept, connections)
+
+
+def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
+    """The tools that a name stands for which begins with `mcp:`, of one connection."""
+    server, one = named(run, name)
+    key = f"{PREFIX}{server.name}"
+    connection = connections.setdefault(key, Connection(server, restored=key in saved))
+    return tuple(ServerTool(offer, connection) for offer in offered(server, one))
 
 
 def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any]) -> tuple[Tool, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
+from agentrl.agent.contexts import go_on
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import call_all, calls_made
@@ -38,7 +39,7 @@ class TurnLoop:
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
-        tools = load_tools(task.tools, episode.agent_state.get("tools"))
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools)
         try:
             line = next(one for one in reversed(episode.trajectories) if not one.stop_reason)  # of a state, too: no sub-agent runs there
             main = Speaker(self, episode, line, prompt=task.prompt, tools=tools, spent=calls_made(episode))
@@ -96,18 +97,19 @@ class Speaker:
         """Turns until it is done."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
+        schemas = self._schemas()
         if not self.line.tokens:
-            self.line.add_prompt(chat.opening(self._prompt, self._schemas()))
+            self.line.add_prompt(chat.opening(self._prompt, schemas))
         while not (limit := self._limit()):
             completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance())
             episode.stage = "chat"
-            parsed = chat.parse(completion.token_ids)
+            parsed = chat.parse(completion.token_ids, schemas)
             self.line.add_turn(completion, parsed.message)
             self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
             if completion.finish_reason != "stop":
                 return Ended(reason="token_limit")
             if not parsed.message.tool_calls and not parsed.errors:
-                return Ended(reason="answered", answer=None if "submit" in self._tools else parsed.message.content)
+                return Ended(reason="answered", answer=None if "submit" in self._tools else parsed.answer)
             started = time.monotonic()
             results, answer = await self._results(parsed)
             wall_s = time.monotonic() - started
@@ -115,21 +117,26 @@ class Speaker:
                 self.line.add_results(results, wall_s=wall_s)
                 return Ended(reason="tool_timeout" if answer is None else "submitted", answer=answer)
             episode.stage = "chat"
-            if limit := await self._show(results, wall_s=wall_s):
+            if limit := await self._show(parsed, results, wall_s=wall_s):
                 return Ended(reason=limit)
             if self._depth == 0:  # and no sub-agent runs: those of this turn have ended
                 await episode.boundary(self._state)
         return Ended(reason=limit)
 
-    async def _show(self, results: Sequence[ToolResult], *, wall_s: float) -> str:
+    async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
         """Brings what the calls gave into the context, or into a summary that the agent goes on from; the limit that forbids it, if any."""
-        line, room = self.line, self._episode.room
-        delta = self._loop.chat.tool_delta([result.output for result in results])
+        line, room, chat = self.line, self._episode.room, self._loop.chat
+        outputs = [result.output for result in results]
+        if not chat.exact:
+            line.add_results(results, wall_s=wall_s)
+            self.line = go_on(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
+            return ""
+        delta = chat.tool_delta(outputs, parsed)
         if self._compactor is None or not self._compactor.due(line.tokens + len(delta), room):
             line.add_results(results, wall_s=wall_s)
             line.add_prompt(delta)
             return ""
-        results, delta = self._compactor.asking(results, used=line.tokens, room=room)
+        results, delta = self._compactor.asking(parsed, results, used=line.tokens, room=room)
         line.add_results(results, wall_s=wall_s)
         if line.tokens + len(delta) >= room:
             return "token_limit"
@@ -223,7 +230,7 @@ class Speaker:
         """Runs one sub-agent to its end, and closes its tools."""
         episode, config = self._episode, self._loop.delegation
         assert config is not None, "it has been started"
-        tools = load_tools(episode.task.tools if config.tools is None else config.tools)
+        tools = load_tools(episode.task.tools if config.tools is None else config.tools, None, episode.tools)
         try:
             worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
             ended = await worker.speak()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import json
 import shutil
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from agentrl.failure.rows import Row, Wanted
     from agentrl.failure.trace import Trace
     from agentrl.failure.triage import Rule
+    from agentrl.records import EpisodeState
 
 failures_app = typer.Typer(no_args_is_help=True, help="Captured failures: read them, name them, make them regression cases.")
 
@@ -207,9 +209,15 @@ def promote_failures(
     note: Annotated[str, typer.Option(help="Why these are worth keeping.")] = "",
     threshold: Annotated[float | None, typer.Option(help="Mean score that the attempts at each must reach. Default: the best, 1.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts at each. Default: what the suite says.")] = None,
+    from_turn: Annotated[
+        str, typer.Option("--from-turn", help="Begin at this turn, counted from 1, or at the `failing` one that the tag names.")
+    ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again."""
+    """Make regression cases of traces: their tasks, frozen, with where they come from. A task that the suite has is not added again.
+
+    With --from-turn the episode is played again in a live sandbox up to that turn, and captured there: the case samples from there on.
+    """
     from agentrl.failure.promote import promote
 
     if not traces and not (tag or kind or phase or version is not None or most):
@@ -223,7 +231,12 @@ def promote_failures(
         found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
     if not found:
         raise UserError(f"{run} has no trace that these filters leave", fix=f"agentrl failures list {run} shows what there is")
-    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats)
+    starts: dict[str, EpisodeState | None] = {}
+    if from_turn:
+        from agentrl.run.starts import starts_of
+
+        starts = asyncio.run(starts_of(run, found, from_turn))
+    done = promote(found, into, note=note, by=_me(), threshold=threshold, repeats=repeats, starts=starts)
     written = sum(one.path is not None for one in done)
     if as_json:
         print(
@@ -234,6 +247,39 @@ def promote_failures(
     else:
         print("\n".join(one.told for one in done))
         print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
+
+
+@failures_app.command(
+    "minimize", epilog="Example: agentrl failures minimize evals/reading sum-0f3a9c81b2d4 recipes/quickstart.py --policy runs/quickstart@12"
+)
+def minimize(
+    suite: Annotated[Path, typer.Argument(help="Folder of the suite.")],
+    case: Annotated[str, typer.Argument(help="Id of a case in it, which is replaced by the smaller one.")],
+    recipe: Annotated[Path, typer.Argument(help="Recipe file whose task family has the gold solution that proves smaller tasks.")],
+    policy: Annotated[str, typer.Option(help="Who fails it: a model folder, RUN@VERSION, or module:attr.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Dotted overrides of the evaluation, such as evaluation.temperature=0.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=3, max=100, help="Attempts at each smaller task.")] = 6,
+    budget: Annotated[int, typer.Option(min=12, max=100_000, help="Attempts in all.")] = 240,
+    run_dir: Annotated[Path | None, typer.Option(help="Where logs go. Default: runs/SUITE-eval, -eval-2, ...")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a case smaller while the policy still fails it: fewer messages, files and lines, each proven to be solvable."""
+    from agentrl.cli.recipes import load_recipe
+    from agentrl.failure.case import find_case, save_case
+    from agentrl.prove.smaller import make_smaller
+    from agentrl.run.policies import find_policy
+    from agentrl.run.regressions import prepared
+    from agentrl.task import open_family
+
+    root, loaded = load_recipe(recipe, [])
+    opened, found = find_case(suite, case)
+    family = open_family(loaded.tasks, seed=loaded.seed, root=root)
+    with prepared(find_policy(policy), [replace(opened, cases=(found,))], overrides=overrides or [], run_dir=run_dir) as given:
+        made, told = asyncio.run(make_smaller(given, found, family, repeats=repeats, budget=budget))
+    path = save_case(suite, made)
+    print(json.dumps({"case": made.id, "path": str(path), "told": told}) if as_json else f"{path}: {told}")
 
 
 @failures_app.command("import", epilog="Example: agentrl failures import runs/support spans.jsonl --format otel")

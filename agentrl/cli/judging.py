@@ -6,16 +6,16 @@ import asyncio
 import getpass
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrl.cli.options import JsonFlag
-from agentrl.cli.recipes import project_root
+from agentrl.cli.recipes import load_recipe, project_root
 from agentrl.errors import PluginError, UserError
 from agentrl.files import sha256_file, write
 from agentrl.plugins import add_project_root, resolve
@@ -41,6 +41,9 @@ def calibrate(
     threshold: Annotated[float, typer.Option(help="A score of at least this says right.")] = 0.5,
     parallel: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 8,
     cache: Annotated[str | None, typer.Option(help="File that keeps the judge's answers, so that a second time costs nothing.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="Recipe whose judges' servers are started for the measurement, for a judge that asks one.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a judge on labelled answers: agreement, sensitivity, specificity, bias by length and place, reliability, cost.
@@ -52,14 +55,15 @@ def calibrate(
     from agentrl.prove.judging.telling import data, picture, told
     from agentrl.reward.judges.calibration import save
 
-    root = project_root(Path.cwd() / "x")
+    root = project_root((recipe or Path.cwd() / "x").absolute())
     add_project_root(root)
     found = resolve(judge)
     if not callable(found):
         raise PluginError(f"{judge!r} is not callable", fix="name a judge, or async def score(task, episode) -> Score")
     labelled = read_labels(labels)
-    report: Report = asyncio.run(
-        measure(
+
+    def measured() -> Coroutine[Any, Any, Report]:
+        return measure(
             found,
             labelled,
             reference=judge,
@@ -70,7 +74,8 @@ def calibrate(
             ledger=cache,
             progress=_progress,
         )
-    )
+
+    report: Report = asyncio.run(measured() if recipe is None else _served(recipe, root, measured))
     if out is not None:
         save(out, report.calibration, data(report))
         write(out.with_suffix(".svg"), picture(report))
@@ -177,6 +182,17 @@ def _keys() -> Iterator[Iterator[str]]:
         yield pressed
     finally:
         termios.tcsetattr(handle, termios.TCSADRAIN, before)
+
+
+async def _served(path: Path, root: Path, measured: Callable[[], Coroutine[Any, Any, Report]]) -> Report:
+    """A measurement beside the judges' servers of a recipe."""
+    from agentrl.run.judges_alone import judges_served
+
+    _, recipe = load_recipe(path, [])
+    if not recipe.judge_servers:
+        raise UserError(f"{path} has no section judge_servers, so that it starts no server", fix="leave --recipe out, or add the section")
+    async with judges_served(recipe, root=root):
+        return await measured()
 
 
 def _progress(done: int, total: int) -> None:

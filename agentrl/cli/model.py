@@ -58,3 +58,5 @@ def import_(
     print(f"{record['model']['type']}, {record['model']['parameters']:,} parameters, {record['model']['dtype']}; licence: {licence}")
     if not record["chat_template"]["shows_tools"]:
         print(f"its chat template shows a model no tools; for tasks with tools: --chat-template {SHIPPED[0]}")
+    elif "tool_format" in record["chat_template"]:  # not in the record of an import by an older version
+        print(f"tool calls: {record['chat_template']['tool_format']}")

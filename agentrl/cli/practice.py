@@ -56,6 +56,7 @@ def practice(
 
 async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count: int, seed: int, parallel: int, quiet: bool) -> Made:
     from agentrl.prove.practice import check_count, make_practice
+    from agentrl.run.judges_alone import judges_served
     from agentrl.run.practising import measured_tasks
     from agentrl.sandbox import open_sandboxes
     from agentrl.task import open_family
@@ -68,9 +69,10 @@ async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count:
     measured_with = Withheld([*withheld([str(path) for path in suites], root=root).cases, *measured_tasks(recipe, family)])
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="practice", root=root)
     try:
-        return await make_practice(
-            cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
-        )
+        async with judges_served(recipe, root=root):
+            return await make_practice(
+                cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
+            )
     finally:
         await sandboxes.close()
 

@@ -20,6 +20,7 @@ from agentrl.plugins import add_project_root
 from agentrl.recipe import SandboxConfig, TasksConfig
 
 if TYPE_CHECKING:
+    from agentrl.prove.check import CheckReport
     from agentrl.prove.source import FamilySource
 
 BackendChoice = Annotated[str, typer.Option(help="docker, bubblewrap, auto, all, or anybody's: module:attr.")]
@@ -41,10 +42,17 @@ def check(
 ) -> None:
     """Prove a task family in real sandboxes: gold solutions score 1, nothing and cheats 0, tasks are pure, splits apart, answers hidden."""
     from agentrl.prove.check import check_family, render
+    from agentrl.run.judges_alone import judges_served
 
     source, config = open_target(target, sandbox, overrides or [])
     wanted = count if count is not None or target.is_dir() else 24
-    report = asyncio.run(check_family(source, config, count=wanted, parallel=parallel, quiet=as_json))
+    recipe = None if target.is_dir() else load_recipe(target, overrides or [])[1]
+
+    async def checked() -> CheckReport:
+        async with judges_served(recipe, root=source.root):
+            return await check_family(source, config, count=wanted, parallel=parallel, quiet=as_json)
+
+    report = asyncio.run(checked())
     print(json.dumps(report.to_data()) if as_json else render(report))
     raise typer.Exit(0 if report.ok else 1)
 
@@ -113,7 +121,7 @@ def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()
         source.open()  # before the backend's name is looked at: a mistake in a folder is told first
         return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
-    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed), loaded.sandbox
+    return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, tools=loaded.tools), loaded.sandbox
 
 
 def _sandbox_config(backend: str) -> SandboxConfig:

@@ -13,11 +13,14 @@ from agentrl.errors import UserError
 from agentrl.experience import open_store
 from agentrl.plugins import add_project_root
 from agentrl.records import Group
-from agentrl.supervised.select import Preference, demonstrations, preferences
+from agentrl.reward.judges.showing import Shown
+from agentrl.supervised.select import Preference, TextPreference, demonstrations, preferences
 from agentrl.weights.model_folder import put_chat_template
 
 tune_app = typer.Typer(no_args_is_help=True, help="Supervised training on the episodes of a run: imitation, preferences, reward model.")
 
+SHOWS = "question,answer"
+MARGIN = 0.5
 _LEAST = 1e-9  # of what would train nothing at 0
 
 Run = Annotated[Path, typer.Argument(help="Run folder whose scored episodes are used.")]
@@ -57,7 +60,7 @@ def dpo(
     run: Run,
     out: Out,
     model: Start = None,
-    margin: Margin = 0.5,
+    margin: Margin = MARGIN,
     per_task: PerTask = 4,
     beta: Annotated[float, typer.Option(min=_LEAST, help="How near the policy stays to where it started.")] = 0.1,
     epochs: Epochs = 1,
@@ -73,32 +76,65 @@ def dpo(
     _done(run, out, tune.dpo(pairs, start, out, beta=beta, epochs=epochs, lr=lr, batch=batch, seed=seed))
 
 
-@tune_app.command("reward", epilog="Example: agentrl tune reward runs/quickstart --out models/reward")
+@tune_app.command(
+    "reward",
+    epilog="Examples: agentrl tune reward runs/quickstart --out models/reward; "
+    "agentrl tune reward --labels labels/anna.jsonl --model models/small --out models/reward",
+)
 def reward(
-    run: Run,
     out: Out,
+    run: Annotated[Path | None, typer.Argument(help="Run folder whose scored episodes are used.")] = None,
+    labels: Annotated[list[Path] | None, typer.Option(help="Learn from files of labels (agentrl label) instead, with --model.")] = None,
+    shows: Annotated[
+        str | None,
+        typer.Option(
+            help=f"With --labels: what the model is shown, of question, reference, transcript, outputs, answer. Default: {SHOWS}."
+        ),
+    ] = None,
     model: Start = None,
-    margin: Margin = 0.5,
+    margin: Margin = MARGIN,
     per_task: PerTask = 4,
     epochs: Epochs = 1,
     lr: Rate = 1e-4,
     batch: BatchSize = 16,
     seed: Seed = 0,
 ) -> None:
-    """Learn to score whole episodes from a run's labels (a reward model)."""
-    start = _start(run, model, out)
-    pairs = _pairs(run, margin, per_task)
+    """Learn to score whole episodes, from a run's scores or from people's labels (a reward model)."""
+    from agentrl.reward.judges.reward_record import checked_shows
+
+    if (run is None) == (not labels):
+        raise UserError("learn from a run or from labels?", fix="give a run folder, or --labels FILE --model FOLDER")
+    if shows if run is not None else margin != MARGIN:
+        raise UserError(
+            f"--{'shows' if run is not None else 'margin'} does nothing {'without' if run is not None else 'with'} --labels",
+            fix="leave it out",
+        )
+    if run is not None:
+        start = _start(run, model, out)
+        pairs = _pairs(run, margin, per_task)
+        from agentrl.supervised import tune
+
+        _done(run, out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+        return
+    shown = checked_shows(tuple(name.strip() for name in (shows or SHOWS).split(",") if name.strip()))
+    start = _model(model, out)
+    texts = _labelled_pairs(labels or [], shown, per_task)
     from agentrl.supervised import tune
 
-    _done(run, out, tune.reward_model(pairs, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed))
+    _told(out, tune.reward_model(texts, start, out, epochs=epochs, lr=lr, batch=batch, seed=seed, shows=shown))
 
 
 def _start(run: Path, model: Path | None, out: Path) -> Path:
     if not (run / "recipe.json").is_file():
         raise UserError(f"{run} holds no experience", fix="give the folder of a run, such as runs/quickstart")
+    return _model(model or run / "versions" / "000000", out)
+
+
+def _model(start: Path | None, out: Path) -> Path:
     if out.exists():
         raise UserError(f"{out} is there already", fix="choose another --out, or move it away")
-    start = model or run / "versions" / "000000"
+    if start is None:
+        raise UserError("labels name no model to start from", fix="give a model folder with --model")
     if not (start / "config.json").is_file():
         raise UserError(f"{start} holds no model", fix="give a model folder with --model")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +143,14 @@ def _start(run: Path, model: Path | None, out: Path) -> Path:
 
 def _pairs(run: Path, margin: float, per_task: int) -> list[Preference]:
     pairs = preferences(_groups(run), margin=margin, per_task=per_task)
+    print(f"{len(pairs)} preferences")
+    return pairs
+
+
+def _labelled_pairs(labels: list[Path], shows: tuple[Shown, ...], per_task: int) -> list[TextPreference]:
+    from agentrl.prove.judging.labels import preferred, read_labels
+
+    pairs = preferred(read_labels(labels), shows, per_task=per_task)
     print(f"{len(pairs)} preferences")
     return pairs
 
@@ -125,4 +169,8 @@ def _done(run: Path, out: Path, loss: float) -> None:
     used = run / "versions" / "000000" / "chat_template.jinja"
     if recipe.load(run / "recipe.json").policy.chat_template is not None and used.is_file():
         put_chat_template(out, used.read_text(encoding="utf-8"))  # --model may have another one than these episodes
+    _told(out, loss)
+
+
+def _told(out: Path, loss: float) -> None:
     print(f"loss at the end {loss:.4f}\nmodel {out}")

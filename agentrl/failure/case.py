@@ -8,6 +8,7 @@ Each task names its verifiers, image and limits itself, so a case is judged as t
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
 from agentrl.fields import Record, Text
 from agentrl.files import write
-from agentrl.records import Task
+from agentrl.records import EpisodeState, Task
 
 FORMAT = 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
@@ -59,6 +60,8 @@ class Case(Record):
     threshold: float | None = None  # the mean score that its attempts must reach; None: the evaluation's
     repeats: int | None = None  # attempts at it in one evaluation; None: the suite's
     baseline: Baseline | None = None
+    start: EpisodeState | None = None  # the episode as it was before the turn that the case begins at; None: it begins with the task
+    original: Task | None = None  # the task before it was made smaller, which must not be trained on either
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -71,6 +74,15 @@ class Case(Record):
             raise ValueError(f"Case.threshold must be a finite number, got {self.threshold}")
         if self.repeats is not None and not 1 <= self.repeats <= MOST_REPEATS:
             raise ValueError(f"Case.repeats must be from 1 to {MOST_REPEATS}, got {self.repeats}")
+        if self.start is not None and (self.start.task_key != self.task.key or len(self.start.trajectories) != 1):
+            raise ValueError("Case.start is a state of another task, or of several trajectories")
+
+    @property
+    def key(self) -> str:
+        """Content hash (sha256, hex) of what is asked: the task, and where it begins."""
+        if self.start is None:
+            return self.task.key
+        return hashlib.sha256(f"{self.task.key} ".encode() + codec.to_json(self.start)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +115,15 @@ def find_suites(folder: Path) -> tuple[Suite, ...]:
             f"{folder} is no suite, and holds none: no {_SETTINGS}", fix="promote failures: agentrl failures promote RUN --into SUITE"
         )
     return tuple(map(load_suite, inside))
+
+
+def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
+    """The suite in a folder, and the case of this id in it. Raises `UserError` where there is none."""
+    suite = load_suite(folder)
+    found = next((case for case in suite.cases if case.id == name), None)
+    if found is None:
+        raise UserError(f"suite {folder} has no case {name[:80]!r}", fix=f"its cases are the files in {folder / 'cases'}")
+    return suite, found
 
 
 def check_asked(*, repeats: int | None, threshold: float | None) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from agentrl.errors import UserError
 from agentrl.failure.case import Baseline, Case, check_asked, load_suite, save_case
 from agentrl.failure.rows import kind_of
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.twins import Likeness, Withheld
+from agentrl.records import EpisodeState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +35,21 @@ class Promoted:
         return f"{self.trace}: {self.path}{twin}"
 
 
-def case_of(trace: Trace, *, note: str = "", by: str = "", threshold: float | None = None, repeats: int | None = None) -> Case:
-    """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case.
+def case_of(
+    trace: Trace,
+    *,
+    note: str = "",
+    by: str = "",
+    threshold: float | None = None,
+    repeats: int | None = None,
+    start: EpisodeState | None = None,
+) -> Case:
+    """The case that a trace makes. Its id comes from the task's kind and content, so one task makes one case, and one for each turn.
 
     Its baseline is what the policy scored when it failed.
+
+    Args:
+        start: the state of its episode that the case begins with, in place of the task.
 
     Raises `UserError` for a trace that does not hold its task, and for a fault, which tells nothing about a policy.
     """
@@ -55,7 +69,7 @@ def case_of(trace: Trace, *, note: str = "", by: str = "", threshold: float | No
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": by} if by else {})
     run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
     return Case(
-        id=f"{kind}-{trace.task.key[:12]}",
+        id=f"{kind}-{trace.task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
         task=trace.task,
         trace=f"{run}{trace.id}",
         tags=trace.tags,
@@ -65,6 +79,7 @@ def case_of(trace: Trace, *, note: str = "", by: str = "", threshold: float | No
         threshold=threshold,
         repeats=repeats,
         baseline=_baseline(trace),
+        start=start,
     )
 
 
@@ -78,23 +93,34 @@ def _baseline(trace: Trace) -> Baseline | None:
 
 
 def promote(
-    traces: list[Trace], suite: Path, *, note: str = "", by: str = "", threshold: float | None = None, repeats: int | None = None
+    traces: list[Trace],
+    suite: Path,
+    *,
+    note: str = "",
+    by: str = "",
+    threshold: float | None = None,
+    repeats: int | None = None,
+    starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
 ) -> list[Promoted]:
     """Adds a case for each trace to the suite in a folder, made where there is none, but for tasks that are in it already.
+
+    A case that begins in the middle is in it where one is that begins with the same tokens.
 
     Args:
         note: why these are worth keeping; `by`: who says so.
         threshold: the mean score that the attempts at each case must reach; None: what an evaluation says.
         repeats: attempts at each case in an evaluation; None: what the suite says.
+        starts: trace -> the state that its case begins with; those of no other begin with their task.
 
     Raises `UserError` for a trace that makes no case, before any is written.
     """
     check_asked(repeats=repeats, threshold=threshold)
-    cases = [(trace, case_of(trace, note=note, by=by, threshold=threshold, repeats=repeats)) for trace in traces]
+    given = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
+    cases = [(trace, case_of(trace, start=starts.get(trace.id), **given)) for trace in traces]  # type: ignore[arg-type]
     known = list(load_suite(suite).cases) if any((suite / "cases").glob("*.json")) else []
     done: list[Promoted] = []
     for trace, case in cases:
-        found = Withheld(known).find(case.task)
+        found = Withheld(one for one in known if _begin(one) == _begin(case)).find(case.task)
         if found is not None and found[1] is Likeness.SAME:
             done.append(Promoted(trace=trace.id, case=found[0].id, likeness=Likeness.SAME))
             continue
@@ -102,3 +128,10 @@ def promote(
         done.append(made if found is None else replace(made, case=found[0].id, likeness=found[1]))
         known.append(case)
     return done
+
+
+def _begin(case: Case) -> tuple[tuple[int, ...], ...]:
+    """The tokens that a case begins with; none: with its task."""
+    if case.start is None:
+        return ()
+    return (*(ids for turn in case.start.trajectories[0].turns for ids in (turn.prompt_ids, turn.completion_ids)), *case.start.prompt_ids)

@@ -68,9 +68,11 @@ class Withheld:
 
     def __init__(self, cases: Iterable[Case]) -> None:
         self.cases = tuple(cases)
-        self._by_prompt: dict[str, list[Case]] = {}
+        self._by_prompt: dict[str, list[tuple[Task, Case]]] = {}
         for case in self.cases:
-            self._by_prompt.setdefault(_digest(case.task), []).append(case)
+            for task in (case.task, case.original):
+                if task is not None:
+                    self._by_prompt.setdefault(_digest(task), []).append((task, case))
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -78,8 +80,8 @@ class Withheld:
     def find(self, task: Task) -> tuple[Case, Likeness] | None:
         """The case that a task is the same as, else one that it is a twin of; None for a task that may be trained on."""
         twin = None
-        for case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
-            found = likeness(case.task, task)
+        for known, case in self._by_prompt.get(_digest(task), ()) if self._by_prompt else ():
+            found = likeness(known, task)
             if found is Likeness.SAME:
                 return case, found
             if found is not None and twin is None:

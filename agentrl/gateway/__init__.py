@@ -5,8 +5,9 @@ requests of one program with what its episode's policy samples.
 """
 
 from agentrl.gateway.outside import Outside
+from agentrl.gateway.rewards import posted_reward
 from agentrl.gateway.server import Gateway
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Tokens
 
-__all__ = ["Gateway", "Outside", "Session", "Tokens"]
+__all__ = ["Gateway", "Outside", "Session", "Tokens", "posted_reward"]

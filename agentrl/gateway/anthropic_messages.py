@@ -27,7 +27,7 @@ from agentrl.records import ToolCall
 HINTS = ("temperature", "top_p", "top_k", "metadata", "service_tier", "inference_geo", "output_config", "cache_control")
 """Fields that are taken and change nothing."""
 
-NOTHING = {
+NOTHING: dict[str, tuple[Any, ...]] = {
     "stop_sequences": ([],),
     "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
     "mcp_servers": ([],),

@@ -99,6 +99,18 @@ class Answer:
     created: int  # seconds since 1970
 
 
+def read_json(content: bytes) -> Any:
+    """The JSON of a body. Raises `Refused`."""
+    try:
+        return json.loads(content, parse_constant=_constant)
+    except (ValueError, RecursionError):
+        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
+
+
+def _constant(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")
+
+
 def split_reasoning(text: str) -> tuple[str, str]:
     """What a completion thinks and what it says: all up to `</think>`, and the rest."""
     thought, closed, said = text.partition("</think>")

@@ -32,7 +32,7 @@ HINTS = (
 )
 """Fields that are taken and change nothing: how tokens are drawn is the recipe's, for the learner must know it."""
 
-NOTHING = {
+NOTHING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([],),
     "logprobs": (False,),

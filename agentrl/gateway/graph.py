@@ -11,14 +11,22 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 from agentrl.gateway.asked import Asked, Said, split_reasoning
+from agentrl.gateway.tokens import Parsed
 from agentrl.protocols import LiveTrajectory
 from agentrl.records import Parent, ToolCall
 
+MAX_CALLING = 16
+"""Turns with calls that are running, and texts of one call, in which the task of a sub-agent is looked for."""
+
 QUOTED = 32
 """Characters of a completion that another context must hold whole, to be taken for one that goes on from it."""
+
+MAX_SEARCHED = (256, 16, 1 << 18)
+"""Newest turns whose words are looked for in another context, its texts that are looked at, and characters of each: time is bounded."""
 
 SAME_SYSTEM = 0.5
 """Share of its characters that the longer of two system messages must have in common with the other, line by line, to be the same."""
@@ -38,6 +46,7 @@ class Node:
     tokens: int  # of the context, this turn included
     ended: bool  # by its last token
     answer_id: str
+    parsed: Parsed
 
     @property
     def parent(self) -> Parent:
@@ -95,6 +104,7 @@ class Graph:
         self._by_digest.setdefault(node.digest, []).append(node)
         self._by_answer[node.answer_id] = node
         self._by_call.update(dict.fromkeys(node.call_ids, node))
+        self._last.pop(node.line.index, None)  # the newest stand at the end
         self._last[node.line.index] = node
         if calls:
             self._waiting[node] = set(range(calls))
@@ -120,7 +130,8 @@ class Graph:
 
     def _origin(self, asked: Asked) -> tuple[str, Parent | None]:
         """Where a context comes from that is none of ours: a call that is running, or a completion that it holds."""
-        texts = [one.message.content for one in asked.messages if one.message.role != "assistant"]
+        _, most, chars = MAX_SEARCHED
+        texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
         if (called := self._calling(texts)) is not None:
             return "sub_agent", called
         if (node := self._quoted(asked, texts)) is not None:
@@ -131,7 +142,7 @@ class Graph:
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
         """The call that is running and holds one of the texts; without texts, the first one that is running. It begins one sub-agent."""
-        for node, free in reversed(self._waiting.items()):
+        for node, free in islice(reversed(self._waiting.items()), MAX_CALLING):
             calls = node.line.turns[node.turn].message.tool_calls
             for index in sorted(free):
                 if texts is None or _told(calls[index], texts):
@@ -144,9 +155,10 @@ class Graph:
         for one in reversed(asked.messages):
             if node := next((self._by_call[name] for name in one.call_ids if name in self._by_call), None):
                 return node
-        for node in sorted(self._last.values(), key=lambda one: one.tokens, reverse=True):
-            _, words = split_reasoning(node.line.turns[node.turn].message.content)
-            if len(words.strip()) >= QUOTED and any(words.strip() in text for text in texts):
+        newest = list(self._last.values())[-MAX_SEARCHED[0] :]
+        for node in sorted(newest, key=lambda one: one.tokens, reverse=True):
+            words = node.parsed.answer.strip()
+            if len(words) >= QUOTED and any(words in text for text in texts):
                 return node
         return None
 
@@ -202,7 +214,8 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
 
 def _told(call: ToolCall, texts: Sequence[str]) -> bool:
     """Whether one of the texts holds a text of the call's arguments: the task that a sub-agent is given."""
-    return any(word in text for word in _strings(call.arguments) if len(word) >= QUOTED // 2 for text in texts)
+    words = [word for word in _strings(call.arguments) if len(word) >= QUOTED // 2]
+    return any(word in text for word in words[:MAX_CALLING] for text in texts)
 
 
 def _strings(value: Any) -> list[str]:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from agentrl import destinations
 from agentrl.errors import InfrastructureError, TaskError, UserError
+from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.server import HOST, Gateway
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, Tokens
@@ -41,14 +42,15 @@ _gateways: WeakKeyDictionary[AbstractEventLoop, dict[tuple[str, int], Gateway]] 
 class Outside:
     """An `agentrl.protocols.Agent`: runs a program in the sandbox, and the gateway answers it. One object for all episodes of a run.
 
-    The program gets the task's prompt on its standard input, and where it is to ask in its environment:
-    `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, and `AGENTRL_MODEL`, the name of the model. It brings
-    its own tools; those that a task names are not used. The episode ends when the program does:
+    The program gets the task's prompt on its standard input, and where it is to ask in its environment: `OPENAI_BASE_URL`,
+    `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`; `AGENTRL_MODEL`, the name of the model; `AGENTRL_SESSION`, the
+    episode's id. It brings its own tools; those that a task names are not used. The episode ends when the program does:
 
     - with status 0: `answered`;
     - with another status, or killed, after the policy has answered it: `failed`, and scored, for what the policy said led there;
     - before the policy has answered it anything: a `TaskError`, for nothing was sampled and trying again would not help;
-    - some seconds after the session has reached the task's `turns`: `turn_limit`;
+    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has refused a thousand
+      requests: `refused`;
     - at the task's `wall_s`: `wall_limit`, the policy's doing where the program itself took at least half of that.
     """
 
@@ -63,6 +65,7 @@ class Outside:
         models: Sequence[str] = (MODEL,),
         host: str = HOST,
         port: int = PORT,
+        reward_key_file: str = "",
     ) -> None:
         """In a recipe these are `rollout.agent_options`, but for `chat`.
 
@@ -74,6 +77,7 @@ class Outside:
                 conversation; "none", nothing, for a task that judges files.
             models: names that the program may ask for. All are the policy; the first is the one that the program is told.
             host, port: where the gateway listens, on this machine. The task's `sandbox.network` has to name it.
+            reward_key_file: where the key is written with which the host's side posts rewards (`agentrl.gateway.rewards`).
 
         Raises:
             UserError: one of these cannot be carried out, or the extra `gateway` is not installed.
@@ -92,6 +96,9 @@ class Outside:
             raise UserError(f"rollout.agent_options: host and port: {error}", fix="host is a literal address, such as 127.0.0.1") from None
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise UserError(f"the gateway needs {' and '.join(missing)}", fix="pip install 'agentrl[gateway]'")
+        self._rewarded = bool(reward_key_file)
+        if reward_key_file:
+            REWARDS.make_key(reward_key_file)
         self._files = {name: _read(path) for name, path in _mapping(files, "files").items()}
 
     @property
@@ -107,11 +114,15 @@ class Outside:
         sandbox = await episode.sandbox()
         for name, content in self._files.items():
             await sandbox.write(name, content)
+        if self._rewarded:
+            REWARDS.open(episode.id)
         session = Session(episode=episode, tokens=self._tokens, models=self._models)
         async with self._gateway().session(session) as key:
             episode.stage = "agent"
             result = await self._run(episode, session, sandbox, key)
             episode.stage = "agent"
+            if self._rewarded and session.fault is None:
+                await REWARDS.wait(episode.id)
         return self._ended(episode, session, result)
 
     def _gateway(self) -> Gateway:
@@ -126,7 +137,7 @@ class Outside:
         prompt = "\n\n".join(message.content for message in episode.task.prompt)
         environment = {
             **{"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key},
-            "AGENTRL_MODEL": self._models[0],
+            **{"AGENTRL_MODEL": self._models[0], "AGENTRL_SESSION": episode.id},
             **{name: _filled(value, put_in) for name, value in self._environment.items()},
         }
         argv = [_filled(one, {**put_in, "{key}": "{key}", "{prompt}": prompt}) for one in self._command]  # others can read arguments

@@ -32,7 +32,13 @@ HINTS = (
 )
 """Fields that are taken and change nothing. What a session was answered is kept until its end, whether `store` asks for it or not."""
 
-NOTHING = {"tool_choice": ("auto",), "background": (False,), "top_logprobs": (0,), "conversation": (), "prompt": ()}
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto",),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "conversation": (),
+    "prompt": (),
+}
 """Fields that are taken where they ask for nothing."""
 
 FIELDS = (

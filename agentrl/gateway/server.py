@@ -14,13 +14,15 @@ import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from agentrl import usercode
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused
+from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused, read_json
+from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.session import Session
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ REMEMBERED = 4096
 BODY_S = 30.0
 START_S = 10.0
 CLOSE_S = 2.0
-KEEP_ALIVE_S = 15.0
-"""Between two signs of life in a stream whose completion is being sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,7 @@ class Gateway:
 
         routes = [Route(one.path, self._endpoint(one), methods=["POST"]) for one in PROTOCOLS]
         routes.append(Route("/v1/models", self._models, methods=["GET"]))
+        routes.append(Route("/sessions/{session:path}/reward", self._reward, methods=["POST"]))
         return Starlette(routes=routes, exception_handlers={404: self._no_route, 405: self._no_route})
 
     def _endpoint(self, protocol: Protocol) -> Callable[[Request], Any]:
@@ -160,17 +161,18 @@ class Gateway:
                 asked = protocol.read(await _body(request))
                 return await self._answered(protocol, session, asked, request)
             except Refused as refused:
-                (self.counts if session is None else session.counts)[f"refused_{refused.kind}"] += 1
+                if session is None:
+                    self.counts[f"refused_{refused.kind}"] += 1
+                else:
+                    session.refused(refused.kind)
                 return _json(protocol.error(refused), refused.status)
-            except Exception:
-                log.exception("gateway: a request failed")
+            except Exception as error:
+                usercode.report("a request to the gateway", error)
                 return _json(protocol.error(Refused("failed", "Internal error.")), 500)
 
         return answer
 
     async def _answered(self, protocol: Protocol, session: Session, asked: Asked, request: Request) -> Response:
-        from dataclasses import replace
-
         asked = replace(asked, retry=_retries(request.headers))
         gone = asyncio.Event()
         watch = asyncio.create_task(_watch(request, gone))
@@ -190,8 +192,7 @@ class Gateway:
 
     def _session(self, headers: Mapping[str, str]) -> Session:
         """Raises `Refused` for a key that is none, or that of a session that has ended."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key", "")
+        key = _key(headers)
         found = self._sessions.get(_hash(key))
         if found is None:
             if _hash(key) in self._ended:
@@ -207,6 +208,16 @@ class Gateway:
             return _json(chat_completions.error(refused), refused.status)
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "agentrl"} for name in session.models]
         return _json({"object": "list", "data": models})
+
+    async def _reward(self, request: Request) -> Response:
+        try:
+            REWARDS.check_key(_key(request.headers))
+            REWARDS.post(request.path_params["session"], await _body(request))
+        except Refused as refused:
+            self.counts[f"refused_reward_{refused.kind}"] += 1
+            return _json(chat_completions.error(refused), refused.status)
+        self.counts["rewards"] += 1
+        return _json({"object": "reward"})
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         self.counts["refused_not_found"] += 1
@@ -228,7 +239,10 @@ def _quiet_server(config: Any) -> Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # named, or asyncio leaves Nagle's algorithm on: 40 ms a request
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -257,14 +271,7 @@ async def _body(request: Request) -> Any:
         if isinstance(error, Refused):
             raise
         raise Refused("invalid", "The client has gone away.") from None
-    try:
-        return json.loads(b"".join(kept), parse_constant=_constant)
-    except (ValueError, RecursionError):
-        raise Refused("invalid", "We could not parse the JSON body of your request.") from None
-
-
-def _constant(word: str) -> float:
-    raise ValueError(f"{word} is no JSON")
+    return read_json(b"".join(kept))
 
 
 async def _watch(request: Request, gone: asyncio.Event) -> None:
@@ -273,6 +280,11 @@ async def _watch(request: Request, gone: asyncio.Event) -> None:
         if (await request.receive())["type"] == "http.disconnect":
             gone.set()
             return
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key", "")
 
 
 def _retries(headers: Mapping[str, str]) -> bool:

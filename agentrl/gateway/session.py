@@ -11,16 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import TaskError
-from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, split_reasoning
+from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said
 from agentrl.gateway.graph import Graph, Node, Place, turn_digest
-from agentrl.gateway.tokens import NotAppended, Tokens
+from agentrl.gateway.tokens import NotAppended, Parsed, Tokens
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Blame, Failure, Message, ToolResult
+from agentrl.records import Blame, Failure, Message, Parent, ToolResult
 
 log = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 64
 """Requests of one session that may be under way."""
+
+CHARS_PER_TOKEN = 64
+"""A conversation with more characters than this for each token that fits is too long, which is told without tokenizing it."""
+
+MAX_REFUSED = 1000
+"""Refusals after which a program has had its chances: its session is over."""
 
 MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
 
@@ -47,14 +53,16 @@ class Session:
     on_busy: Callable[[bool], None] = lambda busy: None  # told when the first completion is begun and the last one made
     counts: Counter[str] = field(default_factory=Counter)
     fault: BaseException | None = None  # why nothing can be sampled any more: no fault of the program
-    limit: str = ""  # "turn_limit" once a request was refused for it
+    limit: str = ""  # "turn_limit" once a request was refused for it; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
+    _refused: int = 0
     _graph: Graph = field(default_factory=Graph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
     _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
     _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> tools and messages of its first request
+    _names: dict[int, str] = field(default_factory=dict)  # of trajectories
     _answered_at: dict[int, float] = field(default_factory=dict)
 
     async def ask(self, asked: Asked, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
@@ -69,7 +77,7 @@ class Session:
         Raises:
             Refused: with the reason.
         """
-        if self.ended or self.fault is not None:
+        if self.ended or self.fault is not None or self.limit == "refused":
             raise Refused("ended", "This session has ended.")
         if asked.model not in self.models:
             raise Refused(
@@ -89,6 +97,14 @@ class Session:
             given = self._given[same] = self._begin(asked, place)
         return await self._wait(given, gone)
 
+    def refused(self, kind: str) -> None:
+        """Counts a request that was not carried out."""
+        self.counts[f"refused_{kind}"] += 1
+        self._refused += 1
+        if self._refused > MAX_REFUSED and not self.limit:
+            self.limit = "refused"
+            self.over.set()
+
     def _begin(self, asked: Asked, place: Place) -> _Given:
         """Takes the request's place in the tree at once, so that those after it see it; the completion comes later."""
         if len(self._busy) >= MAX_AT_ONCE:
@@ -97,6 +113,11 @@ class Session:
             self.limit = "turn_limit"
             self.over.set()
             raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
+        if (
+            sum(map(len, (*asked.system, *(one.message.content for one in asked.messages))))
+            > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens
+        ):
+            raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
         line, place, prompt = self._line(asked, place)
         line.add_prompt(prompt)
         try:
@@ -125,7 +146,8 @@ class Session:
         before = place.before
         if before is not None:
             try:
-                return self._goes_on(place, before, self.tokens.delta([one.message for one in place.new], ended=before.ended))
+                new = self.tokens.delta(place.new, before.parsed, before.call_ids, ended=before.ended)
+                return self._goes_on(place, before, new)
             except NotAppended:
                 place = _anew(asked, place)
         messages = [Message(role="system", content=one) for one in asked.system] + [one.message for one in asked.messages]
@@ -135,9 +157,9 @@ class Session:
         first = self.episode.trajectories[0]
         if place.kind == "root" and not self._shown:
             line = first
-            line.describe(MAIN, messages)
+            self._describe(line, MAIN, messages)
         else:
-            line = self.episode.open(self._name(place), parent=place.parent, prompt=messages)
+            line = self._open(place, messages, place.parent)
         if place.kind != "root":
             self.counts[place.kind] += 1
         self._shown[line.index] = (len(asked.tools), len(messages))
@@ -155,21 +177,31 @@ class Session:
             return line, place, new
         self.counts["branch"] += 1
         context = [token for turn in line.turns[: before.turn + 1] for token in (*turn.prompt_ids, *turn.completion_ids)]
-        branch = self.episode.open(self._name(place), parent=before.parent, prompt=[one.message for one in place.new])
+        branch = self._open(place, [one.message for one in place.new], before.parent)
         self._shown[branch.index] = self._shown[line.index]
         return branch, place, (*context, *new)
+
+    def _open(self, place: Place, prompt: Sequence[Message], parent: Parent | None) -> LiveTrajectory:
+        name = self._name(place)
+        line = self.episode.open(name, parent=parent, prompt=prompt)
+        self._names[line.index] = name
+        return line
+
+    def _describe(self, line: LiveTrajectory, name: str, prompt: Sequence[Message] | None = None) -> None:
+        line.describe(name, prompt)
+        self._names[line.index] = name
 
     def _name(self, place: Place) -> str:
         if place.kind == "sub_agent":
             return SUB_AGENT
         if place.parent is None:
             return MAIN
-        return self.episode.trajectories[place.parent.trajectory].agent
+        return self._names[place.parent.trajectory]
 
     async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int) -> Answer:
         try:
             completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
-            parsed = self.tokens.chat.parse(completion.token_ids)
+            parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
             line.add_turn(completion, parsed.message)
         except Exception as error:
             self._broken(error)
@@ -180,10 +212,10 @@ class Session:
                 self.on_busy(False)
         self.counts["answered"] += 1
         self.counts["malformed_call"] += bool(parsed.errors)
-        return self._kept(asked, place, line, new, completion.token_ids, completion.finish_reason)
+        return self._kept(asked, place, line, new, parsed)
 
-    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, ids: Sequence[int], finish: str) -> Answer:
-        message = line.turns[-1].message
+    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, parsed: Parsed) -> Answer:
+        message, ids = parsed.message, line.turns[-1].completion_ids
         known = {tool["function"]["name"] for tool in asked.tools}
         self.counts["unknown_tool_called"] += sum(one.name not in known for one in message.tool_calls)
         answer_id = secrets.token_hex(12)
@@ -193,7 +225,7 @@ class Session:
         node = Node(
             line=line,
             turn=len(line.turns) - 1,
-            digest=turn_digest(place.digests[-1], message.content, [(one.name, one.arguments) for one in message.tool_calls]),
+            digest=turn_digest(place.digests[-1], parsed.answer, [(one.name, one.arguments) for one in message.tool_calls]),
             system=place.system,
             lengths=place.lengths,
             tools=place.tools,
@@ -201,17 +233,18 @@ class Session:
             tokens=before + len(ids),
             ended=bool(ids) and ids[-1] in self.tokens.chat.stop_token_ids,
             answer_id=answer_id,
+            parsed=parsed,
         )
         self._graph.add(node, calls=len(calls))
         self._answered_at[line.index] = time.monotonic()
-        reasoning, words = split_reasoning(message.content)
+        thought = message.content.removesuffix(parsed.answer)
         return Answer(
             id=answer_id,
             model=asked.model,
-            text=words,
-            reasoning=reasoning,
+            text=parsed.answer,
+            reasoning=thought.replace("<think>", "").replace("</think>", "").strip(),
             calls=calls,
-            cut=finish == "length",
+            cut=line.turns[-1].finish_reason == "length",
             prompt_tokens=before,
             completion_tokens=len(ids),
             created=int(time.time()),
@@ -258,7 +291,7 @@ class Session:
         parents = {line.parent.trajectory for line in lines if line.parent is not None}
         work = [line for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in parents]
         for line in roots if work else ():
-            line.describe(MAIN if line in work else AUXILIARY)
+            self._describe(line, MAIN if line in work else AUXILIARY)
         theirs = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
         refused = {name: count for name, count in theirs.items() if name not in ("failed", "ended")}
         if refused:
@@ -269,9 +302,11 @@ class Session:
 
     def last_words(self) -> str | None:
         """What the main agent said last; None: nothing."""
-        turns = [node for line in self.episode.trajectories if (node := self._graph.last(line)) is not None and line.agent == MAIN]
+        turns = [
+            node for line in self.episode.trajectories if (node := self._graph.last(line)) is not None and self._names[line.index] == MAIN
+        ]
         newest = max(turns, key=lambda node: self._answered_at[node.line.index], default=None)
-        return None if newest is None else split_reasoning(newest.line.turns[-1].message.content)[1]
+        return None if newest is None else newest.parsed.answer
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

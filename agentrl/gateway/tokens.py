@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
-from agentrl.gateway.asked import Refused
+from agentrl.gateway.asked import Refused, Said
 from agentrl.records import Message, ToolCall
 
 
@@ -22,6 +22,11 @@ class Parsed(Protocol):
     @property
     def errors(self) -> tuple[str, ...]: ...
 
+    @property
+    def answer(self) -> str:
+        """The message without what was thought."""
+        ...
+
 
 class Chat(Protocol):
     """The part of a chat format that the gateway needs."""
@@ -29,11 +34,16 @@ class Chat(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether a conversation grows by deltas alone."""
+        ...
+
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]: ...
 
-    def tool_delta(self, outputs: Sequence[str]) -> tuple[int, ...]: ...
+    def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]: ...
 
-    def parse(self, token_ids: Sequence[int]) -> Parsed: ...
+    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed: ...
 
     def defang(self, text: str) -> str: ...
 
@@ -49,9 +59,8 @@ class Tokens:
         self.chat = chat
         self._stops = frozenset(chat.stop_token_ids)
         self._asked = (Message(role="user", content="-"),)
-        self._turn = Message(role="assistant", content="-")
         self._before = self._open(self._asked, ())
-        self._ends: dict[tuple[str, ...], int] = {}  # by roles: how many turns end in messages of these
+        self._ends: dict[tuple[object, ...], int] = {}  # by roles and calls: how many turns end in messages of these
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of a whole context, up to where the completion begins. Raises `Refused` for what the template does not take."""
@@ -60,27 +69,35 @@ class Tokens:
         self._check(ids, messages, tools)
         return ids
 
-    def delta(self, messages: Sequence[Message], *, ended: bool) -> tuple[int, ...]:
+    def delta(self, new: Sequence[Said], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
         """Ids between a completion and the next one.
 
         Args:
-            ended: whether the completion's last token is the one that ends a turn; else it comes first.
+            after: the completion, whose calls the client knows by `call_ids`.
+            ended: whether its last token is one that ends a turn; else such a token comes first.
 
         Raises:
             NotAppended: the context has to be rendered anew.
             Refused: the template does not take these messages.
         """
-        begin = () if ended else self.chat.stop_token_ids[:1]
-        if messages and all(one.role == "tool" for one in messages):
-            return (*begin, *self.chat.tool_delta([one.content for one in messages]))
-        whole = self._open([*self._asked, self._turn, *map(self._clean, messages)], ())
+        if not self.chat.exact:
+            raise NotAppended
+        answers = {one.call_id: one.message.content for one in new if one.message.role == "tool"}
+        if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
+            return self.chat.tool_delta([answers[name] for name in call_ids], after)
+        calls = after.message.tool_calls if answers else ()
+        turn = [*self._asked, Message(role="assistant", content="-", tool_calls=calls)]
+        messages = [one.message for one in new]
+        whole = self._open([self._clean(one) for one in (*turn, *messages)], ())
         if whole[: len(self._before)] != self._before:
             raise NotAppended
-        end = next((at for at in range(len(self._before), len(whole)) if whole[at] in self._stops), None)
-        if end is None:
+        self._check(whole, [*turn, *messages], ())
+        own = self._count(self._open([self._clean(one) for one in turn], ())) - self._count(self._before)
+        ends = [at for at in range(len(self._before), len(whole)) if whole[at] in self._stops]
+        if not 0 < own <= len(ends):
             raise NotAppended
-        self._check(whole, [*self._asked, self._turn, *messages], ())
-        return (*begin, *whole[end + 1 :])
+        end = ends[own - 1]
+        return whole[end + 1 if ended else end :]
 
     def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         try:
@@ -90,9 +107,10 @@ class Tokens:
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
         """A tokenizer may find the end of a turn in letters that it holds to be the same; then nothing of it is taken."""
-        roles = (*(one.role for one in messages), "tools" if tools else "")
+        roles = (*((one.role, len(one.tool_calls)) for one in messages), "tools" if tools else "")
         if roles not in self._ends:
-            plain = [Message(role=one.role, content="-") for one in messages]
+            call = ToolCall(name="a", arguments={})
+            plain = [Message(role=one.role, content="-", tool_calls=(call,) * len(one.tool_calls)) for one in messages]
             named = [{"type": "function", "function": {"name": "a", "description": "", "parameters": {}}}] if tools else []
             self._ends[roles] = self._count(self._open(plain, named))
             if len(self._ends) > 256:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,8 +37,7 @@ class PolicyEngine:
     """
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
-        import deepspeed
-
+        deepspeed = _deepspeed()
         self.folder = folder
         self.ranks = ranks
         self.recipe = recipe
@@ -136,6 +136,22 @@ def apply_gradient(
             engine.step()
         norm = norms[0] if norms else math.nan  # no norm: an overflow was detected before it was computed
     return math.isfinite(norm) and norm <= refuse_above, norm
+
+
+def _deepspeed() -> Any:
+    """DeepSpeed, without a second that each rank's start would take.
+
+    At ZeRO stages above 0 it imports Muon, whose import sets up a compiler for a kernel of its own. Nobody here uses that optimizer.
+    """
+    import deepspeed
+    from deepspeed.runtime import compiler
+
+    compiled, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compiled
+    return deepspeed
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:

@@ -89,8 +89,9 @@ class Updater:
         metrics["optimizer_steps"] = sum(made["applied"] for made in passes)
         metrics["updates_left_out"] = sum(1.0 - made.pop("applied") for made in passes)
         metrics |= over_steps(passes, [part.denominator for part, _ in prepared[: len(passes)]])
-        mine = sum(one.batch.layout.length for _, made in prepared for one in made)
-        metrics["tokens_computed"] = self.engine.ranks.sum(torch.tensor([mine])).item()
+        packed = [one.batch for _, made in prepared for one in made]
+        mine = torch.tensor([sum(batch.layout.length for batch in packed), sum(len(batch.behaviour) for batch in packed)])
+        metrics["tokens_computed"], metrics["tokens_delivered"] = map(float, self.engine.ranks.sum(mine).tolist())
         metrics["update_s"] = wall_s
         metrics["tokens_per_s"] = metrics["tokens"] / wall_s
         return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -38,6 +38,7 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
 from agentrl.objective import Assembled, assemble, counted_samples
+from agentrl.objective.delivery import captured_tokens
 from agentrl.protocols import VersionRegistry
 from agentrl.recipe import Recipe
 from agentrl.records import Group, VersionState
@@ -162,6 +163,7 @@ class Worker:
         metrics |= {f"groups_{reason}": float(n) for reason, n in _reasons(made.dropped.values()).items()}
         metrics |= {"groups_left_out": float(left_out), "rollbacks": 0.0}
         metrics["weights_changed"] = float(metrics["optimizer_steps"] > 0)
+        metrics["tokens_captured"] = float(captured_tokens(groups, made.dropped))
         return made, metrics
 
     def _roll_back(self, step: int, to: int) -> int:

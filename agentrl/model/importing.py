@@ -297,8 +297,9 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
         chat = load_chat(str(part))
     except UserError as error:
         said = error.message.removeprefix("policy.model: ")
-        raise UserError(said, fix=error.fix.replace("policy.chat_template", "--chat-template")) from error
-    return {"sha256": sha256(template.encode()).hexdigest(), "shows_tools": chat.shows_tools()}
+        fix = error.fix.partition("; or set policy.rewritten_context")[0]
+        raise UserError(said, fix=fix.replace("policy.chat_template", "--chat-template")) from error
+    return {"sha256": sha256(template.encode()).hexdigest(), "shows_tools": chat.shows_tools(), "tool_format": chat.tool_format}
 
 
 def _quiet() -> None:

@@ -32,6 +32,9 @@ def problems(lines: Sequence[Line], left_out: Mapping[str, int], phases: Mapping
         phases: what `evaluations.json` holds.
     """
     found = [problem] if (problem := nothing_learned(lines, left_out)) else []
+    delivered, captured = _sum(lines, "tokens_delivered"), _sum(lines, "tokens_captured")
+    if delivered != captured:
+        found.append(f"the learner got {delivered:,} of {captured:,} sampled tokens, and every one is to be trained once")
     for phase, splits in phases.items():
         for name, split in splits.items():
             if "value" not in split:

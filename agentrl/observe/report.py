@@ -149,6 +149,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
         (f"{summary.updates_left_out:,}", "updates left out"),
         (short(summary.tokens_trained), "tokens trained"),
+        (maybe(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
         (f"{summary.weight_swaps:,}", "weight swaps"),
         (maybe(summary.swap_stall_ms_p50, lambda value: f"{value:.0f} ms"), "median swap stall"),
         (maybe(summary.swap_probe_max_abs_diff, lambda value: f"{value:.1e}"), "largest probe difference"),

@@ -51,6 +51,8 @@ class Summary(BaseModel):
     """Training tasks that were not given, because a suite has them or near twins; `withheld.jsonl` lists them."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
+    delivered_share: float | None = Field(None, ge=0)
+    """Tokens that the learner got for every token that was sampled for it, counted at both ends: 1."""
     updates_left_out: int = Field(0, ge=0)
     """Optimizer steps that were not made: something was not finite, or beyond a limit."""
     groups_left_out: int = Field(0, ge=0)

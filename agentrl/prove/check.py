@@ -24,7 +24,7 @@ from agentrl.agent.tools import show
 from agentrl.contract.outputs import example, produce
 from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
 from agentrl.observe.left_out import printable
-from agentrl.protocols import SandboxBackend, TaskFamily
+from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.prove import cheats, conformance
 from agentrl.prove.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.prove.findings import Proof, plural
@@ -39,6 +39,7 @@ from agentrl.prove.verifiers import Golden, prove_verifiers
 from agentrl.recipe import SandboxConfig
 from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
+from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_backend, open_sandboxes, select_backend
 from agentrl.task import make_task
 
@@ -111,7 +112,8 @@ async def check_family(
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
             tasks = list(_tasks(family, wanted))
             telling = partial(progress.update, bar)
-            cases, more = await prove_tasks(family, tasks, sandboxes, root=source.root, parallel=parallel, telling=telling)
+            tools = await pinned(declared(source.tools, source.root), tasks, sandboxes, every=False)
+            cases, more = await prove_tasks(family, tasks, sandboxes, root=source.root, parallel=parallel, telling=telling, tools=tools)
             proofs += more
     finally:
         await sandboxes.close()
@@ -126,13 +128,16 @@ async def prove_tasks(
     root: Path,
     parallel: int = 8,
     telling: Callable[..., None] = lambda **progress: None,
+    tools: ToolSource | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
     """Every case of tasks that `family` has a gold solution for, and the proofs that look at tasks one by one.
 
     Args:
+        tools: the recipe's, with what its MCP servers offer.
         telling: told `description`, `total` and `advance` as work goes on, as `rich.progress.Progress.update` takes them.
     """
-    prover = _Prover(family=family, sandboxes=sandboxes, scorer=TaskScorer(sandboxes=sandboxes, root=root), parallel=parallel)
+    scorer = TaskScorer(sandboxes=sandboxes, root=root)
+    prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer, parallel=parallel, tools=tools)
     prover.scorer.load(sorted({name for task in tasks for name in task.verifiers}))
     telling(description=f"images on {sandboxes.name}")
     cases = await _prepare(tasks, sandboxes)
@@ -144,7 +149,7 @@ async def prove_tasks(
     proofs = [
         await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
         await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel),
-        await prove_tools(good, sandboxes),
+        await prove_tools(good, sandboxes, tools),
         await _prove_unreadable(good, prover.golden, sandboxes),
     ]
     cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
@@ -326,6 +331,7 @@ class _Prover:
     sandboxes: SandboxBackend
     scorer: TaskScorer
     parallel: int
+    tools: ToolSource | None = None
     left: dict[str, list[str]] = field(default_factory=dict)
     golden: dict[str, Golden] = field(default_factory=dict)
 
@@ -377,7 +383,7 @@ class _Prover:
         return replace(episode, outputs=collected.files, removed=collected.removed), ""
 
     async def _gold(self, task: Task, episode: Episode) -> tuple[Episode, str]:
-        load_tools(task.tools)
+        load_tools(task.tools, None, self.tools)
         limit = task.limits.wall_s if task.outputs else task.limits.tool_timeout_s
         result, collected = await produce(task, self._solution(task), self.sandboxes, timeout_s=limit)
         self.left[task.id] = sorted(collected.files)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.protocols import TaskFamily
-from agentrl.recipe import TasksConfig
+from agentrl.recipe import TasksConfig, ToolsConfig
 from agentrl.records import Split, Task
 from agentrl.task import open_family
 
@@ -26,6 +26,7 @@ class FamilySource:
     tasks: TasksConfig
     root: Path
     seed: int = 0
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
 
     def open(self, *, seed: int | None = None) -> TaskFamily:
         """Opens the family. Raises as `open_family` does."""

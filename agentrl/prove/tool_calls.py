@@ -14,9 +14,10 @@ from typing import Any
 
 from agentrl import usercode
 from agentrl.agent import Tool, ToolOutcome, load_tools
+from agentrl.agent.mcp.servers import PREFIX
 from agentrl.agent.toolbox import Kept
 from agentrl.errors import SandboxError, UserError
-from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.prove import odd
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
 from agentrl.records import Task
@@ -32,8 +33,11 @@ class _Blocked(BaseException):
     """A tool that holds the event loop: raised in the middle of it."""
 
 
-async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend) -> Proof:
-    """Calls each tool that a task names by reference, with arguments that no schema allows."""
+async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: ToolSource | None = None) -> Proof:
+    """Calls each tool that a task names by reference, with arguments that no schema allows.
+
+    Tools of MCP servers too, where the server is in the sandbox; of one outside nobody knows what a call does.
+    """
     users: dict[str, Task] = {}
     for task in tasks:
         for name in task.tools:
@@ -41,17 +45,17 @@ async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend) -> Proof
                 users.setdefault(name, task)
     found: list[Finding] = []
     for name, task in users.items():
-        found += await _prove(name, task, sandboxes)
-    found += _clashes(tasks)
+        found += await _prove(name, task, sandboxes, run)
+    found += _clashes(tasks, run)
     looked_at = f"{plural(len(users), 'tool')}: {examples(list(users))}" if users else "no tool is named by reference"
     return Proof(name=NAME, looked_at=looked_at, findings=tuple(found))
 
 
-def _clashes(tasks: Sequence[Task]) -> list[Finding]:
+def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
     clashing = []
     for tools in {task.tools for task in tasks}:
         try:
-            names = [one for name in tools for one in load_tools([name])]
+            names = [one for name in tools for one in load_tools([name], None, run)]
         except Exception:  # a tool is anybody's code, and one that does not load is told elsewhere
             continue
         clashing += [name for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -60,9 +64,9 @@ def _clashes(tasks: Sequence[Task]) -> list[Finding]:
     ]
 
 
-async def _prove(reference: str, task: Task, sandboxes: SandboxBackend) -> list[Finding]:
+async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: ToolSource | None) -> list[Finding]:
     try:
-        tools = load_tools([reference])
+        tools = load_tools([reference], None, run)
         wrong = {tool.name: _wrong_schema(tool) for tool in tools.values()}
     except (UserError, AttributeError) as error:
         return [Finding(severity="failure", what=f"tool {reference} does not load: {error}")]
@@ -73,6 +77,9 @@ async def _prove(reference: str, task: Task, sandboxes: SandboxBackend) -> list[
         found: list[Finding] = []
         for tool in tools.values():
             name = f"{reference}, method {tool.name}," if tools.kept else reference
+            if reference.startswith(PREFIX) and not tool.needs_sandbox:
+                found += [Finding(severity="failure", what=f"tool {reference}: {one}") for one in wrong[tool.name]]
+                continue
             found += await _prove_calls(tool, name, wrong[tool.name], task, sandboxes)
         for kept in tools.kept.values():
             found += await _prove_state(reference, kept, fresh)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentrl import usercode
 from agentrl.contract.outputs import Collected, collect, select
-from agentrl.protocols import Agent, Policy, SandboxBackend
+from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.rollout.faults import fault, infrastructure_fault
 from agentrl.rollout.life import EpisodeLife, OnTurn, contents
@@ -26,6 +26,7 @@ class EpisodeRunner:
     max_model_len: int
     request_timeout_s: float
     open_timeout_s: float = 60.0
+    tools: ToolSource | None = None
 
     async def run(
         self, task: Task, *, episode_id: str, attempt: int = 0, start: EpisodeState | None = None, on_turn: OnTurn | None = None
@@ -56,6 +57,7 @@ class EpisodeRunner:
             request_timeout_s=self.request_timeout_s,
             open_timeout_s=self.open_timeout_s,
             on_turn=on_turn,
+            tools=self.tools,
         )
         try:
             stop_reason, collected, failures = await self._attempt(life)

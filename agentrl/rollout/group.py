@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from agentrl import usercode
+from agentrl.contract.together import WAITS
 from agentrl.protocols import EpisodeKeeper
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
@@ -29,6 +31,19 @@ RETRY_S = 0.2
 
 Scorer = Callable[[Task, Episode], Awaitable[Score]]
 """Judges a finished episode; gives a Score without a value when a verifier failed, and raises only for a task that is wrong."""
+
+
+class GroupScorer(Protocol):
+    """Judges the attempts of a group together."""
+
+    async def first(self, task: Task, episode: Episode) -> Score:
+        """What an attempt gets when it has ended, as a `Scorer` gives it."""
+        ...
+
+    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
+        """The scores of all attempts when all have ended, in their order."""
+        ...
+
 
 OnAttempt = Callable[[Failure | None], None]
 """Told of every attempt that has ended, retried or not: what was wrong with it, or None. Not of one at a task that is wrong."""
@@ -81,6 +96,7 @@ class GroupRunner:
 
     runner: EpisodeRunner
     score: Scorer
+    together: GroupScorer | None = None  # in place of `score` in groups
     slots: asyncio.Semaphore
     group_size: int
     max_retries: int
@@ -106,25 +122,78 @@ class GroupRunner:
             broken = _first(errors).fault
         if broken is not None:
             return left_out_group(index, task.id, task.key, broken, size=self.group_size)
-        return Group(index=index, task_id=task.id, task_key=task.key, episodes=tuple(job.result() for job in jobs))
+        scored = tuple(job.result() for job in jobs)
+        if self.together is not None:
+            scored = await self._judged(self.together, task, scored)
+            if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
+                return left_out_group(index, task.id, task.key, broken, size=self.group_size)
+        return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored)
 
-    async def episode(self, task: Task, *, name: str, start: EpisodeState | None = None, on_turn: OnTurn | None = None) -> ScoredEpisode:
+    async def _judged(self, judge: GroupScorer, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
+        """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
+        since = usercode.cancellations()
+        try:
+            scores = await judge.together(task, scored)
+        except BaseException as error:
+            usercode.let_go(error, since)
+            why = fault(error, stage="score")
+            scores = [
+                one.score if one.episode.left_out else Score(value=None, reason=f"group judge: {why.message}"[:2000]) for one in scored
+            ]
+        judged = []
+        for one, score in zip(scored, scores, strict=True):
+            if one.episode.left_out:  # it was told when it ended
+                judged.append(one)
+                continue
+            episode = one.episode
+            if score.blame is Blame.TASK:
+                failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
+                episode = replace(episode, failures=(*episode.failures, failure))
+            self.on_attempt(infrastructure_fault("score", "unscored", score.reason) if score.value is None else None)
+            judged.append(ScoredEpisode(episode=episode, score=score))
+        return tuple(judged)
+
+    async def episode(
+        self,
+        task: Task,
+        *,
+        name: str,
+        start: EpisodeState | None = None,
+        always: bool = False,
+        on_turn: OnTurn | None = None,
+    ) -> ScoredEpisode:
         """One scored episode, after at most `max_retries` fresh attempts when the infrastructure failed.
 
         Args:
             start: what the first attempt goes on from: the attempt of this name that it is a state of, or another one's, as a branch.
+            always: the fresh attempts begin from there, too: it is where the task begins.
             on_turn: see `EpisodeRunner.run`.
 
         Raises:
             SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
         """
+        return await self._episode(task, name, start, on_turn, self.score, always=always)
+
+    async def _episode(
+        self,
+        task: Task,
+        name: str,
+        start: EpisodeState | None,
+        on_turn: OnTurn | None,
+        scorer: Scorer,
+        *,
+        tell: bool = True,
+        always: bool = False,
+    ) -> ScoredEpisode:
+        """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
-            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn)
-            start = None
+            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer)
+            start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
-                self.on_attempt(unscored)
+                if tell:
+                    self.on_attempt(unscored)
                 return ScoredEpisode(episode=episode, score=score)
             failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
             if failure.blame is Blame.TASK:
@@ -135,7 +204,7 @@ class GroupRunner:
         return _unscored(episode, failure)
 
     async def _attempt(
-        self, task: Task, episode_id: str, attempt: int, start: EpisodeState | None, on_turn: OnTurn | None
+        self, task: Task, episode_id: str, attempt: int, start: EpisodeState | None, on_turn: OnTurn | None, scorer: Scorer
     ) -> tuple[Episode, Score | None]:
         """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
         episode = _nothing(episode_id, task.id, task.key, attempt)
@@ -146,7 +215,7 @@ class GroupRunner:
             if episode.left_out:
                 return episode, None
             stage = "score"
-            score = await self.score(task, episode)
+            score = await scorer(task, episode)
             if score.blame is not Blame.TASK:
                 ScoredEpisode(episode=episode, score=score)  # whether they fit
                 return episode, score
@@ -169,13 +238,15 @@ class GroupRunner:
         try:
             found = await self._found(member, task)
             if isinstance(found, ScoredEpisode):
-                return found
+                waits = self.together is None and found.score.reason == WAITS  # and nobody will judge its group any more
+                return replace(found, score=await self.score(task, found.episode)) if waits else found
             if fork is not None and found is not None and found.turn_count >= fork.turn:
                 fork.settle(found if found.turn_count == fork.turn < task.limits.turns else None)  # past it, branches have their own
             if member.fork is not None and fork is None and found is None:
                 found = await member.fork.state
             on_turn = None if fork is None and self.keeper is None else self._watching(member, task)
-            scored = await self.episode(task, name=member.name, start=found, on_turn=on_turn)
+            scorer, alone = (self.score, True) if self.together is None else (self.together.first, False)
+            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone)
         except BaseException as error:
             usercode.let_go(error, since)
             failure = fault(error, stage="group")

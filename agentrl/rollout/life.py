@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl import usercode
 from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
-from agentrl.protocols import Policy, Sandbox, SandboxBackend
+from agentrl.protocols import Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
     Completion,
     EpisodeState,
@@ -147,8 +147,10 @@ class EpisodeLife:
         request_timeout_s: float,
         open_timeout_s: float,
         on_turn: OnTurn | None,
+        tools: ToolSource | None = None,
     ) -> None:
         self.id = episode_id
+        self.tools = tools
         self.task = task
         self.answer: str | None = None
         self.stage = "episode"

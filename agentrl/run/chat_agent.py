@@ -88,7 +88,7 @@ class ChatAgent:
 
     async def act(self, episode: LiveEpisode) -> str:
         limits = episode.task.limits
-        tools = load_tools(episode.task.tools)
+        tools = load_tools(episode.task.tools, None, episode.tools)
         try:
             return await self._turns(episode, tools)
         finally:

@@ -294,4 +294,4 @@ def _scores(tried: Sequence[Tried]) -> Scores:
 
 
 def _keys(suite: Suite) -> dict[str, str]:
-    return {case.id: case.task.key for case in suite.cases}
+    return {case.id: case.key for case in suite.cases}

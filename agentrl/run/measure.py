@@ -213,6 +213,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         tasks_quarantined=quarantine.count(folder),
         tasks_withheld=withholding.count(folder),
         tokens_trained=total("tokens_trained"),
+        delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
         updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
         groups_left_out=sum(setback.what == "group" for setback in setbacks),
         rollbacks=sum(setback.action == "rollback" for setback in setbacks),

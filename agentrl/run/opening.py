@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
+from agentrl.contract.together import GroupJudge
 from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.case import Suite
@@ -18,16 +19,29 @@ from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.protocols import ExperienceStore, Policy, PolicyServer, SandboxBackend, TaskFamily, Tracker, VersionRegistry
+from agentrl.protocols import (
+    ExperienceStore,
+    Policy,
+    PolicyServer,
+    SandboxBackend,
+    TaskFamily,
+    ToolSource,
+    Tracker,
+    VersionRegistry,
+)
 from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
+from agentrl.reward.together import GroupScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
+from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
+from agentrl.run.starts import check_starts
+from agentrl.run.toolsource import candidates, declared, keep, pinned
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
@@ -54,6 +68,7 @@ class Run:
     groups: GroupRunner
     schedule: GroupSchedule
     learner: LearnerProcess
+    judges: JudgeServers
     stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
     learning: bool = False
     interrupted: bool = False
@@ -70,6 +85,7 @@ class Run:
             for spec in sandbox_specs(self.family):
                 starting.create_task(self.sandboxes.prepare(spec))
             starting.create_task(self.served.start(version))
+            starting.create_task(self.judges.ready())
 
     def stop_after_step(self) -> None:
         """Finish the step in hand, if there is one; save, report."""
@@ -86,15 +102,28 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
         base = run_dir / "versions" / "000000"
-        chat = open_chat(base) if base.is_dir() else open_chat(checked.model, checked.template)  # a resumed run keeps its own template
+        model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
+        chat = open_chat(model, template, policy=recipe.policy)
+        if checked.suite is not None:
+            check_starts([checked.suite], chat)
+        others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
+        tools = await pinned(
+            declared(recipe.tools, root),
+            candidates(checked.family, checked.suite, others),
+            sandboxes,
+            folder=run_dir,
+            words=chat.defang,
+        )
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
-            check_prompt(chat, checked.family)
+            check_prompt(chat, checked.family, tools)
         write_start(run_dir, recipe, start)
+        keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)
         place_base_version(checked.model, base, template=checked.template)
         clock = StageClock(began=start.began)
         tracker = RunTracker(run_dir, [clock, *open_trackers(run_dir, recipe, console=console)], steps=recipe.steps)
         stack.callback(tracker.close)
+        tracker.stage("prepare", chat.told)
         for note in checked.notes:
             tracker.alert(note)
         store = open_store(run_dir, recipe)
@@ -110,6 +139,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
         served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
         stack.push_async_callback(served.close)
+        judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
@@ -129,9 +159,20 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             family=checked.family,
             sandboxes=sandboxes,
             served=served,
-            groups=group_runner(recipe, served, sandboxes, chat, replace(checked.scorer, sandboxes=sandboxes), running, faults),
+            groups=group_runner(
+                recipe,
+                served,
+                sandboxes,
+                chat,
+                replace(checked.scorer, sandboxes=sandboxes),
+                running,
+                faults,
+                tools,
+                group_judge=checked.group_judge,
+            ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
             learner=learner,
+            judges=judges,
             stop_at=recipe.steps,
             suite=checked.suite,
         )
@@ -145,8 +186,13 @@ def group_runner(
     scorer: TaskScorer,
     running: RunningEpisodes,
     faults: FaultRate,
+    tools: ToolSource | None = None,
+    *,
+    group_judge: GroupJudge | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
+    named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
+    together = None if group_judge is None else GroupScorer(judge=group_judge, name=named, weight=weight, alone=scorer)
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
@@ -155,10 +201,12 @@ def group_runner(
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
+        tools=tools,
     )
     return GroupRunner(
         runner=runner,
         score=scorer,
+        together=together,
         slots=asyncio.Semaphore(recipe.rollout.concurrency),
         group_size=recipe.rollout.group_size,
         max_retries=recipe.rollout.max_retries,

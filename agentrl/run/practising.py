@@ -21,6 +21,7 @@ from agentrl.protocols import TaskFamily
 from agentrl.recipe import Recipe
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
+from agentrl.run.toolsource import declared
 from agentrl.task import make_task
 
 FOLDER = "practice"
@@ -45,7 +46,7 @@ def open_own_practice(
     practice = open_practice(config, seed=recipe.seed, root=root, withheld=apart, files=files)
     every = [task for tasks in practice.tasks for task in tasks]
     scorer.load(sorted({name for task in every for name in task.verifiers}))
-    load_tools(sorted({name for task in every for name in task.tools}))
+    load_tools(sorted({name for task in every for name in task.tools}), None, declared(recipe.tools, root))
     heldout = Withheld(measured)
     from_them = sum(heldout.find(case.task) is not None for suite in config.suites for case in load_suite(root / suite).cases)
     return practice, _notes(from_them, len(measured))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl import causes, parts
-from agentrl.agent import load_tools
+from agentrl.agent import forms, load_tools
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
+from agentrl.contract.together import GroupJudge
 from agentrl.errors import AgentRLError, PluginError, RecipeError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
@@ -22,12 +23,16 @@ from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
-from agentrl.protocols import TaskFamily
-from agentrl.recipe import Recipe
+from agentrl.protocols import TaskFamily, ToolSource
+from agentrl.recipe import PolicyConfig, Recipe
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
+from agentrl.reward.asking import prepare
+from agentrl.reward.together import load_group_judge
 from agentrl.run.folder import check_disk
+from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.practising import open_own_practice
+from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
@@ -50,6 +55,8 @@ class Checked:
     suite: Suite | None = None  # of the gate, where the recipe has one
     withheld: Withheld = field(default_factory=lambda: Withheld(()))  # what is never trained on
     practice: Mixed | None = None  # tasks made from cases, where the recipe has some
+    group_judge: GroupJudge | None = None  # of all attempts of a group together, where the recipe names one
+    judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
     notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
 
 
@@ -58,15 +65,21 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_disk(folder)
     named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
     template = None if named is None or begun else read_template(named, root)
+    if recipe.policy.tool_format is not None:
+        forms.named(recipe.policy.tool_format)
     model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
     check_delegation(recipe)
+    judges = declare_judges(recipe, root=root)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
+    group_judge = open_group_judge(recipe, root=root, folder=folder)
     suite = open_gate(recipe, scorer, root=root)
     kept_away = withheld(measured_with(recipe), root=root)
     practice, notes = open_own_practice(recipe, family, scorer, kept_away, root=root, folder=folder)
+    check_named()
+    check_tokens(model)
     load_rules(recipe.capture.rules)
     gpus = place(recipe)
     _check_installed(recipe)
@@ -80,8 +93,20 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
         suite=suite,
         withheld=kept_away,
         practice=practice,
+        judges=judges,
+        group_judge=group_judge,
         notes=notes,
     )
+
+
+def declare_judges(recipe: Recipe, *, root: Path) -> dict[str, Path]:
+    """The model folders of the judges' servers that the recipe starts, declared to the judges of this process. Raises `UserError`."""
+    folders = {
+        name: find_model(config.model, root, chat_template=False, key=f"judge_servers.{name}.model")
+        for name, config in recipe.judge_servers.items()
+    }
+    declare(recipe, folders)
+    return folders
 
 
 def check_parts(recipe: Recipe) -> None:
@@ -127,7 +152,8 @@ def _try_objective(recipe: Recipe) -> None:
 
 
 def _check_installed(recipe: Recipe) -> None:
-    from agentrl.serving.server import free_port, serving_device  # brings an HTTP client along
+    from agentrl.serving.process import free_port
+    from agentrl.serving.server import serving_device  # brings an HTTP client along
 
     serving_device(recipe)
     for package in ("torch", "transformers", "deepspeed"):
@@ -177,8 +203,17 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools)
+    load_tools(first.tools, None, declared(recipe.tools, root))
     return family, scorer
+
+
+def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) -> GroupJudge | None:
+    """The judge of whole groups, prepared; None where the recipe names none. Raises `UserError`."""
+    if recipe.tasks.group_judge is None:
+        return None
+    judge = load_group_judge(recipe.tasks.group_judge)
+    prepare(judge, root=root, folder=folder)
+    return judge
 
 
 def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
@@ -191,7 +226,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer)
+    check_suite(suite, scorer, declared(recipe.tools, root))
     return suite
 
 
@@ -202,11 +237,11 @@ def measured_with(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
 
 
-def check_suite(suite: Suite, scorer: TaskScorer) -> None:
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None) -> None:
     """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve."""
     for case in suite.cases:
         scorer.load(case.task.verifiers)
-        load_tools(case.task.tools)
+        load_tools(case.task.tools, None, tools)
 
 
 def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
@@ -225,15 +260,18 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
             raise UserError(f"tasks.family {recipe.tasks.family!r} has no tasks in split {split}", fix=f"add some{instead}")
 
 
-def open_chat(model: Path, template: str | None = None) -> ChatFormat:
+def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig | None = None) -> ChatFormat:
     """The chat format of a model's tokenizer, with a `template` in place of its own. Imports transformers, and so comes last.
 
-    Raises `UserError` for a tokenizer that does not load, and for a template that cannot be used with it.
+    `policy` says how calls are read, and what becomes of a template that cannot be extended. Raises `UserError` for a tokenizer that
+    does not load, for a template that cannot be used with it, and for a form of tool calls that nothing reads.
     """
     from agentrl.agent.chat import load_chat
 
     try:
-        return load_chat(str(model), template)
+        if policy is None:
+            return load_chat(str(model), template)
+        return load_chat(str(model), template, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     except (AgentRLError, ImportError):
         raise
     except Exception as error:  # transformers and tokenizers raise whatever their parsers met
@@ -243,13 +281,13 @@ def open_chat(model: Path, template: str | None = None) -> ChatFormat:
         ) from error
 
 
-def check_prompt(chat: ChatFormat, family: TaskFamily) -> None:
+def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None) -> None:
     """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
     first = family.task(Split.TRAIN, 0)
-    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools).values()])
+    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools).values()])
 
 
-def find_model(model: str, root: Path, *, chat_template: bool = True) -> Path:
+def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
     """The folder of a model: a folder of the project, else a Hugging Face id from the local cache or the hub.
 
     Raises `UserError` when there is none, or when a file in it is missing or cut off, a `chat_template` among them.
@@ -259,18 +297,16 @@ def find_model(model: str, root: Path, *, chat_template: bool = True) -> Path:
         try:
             deltas.materialize(folder)
         except ValueError as error:
-            raise UserError(f"policy.model: {error}", fix="take another version of that run, or its model/ folder") from error
+            raise UserError(f"{key}: {error}", fix="take another version of that run, or its model/ folder") from error
     if not folder.is_dir():
         if model.startswith((".", "/", "~")) or model.count("/") != 1:
-            raise UserError(
-                f"policy.model: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B"
-            )
-        folder = _download(model)
-    check_model_files(folder, chat_template=chat_template)
+            raise UserError(f"{key}: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B")
+        folder = _download(model, key)
+    check_model_files(folder, chat_template=chat_template, key=key)
     return folder
 
 
-def _download(model: str) -> Path:
+def _download(model: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -278,10 +314,10 @@ def _download(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except RepositoryNotFoundError:
-        raise UserError(f"policy.model: {model!r} is neither a folder nor a model on the hub", fix="check the spelling") from None
+        raise UserError(f"{key}: {model!r} is neither a folder nor a model on the hub", fix="check the spelling") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
-            f"policy.model: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
+            f"{key}: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
             fix="check the path or the network, or download it first and give its folder",
         ) from error
 

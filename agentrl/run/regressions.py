@@ -34,7 +34,9 @@ from agentrl.run.folder import Start, check_disk, claimed, write_start
 from agentrl.run.opening import opened
 from agentrl.run.outcomes import CaseOutcome, Verdict, outcome_of
 from agentrl.run.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
+from agentrl.run.starts import begins_late, check_starts
 from agentrl.run.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
+from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_sandboxes
 
 PHASE = "eval"
@@ -74,7 +76,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
+class Opened:
     """What an evaluation runs on."""
 
     groups: GroupRunner
@@ -117,7 +119,13 @@ def prepared(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer)
+            preflight.check_suite(suite, scorer, declared(recipe.tools, root))
+        if policy.source is Source.ENDPOINT and begins_late(suites):
+            late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
+            raise UserError(
+                f"case {late} begins in the middle, with exact tokens, and an endpoint takes only messages",
+                fix="evaluate a suite of cases that begin with their task",
+            )
         if policy.source is Source.PART:
             check_part(policy)
         yield Prepared(
@@ -147,7 +155,7 @@ async def evaluate(
         InfrastructureError: the server is lost for good, or the like; faults of single episodes are told in their attempts.
     """
     folder, done = given.start.folder, list[Evaluated]()
-    async with _opened(given, console=console) as parts_:
+    async with policy_opened(given, console=console) as parts_:
         on_ready()
         asked = [(suite, case) for suite in given.suites for case in suite.cases]
         total = sum(given.tries(suite, case) for suite, case in asked)
@@ -199,7 +207,7 @@ def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
 class _Asking:
     """The attempts at the cases of an evaluation."""
 
-    def __init__(self, given: Prepared, open_: _Open, on_scored: Callable[[], None], on_case: OnCase) -> None:
+    def __init__(self, given: Prepared, open_: Opened, on_scored: Callable[[], None], on_case: OnCase) -> None:
         self._given, self._open, self._on_scored, self._on_case = given, open_, on_scored, on_case
         self._rules = load_rules(given.recipe.capture.rules)
         self._names = _names(given.suites)
@@ -220,7 +228,9 @@ class _Asking:
     async def _attempt(self, suite: Suite, case: Case, number: int) -> tuple[Tried, ScoredEpisode]:
         label = PHASE if len(self._given.suites) == 1 else self._names[suite.folder]
         name = f"{label}-{case.id}-r{number}"
-        scored = not_asked(case, name, self._open.broken) or await self._open.groups.episode(case.task, name=name)
+        scored = not_asked(case, name, self._open.broken) or await self._open.groups.episode(
+            case.task, name=name, start=case.start, always=True
+        )
         self._on_scored()
         self._open.capture.episode(case.task, scored, phase=PHASE, step=0)
         made = tried(case, number, scored, phase=PHASE, version=self._open.sampled_by)
@@ -254,27 +264,31 @@ def _kept(
 
 
 @asynccontextmanager
-async def _opened(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
+async def policy_opened(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
+    """The policy, answering, and the sandboxes that its episodes play in."""
     kind = _served if given.policy.served else _not_served
     async with kind(given, console=console) as found:
         yield found
 
 
 @asynccontextmanager
-async def _served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
+async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
     """A model folder on a server of ours, which is watched meanwhile."""
     assert given.checked is not None, "a served policy was checked"
     async with opened(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
+        if begins_late(given.suites):
+            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy))
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
+            starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
             groups = evaluation_runner(run)
-            yield _Open(
+            yield Opened(
                 groups=groups,
                 sandboxes=run.sandboxes,
                 capture=run.capture,
@@ -287,7 +301,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
 
 
 @asynccontextmanager
-async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]:
+async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
     """A policy that answers by itself: a part of the project, or somebody's server."""
     recipe, folder = given.recipe, given.start.folder
     async with closing_in_turn(folder) as stack:
@@ -299,12 +313,19 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
         stack.callback(tracker.close)
         tracker.stage("start", "sandbox images")
         policy, agent = _parts(given)
+        if begins_late(given.suites) and given.policy.source is Source.PART:
+            form = recipe.policy
+            chat = ChatFormat(policy.tokenizer, tool_format=form.tool_format, rewritten=form.rewritten_context)  # type: ignore[attr-defined]
+            check_starts(given.suites, chat)
         if isinstance(agent, ChatAgent):
             stack.push_async_callback(agent.endpoint.close)
         broken = await prepare(given.suites, sandboxes)
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
+        cases = (case.task for suite in given.suites for case in suite.cases)
+        tools = await pinned(declared(recipe.tools, given.root), cases, sandboxes, every=False)
         runner = EpisodeRunner(
+            tools=tools,
             policy=policy,
             sandboxes=sandboxes,
             agent=agent,
@@ -323,7 +344,7 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[_Open]
         )
         spent = agent.tokens if isinstance(agent, ChatAgent) else {}
         unknown = PolicyVersion(number=0, parent=None, folder="-", sha256="")
-        yield _Open(
+        yield Opened(
             groups=groups,
             sandboxes=sandboxes,
             capture=capture,
@@ -341,7 +362,9 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
         return NoTokens(), _chat_agent(given.policy, given.recipe)
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=ChatFormat(made.tokenizer))
+    policy = given.recipe.policy
+    chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
     return made, agent
 
 

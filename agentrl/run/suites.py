@@ -28,7 +28,9 @@ from agentrl.rollout import GroupRunner
 from agentrl.run.ending import kept_going
 from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
-from agentrl.run.preflight import Checked, check_suite
+from agentrl.run.preflight import Checked, check_suite, open_chat
+from agentrl.run.starts import begins_late, check_starts
+from agentrl.run.toolsource import declared
 from agentrl.run.transcript import transcript
 
 FOLDER = "suite"
@@ -112,7 +114,7 @@ async def try_cases(
     async def one(case: Case, number: int) -> Tried:
         nonlocal done
         name = f"{phase}-{case.id}-r{number}"
-        scored = not_asked(case, name, broken) or await runner.episode(case.task, name=name)
+        scored = not_asked(case, name, broken) or await runner.episode(case.task, name=name, start=case.start, always=True)
         done += 1
         on_done(done, total)
         on_scored(case.task, scored)
@@ -127,7 +129,7 @@ def about(recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int,
     """Where an evaluation comes from. `began`: monotonic seconds."""
     return About(
         suite=suite.name,
-        suite_sha256=suite_sha256({case.id: case.task.key for case in suite.cases}),
+        suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
         cases=len(suite.cases),
         repeats=repeats,
         model=recipe.policy.model,
@@ -179,7 +181,7 @@ async def evaluate_suite(
 
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
-    check_suite(suite, checked.scorer)
+    check_suite(suite, checked.scorer, declared(recipe.tools, root))
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)
@@ -187,6 +189,9 @@ async def evaluate_suite(
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare([suite], run.sandboxes))
             starting.create_task(run.served.start(base))
+            starting.create_task(run.judges.ready())
+        if begins_late([suite]):
+            check_starts([suite], open_chat(start.folder / "versions" / "000000", policy=recipe.policy))
         total = sum(repeats or tries(case, suite.repeats) for case in suite.cases)
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {total} attempts")
         began = time.monotonic()
@@ -226,21 +231,21 @@ def tried(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version
     """The record of an attempt. `version`: the one that may have sampled its tokens; None: any may."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
-    others = sorted({span.version for one in episode.trajectories for turn in one.turns for span in turn.versions} - {version})
+    others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
     reason = reason_of(scored)
     if others and version is not None:
         reason = f"version {', '.join(map(str, others))} sampled some of it, not {version} alone"
     counts = not reason and value is not None and abs(value) <= results.LARGEST_SCORE
     attempt = Attempt(
         case=case.id,
-        task_key=case.task.key,
+        task_key=case.key,
         number=number,
         episode=episode.id,
         score=value if counts else None,
         reason="" if counts else reason or "the score is not finite, or too large for a mean",
         again=again,
         tokens=episode.completion_tokens,
-        turns=sum(len(one.turns) for one in episode.trajectories),
+        turns=sum(len(one.own_turns) for one in episode.trajectories),
         wall_s=episode.wall_s,
         ended=str(words["stop_reason"] or ""),
         versions=tuple(words["versions"]),

@@ -29,6 +29,14 @@ class Preference:
     margin: float  # difference of the scores, above 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPreference:
+    """What a reward model is shown of a right and of a wrong answer to one task."""
+
+    chosen: str
+    rejected: str
+
+
 def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:
     """Rows `input_ids`, `labels` of the best episodes that score at least `min_score`, at most `per_task` for each task.
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.files import commit_folder, part_folder
-from agentrl.supervised.select import Preference
+from agentrl.reward.judges import reward_record
+from agentrl.reward.judges.showing import Shown
+from agentrl.supervised.select import Preference, TextPreference
 
+_SCALED_ON = 256  # pairs, by which the scale of a reward model's numbers is found
 _NOT_COPIED = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -66,10 +70,24 @@ def dpo(pairs: Sequence[Preference], model: Path, out: Path, *, beta: float, epo
         return _train(trainer, model, out)
 
 
-def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs: float, lr: float, batch: int, seed: int) -> float:
+def reward_model(
+    pairs: Sequence[Preference] | Sequence[TextPreference],
+    model: Path,
+    out: Path,
+    *,
+    epochs: float,
+    lr: float,
+    batch: int,
+    seed: int,
+    shows: tuple[Shown, ...] = (),
+) -> float:
     """Trains a model that gives a whole episode one number, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
-    Writes a folder for `AutoModelForSequenceClassification` and returns the last loss.
+    Writes a folder for `AutoModelForSequenceClassification`, with a record of what the model reads and what its numbers mean
+    (`agentrl.reward.judges.reward_record`), and returns the last loss. Raises `UserError` where it has not learned to tell the pairs apart.
+
+    Args:
+        shows: what the texts of `TextPreference` are made of.
     """
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, set_seed
@@ -77,15 +95,19 @@ def reward_model(pairs: Sequence[Preference], model: Path, out: Path, *, epochs:
 
     _need(pairs, "a task with attempts of different scores", "lower --margin, or use an earlier part of the run")
     set_seed(seed)  # also for the head, which is initialized when the model is made
-    rows = [{"chosen_ids": [*pair.prompt_ids, *pair.chosen_ids], "rejected_ids": [*pair.prompt_ids, *pair.rejected_ids]} for pair in pairs]
+    tokenizer = _tokenizer(model)
+    start = _start(AutoModelForSequenceClassification, model, num_labels=1)
+    start.config.pad_token_id = tokenizer.pad_token_id
+    longest = int(start.config.max_position_embeddings)
+    rows = [_reward_row(pair, tokenizer, longest) for pair in pairs]
     with tempfile.TemporaryDirectory() as work:
         trainer = RewardTrainer(
-            model=_start(AutoModelForSequenceClassification, model, num_labels=1),
+            model=start,
             args=RewardConfig(**_common(work, model, epochs, lr, batch, seed), max_length=None),
             train_dataset=Dataset.from_list(rows),
-            processing_class=_tokenizer(model),
+            processing_class=tokenizer,
         )
-        return _train(trainer, model, out)
+        return _train(trainer, model, out, finish=partial(_record_reward_model, rows=rows, shows=shows, longest=longest))
 
 
 def _need(rows: Sequence[Any], what: str, fix: str) -> None:
@@ -137,7 +159,8 @@ def _tokenizer(model: Path) -> Any:
     return tokenizer
 
 
-def _train(trainer: Any, model: Path, out: Path) -> float:
+def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path], None] = lambda trained, folder: None) -> float:
+    """Trains and writes the folder; returns the last loss. `finish` gets the trained model and the folder before it has its name."""
     trainer.train()
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL's log shows a NaN loss as 0
         raise UserError("the training diverged: weights are not finite, so no model is written", fix="lower --lr")
@@ -146,9 +169,41 @@ def _train(trainer: Any, model: Path, out: Path) -> float:
     shutil.copytree(model, beside, ignore=shutil.ignore_patterns(*_NOT_COPIED), dirs_exist_ok=True)
     trainer.model.config.use_cache = True
     trainer.model.to(_own_dtype(model)).save_pretrained(beside)
+    finish(trainer.model, beside)
     commit_folder(beside, out)
     tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
+
+
+def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int) -> dict[str, list[int]]:
+    """Token ids of both sides, their newest where they are too long; text is tokenized as a server does that is given it."""
+    if isinstance(pair, Preference):
+        sides = [[*pair.prompt_ids, *pair.chosen_ids], [*pair.prompt_ids, *pair.rejected_ids]]
+    else:
+        sides = [list(tokenizer(text)["input_ids"]) for text in (pair.chosen, pair.rejected)]
+    return {"chosen_ids": sides[0][-longest:], "rejected_ids": sides[1][-longest:]}
+
+
+def _record_reward_model(
+    trained: Any, folder: Path, *, rows: Sequence[dict[str, list[int]]], shows: tuple[Shown, ...], longest: int
+) -> None:
+    """Writes what the model reads, and the scale of its numbers: the middle between the better and the worse sides of the pairs becomes a
+    value of 0.5, their means 0.88 and 0.12 (the logistic function at 2 and -2).
+    """
+    import torch
+
+    trained.eval()
+    with torch.inference_mode():
+        numbers = {
+            side: [float(trained(torch.tensor([row[side]], device=trained.device)).logits[0, 0]) for row in rows[:_SCALED_ON]]
+            for side in ("chosen_ids", "rejected_ids")
+        }
+    better, worse = (sum(some) / len(some) for some in numbers.values())
+    if not better > worse:
+        raise UserError(
+            "the model has not learned to tell the better of a pair, so none is written", fix="raise --epochs or --lr, or label more"
+        )
+    reward_record.save(folder, shows=shows, offset=(better + worse) / 2, scale=(better - worse) / 4, max_tokens=longest)
 
 
 def _dpo_row(pair: Preference) -> dict[str, Any]:

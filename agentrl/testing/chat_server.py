@@ -2,6 +2,8 @@
 
 with ChatServer(lambda body, number: Says('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
     endpoint = Endpoint(url=server.url, model="scripted")
+
+A reward model's route is there as well: `Says(number=1.5)` is an answer of `/classify`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from typing import Any, Self
 Body = Mapping[str, Any]
 
 
+_ROUTES = ("/v1/chat/completions", "/classify")
+
+
 @dataclass(frozen=True, slots=True)
 class Says:
     """One answer. `text` is the model's; `raw` is sent in place of a whole chat completion."""
@@ -29,10 +34,14 @@ class Says:
     tokens: tuple[int, int] | None = (100, 10)  # of the prompt and of the answer; None: the server does not say
     breaks_off: bool = False  # closes the connection in the middle of the body
     hangs: bool = False  # says nothing until the server is closed
+    number: float | None = None  # of a reward model, in place of words
 
     def content(self) -> bytes:
         if self.raw is not None:
             return self.raw
+        if self.number is not None:
+            told = {"index": 0, "label": "LABEL_0", "probs": [self.number], "num_classes": 1}
+            return json.dumps({"object": "list", "data": [told], "usage": {"prompt_tokens": 100, "completion_tokens": 0}}).encode()
         message = {"role": "assistant", "content": self.text}
         body: dict[str, Any] = {"choices": [{"index": 0, "message": message, "finish_reason": self.finish_reason}]}
         if self.tokens is not None:
@@ -45,7 +54,7 @@ Script = Callable[[Body, int], Says]
 
 
 class ChatServer:
-    """Serves `POST /v1/chat/completions` by a script, or by answers in turn, whose last one is repeated."""
+    """Serves `POST /v1/chat/completions`, and `/classify`, by a script, or by answers in turn, whose last one is repeated."""
 
     def __init__(self, script: Script | Iterable[Says]) -> None:
         self._script: Script = script if callable(script) else _in_turn(list(script))
@@ -86,7 +95,7 @@ class ChatServer:
                 with outer._lock:
                     number = len(outer.requests)
                     outer.requests.append({"body": body, "headers": dict(self.headers.items()), "path": self.path})
-                says = outer._script(body, number) if self.path == "/v1/chat/completions" else Says(status=404, raw=b"no such path")
+                says = outer._script(body, number) if self.path in _ROUTES else Says(status=404, raw=b"no such path")
                 with contextlib.suppress(OSError):
                     self._answer(says)
 

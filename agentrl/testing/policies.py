@@ -1,4 +1,4 @@
-"""A policy that says what it was told to say, and the tokenizer it says it in."""
+"""Policies that say what they were told to say, and the tokenizer they say it in."""
 
 from __future__ import annotations
 
@@ -84,6 +84,24 @@ class ReadingPolicy(ScriptedPolicy):
     async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
         said = self.reads(str(self.tokenizer.decode(list(prompt_ids))))
         return said if isinstance(said, str) else await said
+
+
+class ReplayPolicy:
+    """Answers each prompt with a token sequence, with logprob -0.5 a token, and keeps nothing: for long sessions.
+
+    `script` gives the ids for a prompt, the last of which ends the turn.
+    """
+
+    def __init__(self, script: Callable[[Sequence[int]], Sequence[int]], *, version: int = 0) -> None:
+        self.script = script
+        self.version = version
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        ids = tuple(self.script(prompt_ids))
+        kept = ids[: params.max_tokens]
+        finish = "stop" if len(kept) == len(ids) else "length"
+        spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
+        return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish)
 
 
 def _take(ids: Iterator[int], count: int) -> Iterator[int]:

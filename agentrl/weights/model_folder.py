@@ -30,20 +30,21 @@ _NO_WORDS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM
 _OTHER_MODEL = "use a model without recurrent layers, logit scaling or soft-capping, such as Qwen3 or Llama"
 
 
-def check_model_files(folder: Path, *, chat_template: bool = True) -> None:
+def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "policy.model") -> None:
     """Raises `UserError` unless `folder` holds a complete Hugging Face model: configuration, weights, tokenizer, chat template.
 
     Args:
         chat_template: whether it must have one; false where another takes its place.
+        key: of the recipe, which names the folder.
     """
     if not folder.is_dir():
-        raise UserError(f"policy.model: no folder {folder}", fix="set policy.model to an existing folder or a Hugging Face model id")
+        raise UserError(f"{key}: no folder {folder}", fix=f"set {key} to an existing folder or a Hugging Face model id")
     weights = sorted(folder.glob("*.safetensors"))
     lacking = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     lacking += [] if weights else ["*.safetensors"]
     lacking += [] if any(any(folder.glob(name)) for name in _VOCABULARIES) else ["tokenizer.json"]
     if lacking:
-        raise UserError(f"policy.model: {folder} lacks {', '.join(lacking)}", fix=_SAVE_MODEL)
+        raise UserError(f"{key}: {folder} lacks {', '.join(lacking)}", fix=_SAVE_MODEL)
     read_json(folder / "config.json")
     for name in ("tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
@@ -54,8 +55,10 @@ def check_model_files(folder: Path, *, chat_template: bool = True) -> None:
         check_safetensors(file)
     if chat_template and not has_chat_template(folder):
         raise UserError(
-            f"policy.model: the tokenizer in {folder} has no chat template, so conversations cannot be turned into tokens",
-            fix="set policy.chat_template to one that ships (hermes, chatml, llama3) or to a file, or use an instruction-tuned model",
+            f"{key}: the tokenizer in {folder} has no chat template, so conversations cannot be turned into tokens",
+            fix="set policy.chat_template to one that ships (hermes and others) or to a file, or use an instruction-tuned model"
+            if key == "policy.model"
+            else "use an instruction-tuned model",
         )
 
 
@@ -156,7 +159,7 @@ def _check_index(folder: Path) -> None:
     named = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
     there = {path.name for path in folder.iterdir()}
     if lacking := [name for name in named if name not in there]:
-        raise UserError(f"policy.model: {folder} lacks {', '.join(lacking)[:500]}", fix="download or copy the missing shards")
+        raise UserError(f"{folder} lacks {', '.join(lacking)[:500]}", fix="download or copy the missing shards")
 
 
 def has_chat_template(folder: Path) -> bool:

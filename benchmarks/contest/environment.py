@@ -149,7 +149,7 @@ class _Environment:
 
     def __init__(self) -> None:
         self._task: Task | None = None
-        self._tools = Toolbox({}, {})
+        self._tools = Toolbox({}, {}, {})
         self._sandbox: Sandbox | None = None
         self._answer: str | None = None
         self._calls = 0

@@ -19,6 +19,16 @@ def test_nccl_gives_learner_and_server_gpus_of_their_own(monkeypatch: pytest.Mon
     assert place(made("file", ranks=2)) == Placement()
 
 
+def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = made("nccl").but({"judge_servers": {"a": {"model": "m"}, "b": {"model": "m"}}})
+    for visible_now, wanted in (("0,1,2,3", {"a": "2", "b": "3"}), ("0,1,2", {"a": "2", "b": "2"}), ("0,1", {"a": "1", "b": "1"})):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible_now)
+        assert place(judged).judges == wanted
+    shared = made("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
+    with pytest.raises(UserError, match=r"want 1\.1 of its memory"):
+        place(shared)
+
+
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="needs 2 GPUs, 1 are visible"):

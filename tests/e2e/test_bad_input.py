@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import agentrl as in_this_process
+
 from .conftest import ROOT, agentrl
 
 pytestmark = pytest.mark.e2e
@@ -76,5 +78,5 @@ def test_no_sandbox_backend_never_means_the_host(tmp_path: Path) -> None:
 
 def test_help_has_examples() -> None:
     for command in ("train", "eval", "check", "doctor", "init", "report", "versions"):
-        code, output = agentrl(command, "--help", timeout=300)
-        assert code == 0 and "Example: agentrl" in output, output
+        done = in_this_process(command, "--help")
+        assert done.returncode == 0 and "Example: agentrl" in done.stdout, done

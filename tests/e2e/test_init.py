@@ -69,7 +69,7 @@ def _is_finished(run: Path) -> None:
         assert 0.0 <= rate["ci_low"] <= rate["value"] <= rate["ci_high"] <= 1.0
         assert rate["n"] == (6 if "real" in key else 12)
     assert found["swap_probe_max_abs_diff"] <= 1e-3
-    assert found["episodes_left_out"] == 0 and found["tokens_trained"] > 0
+    assert found["episodes_left_out"] == 0 and found["tokens_trained"] > 0 and found["delivered_share"] == 1
     report = (run / "report.html").read_text()
     assert "http://" not in report.replace("http://www.w3.org", "") and len(report) > 10_000
 

@@ -219,6 +219,20 @@ async def test_hostile_requests_are_counted_and_stop_nothing(lead: Any) -> None:
     assert outcome.policy.tokenizer.decode(outcome.policy.prompts[0]).count("<|im_start|>") == 2
 
 
+async def test_a_program_that_is_refused_too_often_has_had_its_chances(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.session.MAX_REFUSED", 2)
+    statuses: list[int] = []
+
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
+            for model in ("policy", "other", "other", "other", "policy"):
+                body = {"model": model, "messages": [user("one?")]}
+                statuses.append((await http.post("/v1/chat/completions", json=body)).status_code)
+
+    outcome = await lead(program, "1")
+    assert statuses == [200, 404, 404, 404, 403] and outcome.session.limit == "refused" and outcome.session.over.is_set()
+
+
 async def test_limits_end_a_session_and_a_key_is_one_session(lead: Any) -> None:
     keys: list[tuple[str, str]] = []
 

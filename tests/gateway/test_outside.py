@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentrl.agent import ChatFormat
 from agentrl.errors import ServingError, UserError
-from agentrl.gateway import Outside
+from agentrl.gateway import Gateway, Outside, posted_reward
+from agentrl.gateway.asked import Refused
+from agentrl.gateway.rewards import REWARDS
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.sampling import Sampling
@@ -91,16 +94,16 @@ def free_port() -> int:
 def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
     """Runs a program's episode: its source or file, what the policy says, and where; further options are the agent's."""
 
-    def spoken(said: str | Exception) -> str:
+    def spoken(said: Any) -> str:
         if isinstance(said, Exception):
             raise said
-        return said
+        return str(said("") if callable(said) else said)
 
-    async def made(program: str | Path, *said: str | Exception, where: Any = None, limits: Limits | None = None, **options: Any) -> Episode:
+    async def made(program: str | Path, *said: Any, where: Any = None, limits: Limits | None = None, **options: Any) -> Episode:
         path = program if isinstance(program, Path) else tmp_path / "program.py"
         if isinstance(program, str):
             path.write_text(ASK + program)
-        port = free_port()
+        port = options.pop("reached", None) or free_port()
         python = sys.executable if where is None else "python3"
         given: dict[str, Any] = {"command": [python, "agent.py"], "files": {"agent.py": str(path)}, "port": port, **options}
         agent = Outside(chat=ChatFormat(tokenizer), **given)
@@ -222,3 +225,73 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
 def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         Outside(chat=ChatFormat(tokenizer), **{"command": ["true"], **options})
+
+
+async def test_a_reward_is_posted_by_the_host_and_never_by_the_agent(run: Run, task: Task, tmp_path: Path) -> None:
+    port, kept, statuses = free_port(), tmp_path / "key", list[int]()
+    tries = """
+import urllib.error
+ask("one?")
+url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/sessions/" + os.environ["AGENTRL_SESSION"] + "/reward"
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+try:
+    urllib.request.urlopen(urllib.request.Request(url, b'{"value": 1}', headers))
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+    async def host() -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            headers = {"Authorization": f"Bearer {kept.read_text().strip()}"}
+            for body in ({"value": 10**400}, {"value": True}, {"worth": 1}):
+                statuses.append((await http.post("/sessions/e/reward", json=body, headers=headers)).status_code)
+            statuses.append((await http.post("/sessions/other/reward", json={"value": 1}, headers=headers)).status_code)
+            body = {"value": 0.5, "parts": {"speed": 1}}
+            statuses.append((await http.post("/sessions/e/reward", json=body, headers=headers)).status_code)
+
+    def answered(_: str) -> str:
+        assert kept.stat().st_mode & 0o777 == 0o600
+        posting.append(asyncio.create_task(host()))
+        return "1"
+
+    posting: list[asyncio.Task[None]] = []
+    episode = await run(tries, answered, port=port, reached=port, reward_key_file=str(kept))
+    await posting[0]
+    assert episode.answer == "401" and statuses == [400, 400, 400, 404, 200]
+    with pytest.raises(Refused, match="already"):
+        REWARDS.post("e", {"value": 1.0})
+    score = await posted_reward(task, episode)
+    assert (score.value, score.parts) == (0.5, {"speed": 1.0})
+    assert (await posted_reward(task, replace(episode, id="unknown"))).value is None
+
+
+async def test_two_sessions_at_once_have_a_key_each_and_one_that_has_ended_is_told(tokenizer: Any, lead: Any) -> None:
+    keys: list[str] = []
+    both, first_over = asyncio.Event(), asyncio.Event()
+    statuses: list[int] = []
+    gateway = Gateway()
+
+    async def ask(url: str, key: str, text: str) -> int:
+        async with httpx.AsyncClient(base_url=url, headers={"x-api-key": key}) as http:
+            body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+            return (await http.post("/v1/chat/completions", json=body)).status_code
+
+    async def first(url: str, key: str) -> None:
+        keys.append(key)
+        await both.wait()
+        statuses.append(await ask(url, key, "first"))
+
+    async def second(url: str, key: str) -> None:
+        both.set()
+        await first_over.wait()
+        statuses.append(await ask(url, keys[0], "too late"))
+        statuses.append(await ask(url, key, "second"))
+
+    async def led(program: Any, text: str) -> Any:
+        outcome = await lead(program, text, gateway=gateway)
+        first_over.set()
+        return outcome
+
+    one, two = await asyncio.gather(led(first, "1"), led(second, "2"))
+    assert statuses == [200, 403, 200] and gateway.counts == {"refused_ended": 1}
+    assert [outcome.episode.answer for outcome in (one, two)] == ["1", "2"] and one.trained_once() and two.trained_once()

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     "agentrl.learner.worker",
     "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft",
     "transformers.models.qwen3.modeling_qwen3",
     "tests.learner.building",

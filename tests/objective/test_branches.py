@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.objective import assemble, counted_samples
+from agentrl.objective.delivery import captured_tokens
 from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
@@ -83,7 +84,7 @@ def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage()
     assert twig.token_ids[:5] == batch.samples[0].token_ids[:5], "the inherited turn is context, token by token"
     assert (twig.loss_mask[:7], twig.loss_mask[7:]) == ((False,) * 7, (True,) * 3)
     assert twig.logprobs == (0.0,) * 7 + (-120.0, -121.0, -122.0) and twig.versions == (-1,) * 7 + (0,) * 3
-    assert batch.denominator == 6 * 3
+    assert batch.denominator == captured_tokens([TREE], ()) == 6 * 3 and captured_tokens([TREE], {TREE.index: "why"}) == 0
 
 
 def test_when_the_stem_does_not_count_the_first_branch_that_does_trains_its_turns() -> None:
@@ -108,6 +109,7 @@ def test_turns_that_agree_by_chance_are_not_shared() -> None:
     """A policy that is sure of itself says the same again; each time is a sample of its own."""
     twins = group(scored("a", 1.0, STEM, turn(110)), scored("b", 0.0, STEM, turn(120)))
     assert [sum(sample.loss_mask) for sample in assemble(0, [twins], recipe()).batch.samples] == [6, 6]
+    assert captured_tokens([twins], ()) == 12
     begun_twice = group(  # under the id "stem" there were two lives; the branch is of the one that is lost
         scored("stem", 1.0, turn(170), turn(110)), scored("twig", 0.0, STEM, turn(120), inherited=("stem",))
     )

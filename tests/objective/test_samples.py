@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import RecipeError
 from agentrl.objective import assemble, counted_samples
+from agentrl.objective.delivery import captured_tokens
 from agentrl.recipe import Recipe, build
 from agentrl.records import Blame, Episode, Failure, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 
@@ -70,7 +71,7 @@ def test_every_sampled_token_is_trained_once_and_no_other(episodes: list[list[li
     batch = assemble(3, [_group(0, *made)], RECIPE).batch
     trained = [token for sample in batch.samples for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
     assert sorted(trained) == sorted(sampled)
-    assert batch.denominator == len(sampled)
+    assert batch.denominator == captured_tokens([_group(0, *made)], ()) == len(sampled)
     for sample in batch.samples:
         for token, on, logprob, advantage, version in zip(
             sample.token_ids, sample.loss_mask, sample.logprobs, sample.advantages, sample.versions, strict=True

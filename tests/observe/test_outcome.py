@@ -102,6 +102,12 @@ def test_why_a_step_changed_nothing(changes: dict[str, Any], left_out: dict[str,
     assert said in nothing_learned([{**STEP, **changes}], left_out) and bool(said) == bool(nothing_learned([{**STEP, **changes}], left_out))
 
 
+def test_a_run_that_lost_tokens_on_the_way_says_so() -> None:
+    lines = [{**STEP, "weights_changed": 1.0, "tokens_delivered": 900.0, "tokens_captured": captured} for captured in (900.0, 1000.0)]
+    assert problems(lines[:1], {}, {}) == ()
+    assert problems(lines, {}, {}) == ("the learner got 1,800 of 1,900 sampled tokens, and every one is to be trained once",)
+
+
 def test_a_run_has_a_result_when_one_step_has() -> None:
     assert problems([STEP, {**STEP, "weights_changed": 1.0}], {}, {}) == () == problems([], {}, {})
     phases = {"after": {"heldout": {"left_out": 16, "left_out_reasons": {TEXT: 16}}, "heldout_real": {"value": 0.0, "left_out": 0}}}

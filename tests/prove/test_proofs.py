@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from agentrl.prove.source import FamilySource, sizes
 from agentrl.prove.splits import prove_splits
 from agentrl.prove.tool_calls import prove_tools
 from agentrl.prove.verifiers import Golden, prove_verifiers
-from agentrl.recipe import TasksConfig
+from agentrl.recipe import MCPConfig, TasksConfig, ToolsConfig
 from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
+from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import select_backend
 from agentrl.task.folders import _GOLD
 from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
 
 from . import bad_families
@@ -330,3 +333,15 @@ async def test_a_tool_that_breaks_its_sandbox_is_told_and_called_on_in_a_fresh_o
 
 def test_a_family_that_exits_ends_no_proof() -> None:
     assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
+
+
+async def test_servers_of_a_recipe_are_proven_and_what_is_outside_is_never_called(tmp_path: Path) -> None:
+    server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
+    config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"), start_timeout_s=60.0)
+    mine = sample_task(tools=("mcp:it", "submit"))
+    backend = ScriptedSandboxes(printing(""))
+    tools = await pinned(declared(ToolsConfig(mcp={"it": config}), tmp_path), [mine], backend)
+    proof = await prove_tools([mine], backend, tools)
+    assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
+    (missing,) = (await prove_tools([mine], backend)).findings
+    assert "mcp:it does not load" in missing.what and "declare it in the recipe" in missing.what

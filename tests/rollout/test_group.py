@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl import codec
+from agentrl.contract.together import WAITS
 from agentrl.errors import ServingError, UserError
-from agentrl.records import Blame, Episode, Failure, Group, Score, Task
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Task
 from agentrl.reward import TaskScorer
 from agentrl.rollout import GroupRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
@@ -110,3 +112,67 @@ async def test_slots_bound_the_episodes_in_flight(tokenizer: Any, task: Task, ma
 
     await group_runner(make_runner(Counting.saying(tokenizer, SUBMIT)), retries=0, size=10).group(0, task)
     assert peak == 2
+
+
+class Together:
+    """Judges groups: the value of an attempt is its place."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.asked = fails, 0
+
+    async def first(self, task: Task, episode: Episode) -> Score:
+        return Score(value=None, reason=WAITS)
+
+    async def together(self, task: Task, scored: Sequence[ScoredEpisode]) -> list[Score]:
+        self.asked += 1
+        if self.fails:
+            raise RuntimeError("a bug")
+        return [one.score if one.episode.left_out else Score(value=float(place)) for place, one in enumerate(scored)]
+
+
+async def test_a_group_is_judged_when_all_of_it_is_done(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    def one_member_is_cursed(turn: int, episode: str) -> str:
+        if "-2-" in episode:
+            raise ServingError("no route")
+        return SUBMIT
+
+    told: list[Failure | None] = []
+    plain = group_runner(make_runner(ScriptedPolicy(tokenizer, one_member_is_cursed)), retries=0)
+    runner = replace(plain, together=Together(), on_attempt=told.append)
+    group = await runner.group(7, task)
+    assert [one.score.value for one in group.episodes] == [0.0, 1.0, None, 3.0] and "no route" in group.episodes[2].score.reason
+    assert [failure is None for failure in told] == [False, True, True, True], "each attempt is told of once, with its judge's score"
+    assert (await runner.episode(task, name="alone")).score.value == 1.0, "an evaluation is the verifiers' business"
+    told.clear()
+    failed = await replace(runner, together=Together(fails=True)).group(7, task)
+    assert failed.scored == () and all("a bug" in one.score.reason for one in failed.episodes if not one.episode.left_out)
+    assert len(told) == 4 and None not in told
+
+
+async def test_a_group_goes_on_where_its_driver_died_before_it_was_judged(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """The attempts are there, so none is made again; they are judged together, as they would have been."""
+
+    class Keeper:
+        kept: ClassVar[dict[int, ScoredEpisode]] = {}
+
+        async def keep(self, group: int, member: int, state: Any) -> None: ...
+
+        async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+            self.kept[member] = scored
+
+        async def find(self, group: int, member: int) -> ScoredEpisode | None:
+            return self.kept.get(member)
+
+    turns: list[str] = []
+
+    def counts(turn: int, episode: str) -> str:
+        turns.append(episode)
+        return SUBMIT
+
+    judge, keeper = Together(), Keeper()
+    runner = replace(group_runner(make_runner(ScriptedPolicy(tokenizer, counts)), retries=0), together=judge, keeper=keeper)
+    group = await runner.group(7, task)
+    assert all(one.score.reason == WAITS for one in keeper.kept.values()) and len(turns) == 4
+    assert await runner.group(7, task) == group and len(turns) == 4 and judge.asked == 2
+    alone = await replace(runner, together=None).group(7, task)
+    assert {one.score.value for one in alone.episodes} == {1.0} and len(turns) == 4, "the judge was taken out of the recipe meanwhile"

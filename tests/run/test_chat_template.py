@@ -32,8 +32,16 @@ def bare(tmp_path: Path) -> Path:
 
 
 def test_a_word_that_does_not_exist_is_refused_first(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"chat template 'herms' is neither one that ships \(hermes, chatml, llama3\)"):
+    with pytest.raises(UserError, match=r"chat template 'herms' is neither one that ships \(hermes, chatml, llama3, .*\)"):
         check(RECIPE.but("policy.chat_template=herms", "policy.model=absent"), tmp_path, root=tmp_path)
+
+
+def test_a_form_of_calls_that_nothing_reads_is_refused_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"policy\.tool_format=hermse: there is no reader for it\n  fix: known are hermes, qwen3_coder"):
+        check(RECIPE.but("policy.tool_format=hermse", "policy.model=absent"), tmp_path, root=tmp_path)
+    assert open_chat(MODEL, policy=RECIPE.policy).tool_format == "hermes"
+    with pytest.raises(UserError, match="rewritten_context=restart: this chat template is extended exactly, so it does nothing"):
+        open_chat(MODEL, policy=RECIPE.policy.but("rewritten_context=restart"))
 
 
 def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:

@@ -261,6 +261,23 @@ async def test_the_result_is_the_last_promoted_version_where_the_last_one_is_ref
 
 
 @pytest.mark.usefixtures("scripted")
+async def test_a_case_is_tried_as_often_as_it_says_and_held_to_its_own_threshold(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    own = {"c03": {"repeats": 6}, "c05": {"repeats": 6, "threshold": 0.0}}
+    run.suite = replace(run.suite, cases=tuple(replace(case, **own.get(case.id, {})) for case in run.suite.cases))
+    publish(run, 1, 0, "good 1")
+    publish(run, 2, 1, "bad c03 c05")
+    await served_through(run, 2)
+    found = read_verdict(tmp_path, 2)
+    assert found is not None and found.judgement is not None and found.figures is not None
+    assert [(one.case, one.passed, one.tries, one.before_tries) for one in found.judgement.regressed] == [("c03", 0, 6 + 12, 6)]
+    assert found.figures.attempts == 10 * 4 + 2 * 6 and found.figures.pass_at_1 == pytest.approx(11 / 12), "c05 asks for nothing"
+    compared = json.loads(CliRunner().invoke(app, ["compare", f"{tmp_path}@0", f"{tmp_path}@2", "--json"]).output)
+    assert compared["lost"] == ["c03", "c05"], "scores are compared as they are"
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
 async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.action": "block", "steps": 2})

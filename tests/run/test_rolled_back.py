@@ -25,6 +25,7 @@ from agentrl.observe import RunTracker, write_report
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Episode, Group, PolicyVersion, Probe, Score, ScoredEpisode, SwapReport, VersionState
 from agentrl.run import loop, measure, supervise
+from agentrl.run.judges import JudgeServers
 from agentrl.serving import served
 from agentrl.version import FolderRegistry
 from tests.serving.test_loss_of_a_server import ScriptedChannel, ScriptedClient, ScriptedServer
@@ -93,6 +94,7 @@ async def opened(run_dir: Path) -> Any:
         **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16), "suite": None},
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         step_groups=StepGroups.of(RECIPE.rollout),
+        judges=JudgeServers(RECIPE, {}, folder=run_dir),
     )
 
 

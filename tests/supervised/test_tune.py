@@ -11,7 +11,9 @@ import transformers
 
 from agentrl.errors import UserError
 from agentrl.records import Group
+from agentrl.reward.judges.reward_record import load
 from agentrl.supervised import demonstrations, preferences
+from agentrl.supervised.select import TextPreference
 from agentrl.testing.tiny_model import VOCABULARY, make_model, write_version
 from tests.learner.building import episode, scored, turn
 
@@ -83,3 +85,15 @@ def test_reward_model(model: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         scores = [judge(torch.tensor([prompt + words + [30, 31, 40]])).logits.item() for words in (GOOD, BAD)]
     assert scores[0] > scores[1] + 0.5
+    record = load(tmp_path / "out")
+    assert record.shows == () and record.value(scores[0]) > 0.5 > record.value(scores[1])
+    texts = [TextPreference(chosen=f"answer {number}: yes", rejected=f"answer {number}: no") for number in range(24)]
+    reward_model(texts, model, tmp_path / "text", epochs=8, lr=1e-3, batch=8, seed=0, shows=("answer",))
+    assert load(tmp_path / "text").shows == ("answer",)
+    read, tokenizer = (
+        transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "text"),
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "text"),
+    )
+    with torch.no_grad():
+        yes, no = (read(**tokenizer(f"answer 99: {word}", return_tensors="pt")).logits.item() for word in ("yes", "no"))
+    assert load(tmp_path / "text").value(yes) > 0.5 > load(tmp_path / "text").value(no)

@@ -15,11 +15,13 @@ NAMES: Mapping[str, str] = {
     "archive": "the tar archive that a sandbox goes on from",
     "calls": "a completion: its tool calls, their arguments, what is shown and stored of them",
     "egress": "what a program asks the proxy for; entries of an allow-list",
+    "gateway": "what an outside program asks the gateway",
     "tasks": "a task folder: task.toml, runs.toml, image.toml, Dockerfile, tests",
     "grading": "answers, reports of tests and rewards, from judging to the score",
     "records": "records read back from JSON",
     "weights": "deltas and safetensors files of a version; the files of a model folder; the header of a GGUF file",
     "completions": "what the inference server answers",
+    "judges": "what a judge's endpoint answers, its headers, and the agent's words that it is shown",
     "traces": "files of somebody else's agents: chat messages, spans, trajectories",
 }
 """Name -> what is fed; each is `target` of the module of that name in `agentrl.prove.fuzzing.targets`."""

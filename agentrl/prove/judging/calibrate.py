@@ -96,7 +96,7 @@ async def calibrate(
     finally:
         if hasattr(measured, "close"):
             await measured.close()
-    made = _calibration(judge, verdicts, reference=reference, labels_sha256=labels_sha256, threshold=threshold)
+    made = _calibration(measured, verdicts, reference=reference, labels_sha256=labels_sha256, threshold=threshold)
     return _report(
         made,
         verdicts,

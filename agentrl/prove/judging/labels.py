@@ -18,6 +18,9 @@ from agentrl.errors import UserError
 from agentrl.fields import json_object, text
 from agentrl.files import whole_lines
 from agentrl.records import Episode, Message, SandboxSpec, Split, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentrl.reward.judges.reward_record import text as text_of
+from agentrl.reward.judges.showing import Shown
+from agentrl.supervised.select import TextPreference
 from agentrl.usercode import printable
 
 RIGHT, WRONG, SKIP, WITHDRAWN = "right", "wrong", "skip", "withdrawn"
@@ -107,6 +110,23 @@ def different(labelled: Sequence[Labelled]) -> list[Labelled]:
         votes = found.setdefault(key, (item, {}))[1]
         votes |= {f"{item.id} {by}": right for by, right in one.votes.items()}
     return [Labelled(item=item, votes=votes) for item, votes in found.values()]
+
+
+def preferred(labelled: Sequence[Labelled], shows: Sequence[Shown], *, per_task: int) -> list[TextPreference]:
+    """Pairs of a right and a wrong answer to one question, as a reward model is shown them; no answer is in two.
+
+    Args:
+        shows: see `agentrl.reward.judges.reward_record.RewardRecord`.
+        per_task: at most so many of each question.
+    """
+    questions: dict[tuple[str, str], dict[bool, list[str]]] = {}
+    for one in different(labelled):
+        if one.right is not None:
+            item = one.item
+            shown = text_of(shows, item.task(), item.episode(), reference="answer")
+            questions.setdefault((item.task_id, item.question), {True: [], False: []})[one.right].append(shown)
+    both = [pair for answers in questions.values() for pair in list(zip(answers[True], answers[False], strict=False))[:per_task]]
+    return [TextPreference(chosen=right, rejected=wrong) for right, wrong in both if right != wrong]
 
 
 def settled(path: Path) -> dict[str, str]:

@@ -10,7 +10,9 @@ from agentrl.reward.judges.ledger import Budget, Spent
 from agentrl.reward.judges.listwise import GroupJudge, Listwise
 from agentrl.reward.judges.model import ModelJudge
 from agentrl.reward.judges.pairwise import Comparison, Pairwise
+from agentrl.reward.judges.reward_model import RewardModel, ScoreEndpoint
 from agentrl.reward.judges.scoring import Criterion, Form, Judge
+from agentrl.reward.judges.servers import served
 
 __all__ = [
     "Budget",
@@ -27,6 +29,9 @@ __all__ = [
     "Pairwise",
     "Prices",
     "Reply",
+    "RewardModel",
+    "ScoreEndpoint",
     "Spent",
     "SystemClock",
+    "served",
 ]

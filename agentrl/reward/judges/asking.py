@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agentrl.errors import JudgeError
 from agentrl.reward.judges.endpoint import Endpoint, Reply
@@ -23,6 +23,18 @@ MAX_KEPT = 4000
 """Characters kept of an answer that could not be read."""
 
 
+class Asks(Protocol):
+    """What can be asked: a `Question`, or what another kind of model is given."""
+
+    @property
+    def data(self) -> Mapping[str, str]: ...
+
+    @property
+    def schema(self) -> Mapping[str, Any]: ...
+
+    def messages(self, nonce: str) -> list[dict[str, Any]]: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What a judge is asked: `Question(instructions="...", data={"answer": episode.answer}, schema=...)`."""
@@ -31,7 +43,7 @@ class Question:
     data: Mapping[str, str]  # others' words, by the name under which the instructions speak of them
     schema: Mapping[str, Any]  # of the verdict
 
-    def messages(self, nonce: str) -> list[dict[str, str]]:
+    def messages(self, nonce: str) -> list[dict[str, Any]]:
         """As they are sent. What others said is between delimiters with `nonce` in them, and nowhere else."""
         names = " and ".join(f"{begin(name, nonce)} ... {end(name, nonce)}" for name in self.data)
         rules = (
@@ -66,7 +78,7 @@ class Asker:
     budget: Budget = field(default_factory=Budget)
     judge: str  # its identity: whose counts these are
 
-    async def ask(self, question: Question, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> Heard:
+    async def ask(self, question: Asks, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> Heard:
         """The verdict that `read` finds in the answer. Never raises for what a server or a model does.
 
         Args:
@@ -75,7 +87,7 @@ class Asker:
         """
         key = self._key(question, draw)
         if (kept := await self.ledger.find(key)) is not None:
-            heard = _heard(Reply(text=kept), read)
+            heard = heard_in(Reply(text=kept), read)
             await self.ledger.count(self.judge, cached=1, abstained=int(_abstained(heard)))
             return heard
         reply = None
@@ -88,7 +100,7 @@ class Asker:
         except JudgeError as error:
             await self.ledger.end(self.judge, None)
             return Heard(reason=str(error), down=True)
-        heard = _heard(reply, read)
+        heard = heard_in(reply, read)
         money = self.endpoint.prices.of(reply.prompt_tokens, reply.completion_tokens)
         readable = heard.verdict is not None or _abstained(heard)
         await self.ledger.end(self.judge, reply, money=money, unreadable=not readable)
@@ -98,7 +110,7 @@ class Asker:
             await self.ledger.count(self.judge, abstained=1)
         return heard
 
-    def _key(self, question: Question, draw: int) -> str:
+    def _key(self, question: Asks, draw: int) -> str:
         """Of the cache: model, parameters and the whole prompt, its fresh delimiters left out."""
         return digest({"endpoint": self.endpoint.identity(), "messages": question.messages(PLACE), "schema": question.schema, "draw": draw})
 
@@ -111,7 +123,8 @@ def digest(value: Any) -> str:
 ABSTAINED = "the judge abstains"
 
 
-def _heard(reply: Reply, read: Callable[[dict[str, Any]], T]) -> Heard:
+def heard_in(reply: Reply, read: Callable[[dict[str, Any]], T]) -> Heard:
+    """The verdict that `read` finds in an answer, or why there is none."""
     if reply.problem:
         return Heard(reason=f"unreadable verdict: {reply.problem}", said=reply.text[:MAX_KEPT])
     try:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from agentrl.errors import JudgeError, UserError
 from agentrl.fields import text as encodable
 from agentrl.reward.judges.backoff import TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
+from agentrl.reward.judges.servers import NotUp, Served
 from agentrl.usercode import describe, printable
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _LONGEST_KEY = 8192
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens than too few
 _MOST_TOKENS = 1 << 31  # that are believed of one answer
+_OWN_S = 1.0  # before a server that the run starts is looked for again
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
 
 
@@ -105,8 +107,12 @@ class Endpoint:
                 raise UserError(f"Endpoint.{name} must be positive, got {getattr(self, name)}", fix="give a larger number")
 
     def identity(self) -> dict[str, Any]:
-        """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for."""
-        return {
+        """What decides about its answers, and nothing else: not where the server is, nor how long it is waited for.
+
+        The weights of a server that the run starts are known, and so they are part of it.
+        """
+        weights = {"weights": self.url.weights} if isinstance(self.url, Served) else {}
+        return weights | {
             "model": self.model,
             "revision": self.revision,
             "temperature": self.temperature,
@@ -179,7 +185,7 @@ class Endpoint:
             del self._wires[other]
         if loop not in self._wires:
             limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency, keepalive_expiry=10.0)
-            local = isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK
+            local = isinstance(self.url, Served) or (isinstance(self.url, str) and (urlsplit(self.url).hostname or "") in _LOOPBACK)
             http = httpx.AsyncClient(limits=limits, timeout=None, follow_redirects=False, trust_env=not local)
             self._wires[loop] = _Wire(http=http, slots=asyncio.Semaphore(self.concurrency))
         return self._wires[loop]
@@ -204,12 +210,14 @@ class Endpoint:
                 return self._refusal(response, " ".join(said.split()), schema)
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
+        except NotUp as error:
+            return _Later(why=str(error), wait_s=_OWN_S)
         except (httpx.HTTPError, httpx.StreamError) as error:
             return _Later(why=_without(key, describe(error)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
         """The answer in the body of a 200."""
-        return _reply(content, self.max_bytes, messages)
+        return read_completion(content, self.max_bytes, messages)
 
     def _refusal(self, response: httpx.Response, said: str, schema: Mapping[str, Any] | None) -> _Later | _NoSchema:
         """What to do about a status that is no 200. Raises `JudgeError` where asking again would not help."""
@@ -227,8 +235,11 @@ class Endpoint:
     async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str) -> AsyncIterator[httpx.Response]:
         # No compression: a small answer could otherwise unpack to gigabytes.
         headers = {"accept-encoding": "identity", **({"authorization": f"Bearer {key}"} if key else {})}
-        async with wire.http.stream("POST", f"{self._base()}/chat/completions", json=body, headers=headers) as response:
+        async with wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
             yield response
+
+    def _address(self) -> str:
+        return f"{self._base()}/chat/completions"
 
     def _body(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "messages": list(messages), self.tokens_name: self.max_tokens, **self.options, **more}
@@ -292,7 +303,7 @@ async def _bounded(response: httpx.Response, most: int) -> bytes:
     return b"".join(parts)[: most + 1]
 
 
-def _reply(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
+def read_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
     """The answer in the body of a 200. What cannot be read is kept as it came, with the problem."""
     asked = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")

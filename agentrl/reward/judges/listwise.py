@@ -7,8 +7,9 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from agentrl.contract.together import GroupJudge as GroupJudge
 from agentrl.errors import UserError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.judges import verdict
@@ -23,17 +24,12 @@ MOST = 16
 _MAX_ANSWERS = 40_000  # characters of all answers together
 
 
-class GroupJudge(Protocol):
-    """Scores the episodes of one task together: one score for each, in their order."""
-
-    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Listwise(ModelJudge):
     """A `GroupJudge`: ranks the answers of a group, several times in shuffled orders.
 
-    The value of an answer is its mean place, from 0 (last) to 1 (first); answers with the same text are ranked as one. Every part
+    The value of an answer is its mean place, from 0 (last) to 1 (first); answers with the same text are ranked as one, and where there is
+    no other, each has 0.5. Every part
     `disagreement` is 1 - W of the group, where W is Kendall's coefficient of concordance of the orders (0: all agree); above
     `max_disagreement` the whole group is unscored. Values compare answers of one group and mean nothing beyond it.
     """
@@ -53,8 +49,10 @@ class Listwise(ModelJudge):
         texts = list(dict.fromkeys(answer(one) for one, empty in zip(episodes, why, strict=True) if not empty))
         if len(texts) > MOST:
             return self._all(episodes, Heard(reason=f"{len(texts)} different answers, at most {MOST} are ranked at once"))
-        if len(texts) < 2 and not any(why):
-            return self._all(episodes, Heard(reason="the answers of the group are all the same"))
+        if len(texts) < 2 and not any(why):  # nothing is better than anything: no advantage, and no fault of anybody's
+            return tuple(
+                Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same") for _ in episodes
+            )
         ranks, heard = await self._ranks(problem, texts)
         if ranks is None:
             return self._all(episodes, heard)

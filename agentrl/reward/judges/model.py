@@ -13,6 +13,7 @@ from agentrl.reward.judges.asking import MAX_KEPT, WORDING, Asker, Heard, digest
 from agentrl.reward.judges.calibration import require
 from agentrl.reward.judges.endpoint import Endpoint
 from agentrl.reward.judges.ledger import FILE, Budget, Ledger, Spent
+from agentrl.reward.judges.servers import Served
 
 _CLOSING_S = 60.0  # beyond the endpoint's patience, for everything around it
 
@@ -28,6 +29,7 @@ class ModelJudge(ABC):
     """Base of judges that ask one model. Not a judge itself."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    asks_reward_model: ClassVar[bool] = False
 
     endpoint: Endpoint
     name: str = "judge"
@@ -61,6 +63,8 @@ class ModelJudge(ABC):
             root: the project.
             folder: the run folder; None: there is no run.
         """
+        if isinstance(self.endpoint.url, Served):
+            self.endpoint.url.declared(reward_model=self.asks_reward_model)
         if self.calibration is not None:
             require(root / self.calibration, identity=self.identity, name=self.name, min_agreement=self.min_agreement)
         if self.ledger is not None:

@@ -7,20 +7,22 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from agentrl.errors import UserError
+from agentrl.prove.judging.labels import preferred, read_labels
 from agentrl.reward import TaskScorer
+from agentrl.reward.judges.reward_record import save
 from agentrl.testing import ChatServer, Says
 from tests.commands import agentrl
 
 N = 64
 JUDGE = """
-from agentrl.reward.judges import Endpoint, Ensemble, Judge, Listwise, Pairwise, Prices
+from agentrl.reward.judges import Endpoint, Ensemble, Judge, Listwise, Pairwise, Prices, RewardModel, ScoreEndpoint
 from agentrl.reward.judges.forms import CORRECT, HELPFUL
 
 one = Endpoint(url="{url}", model="scripted", prices=Prices(prompt=1.0, completion=2.0), patience_s=5.0)
@@ -30,6 +32,9 @@ stricter = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement
 changed = Judge(endpoint=one, form=HELPFUL, calibration="c.json")
 both = Ensemble(judges={{"strict": strict, "again": Judge(endpoint=Endpoint(url="{url}", model="scripted", seed=1), form=CORRECT)}})
 pairs = Pairwise(endpoint=one)
+numbers = ScoreEndpoint(url="{url}", model="scripted")
+trained = RewardModel(endpoint=numbers, folder=".")
+trusted = RewardModel(endpoint=numbers, folder=".", calibration="c.json", min_agreement=0.8)
 
 
 async def by_key(task, episode):
@@ -134,6 +139,27 @@ def test_the_judges_of_an_ensemble_find_the_reference_where_they_look(project: P
     with ChatServer([]) as server:
         code, found, told = calibrate(project, server, "panel")
     assert code == 0 and found["agreement"]["value"] == 1.0, told  # type: ignore[index]
+
+
+def test_a_reward_model_is_measured_like_any_judge_and_reads_what_it_was_trained_on(project: Path) -> None:
+    (project / "model.safetensors").write_bytes(b"weights")
+    save(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
+
+    def knows(body: Mapping[str, object], number: int) -> Says:
+        return Says(number=3.0 if "## answer\nParis" in str(body["input"]) else -3.0)
+
+    with ChatServer(knows) as server:
+        code, found, told = calibrate(project, server, "trained", "--out", "c.json")
+        TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
+    assert code == 0 and found["agreement"]["value"] == 1.0 and found["identity"], told  # type: ignore[index]
+    assert {request["path"] for request in server.requests} == {"/classify"} and len(server.requests) == N
+    labelled = read_labels([project / "labels.jsonl"])
+    pairs = preferred(labelled, ("reference", "answer"), per_task=1)
+    assert len(pairs) == N // 4 and pairs[0].chosen == str(next(one["body"]["input"] for one in server.requests))
+    assert all("## answer\nLyon" in pair.rejected for pair in pairs)
+    save(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
+    with ChatServer(knows) as server, pytest.raises(UserError, match="of another model"):
+        TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
 
 
 def test_a_recipe_may_demand_the_file_and_is_refused_without_a_good_one(project: Path) -> None:

@@ -144,7 +144,9 @@ async def test_a_judge_that_ranks_by_place_is_seen_through() -> None:
         judge = Listwise(endpoint=endpoint(server.url))
         found = await judge(TASK, [episode(text) for text in "abcd"])
         assert {score.value for score in found} == {None} and "orders disagree by 1.00" in found[0].reason
-        assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {None}
+        asked = len(server.requests)
+        assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {0.5}, "alike, and nobody need be asked"
+        assert len(server.requests) == asked
         assert [score.value for score in await judge(TASK, [episode("a"), episode(":")])] == [1.0, 0.0]
         await judge.close()
 

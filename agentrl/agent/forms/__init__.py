@@ -1,0 +1,29 @@
+"""The forms in which models write tool calls, one reader for each: text of a turn in, records or words for the model out.
+
+`FORMS` has them by name, in the order in which a chat template's own calls are tried on them.
+"""
+
+from collections.abc import Mapping
+
+from agentrl.agent.forms.base import CallForm, Reading, Schemas
+from agentrl.agent.forms.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from agentrl.agent.forms.harmony import HARMONY
+from agentrl.agent.forms.json_calls import HERMES, LLAMA3
+from agentrl.agent.forms.mistral import MISTRAL
+from agentrl.agent.forms.pythonic import PYTHONIC
+from agentrl.agent.forms.tagged import GLM45, QWEN3_CODER
+from agentrl.errors import UserError
+
+FORMS: Mapping[str, CallForm] = {
+    form.name: form for form in (HERMES, QWEN3_CODER, GLM45, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, HARMONY, LLAMA3, PYTHONIC)
+}
+
+
+def named(name: str) -> CallForm:
+    """The form of a name. Raises `UserError` with the names that there are."""
+    if name not in FORMS:
+        raise UserError(f"policy.tool_format={name}: there is no reader for it", fix=f"known are {', '.join(FORMS)}")
+    return FORMS[name]
+
+
+__all__ = ["FORMS", "CallForm", "Reading", "Schemas", "named"]

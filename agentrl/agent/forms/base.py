@@ -1,0 +1,112 @@
+"""What the forms of tool calls have in common: a reader of a turn's text, and the values that a tool's schema gives a type to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.agent.calls import MAX_CALLS, NotJson, Refused, read_json, too_many
+from agentrl.records import ToolCall
+
+Schemas = Sequence[Mapping[str, Any]]
+"""Schemas of the tools that a task has, as the chat template is given them."""
+
+_PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
+_NESTED = 4  # schemas within schemas that are looked at for their types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a turn's text says: the calls to make, what is wrong with the others (in words for the model), and the text beside them."""
+
+    calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+    content: str = ""
+    ids: tuple[str, ...] = ()  # what the model calls each of `calls`; empty where the form has no ids
+    thinking: str = ""  # of a form that sets thinking apart by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """A form in which models write tool calls, and a reader for it.
+
+    A reader takes text of any kind, in time proportional to its length, and never raises.
+    """
+
+    name: str
+    about: str
+    read: Callable[[str, Schemas], Reading]
+    opens: tuple[str, ...]  # what a call begins with: none of it may stand where no call may be
+    ends: tuple[str, ...] = ()  # tokens that end a turn, beside the tokenizer's eos and the one that the template writes
+    hands_over: tuple[str, ...] = ()  # tokens that end a turn by beginning the next one
+    inner: tuple[str, ...] = ()  # tokens that stand between turns, and within one too: the reader knows where
+
+
+@dataclass(slots=True)
+class Collected:
+    """Calls as they are found, no more than a turn may hold."""
+
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    tried: int = 0
+
+    def take(self, make: Callable[[], ToolCall], *, number: str = "") -> bool:
+        """Makes a call, or keeps what is wrong with it; False where there was something wrong."""
+        self.tried += 1
+        if self.tried > MAX_CALLS:
+            return True
+        try:
+            self.calls.append(make())
+        except Refused as error:
+            self.errors.append(str(error))
+            return False
+        self.ids.append(number)
+        return True
+
+    def reading(self, content: str, *, thinking: str = "") -> Reading:
+        told = (too_many(self.tried),) if self.tried > MAX_CALLS else ()
+        ids = tuple(self.ids) if any(self.ids) else ()
+        errors = (*self.errors, *told)
+        return Reading(calls=tuple(self.calls), errors=errors, content=content.strip(), ids=ids, thinking=thinking.strip())
+
+
+def declared(schemas: Schemas, name: str) -> Mapping[str, frozenset[str]]:
+    """The JSON types that a tool's schema allows each of its parameters; empty for a tool without one."""
+    for schema in schemas:
+        function = schema.get("function", {})
+        if function.get("name") == name:
+            properties = function.get("parameters", {}).get("properties", {})
+            return {key: _types(value, _NESTED) for key, value in properties.items()}
+    return {}
+
+
+def _types(schema: Any, depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    named = schema.get("type", ())
+    found = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)} if isinstance(named, list) else set()
+    for key in ("anyOf", "oneOf"):
+        for one in schema.get(key, ()):
+            found |= _types(one, depth - 1)
+    return frozenset(found)
+
+
+def value_of(text: str, kinds: frozenset[str]) -> Any:
+    """What an argument written without quotes means: text where the tool takes text, else JSON; text too where it is no JSON.
+
+    Where the schema says nothing, what reads as JSON is taken so, but for a JSON text: its quotes are the argument's own. Raises
+    `Refused` for JSON out of bounds.
+    """
+    if kinds == {"string"}:
+        return text
+    if text in _PYTHONS and _PYTHONS[text][0] in kinds:  # so Qwen3.5's template writes them
+        return _PYTHONS[text][1]
+    try:
+        value = read_json(text)
+    except NotJson:
+        return text
+    if value is None and "null" in kinds:
+        return None
+    return text if isinstance(value, str) or "string" in kinds else value

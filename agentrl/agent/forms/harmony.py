@@ -1,0 +1,92 @@
+"""Harmony, the form of gpt-oss: a turn of several messages with channels, of which those with a recipient are calls.
+
+<|channel|>analysis<|message|>...<|end|>
+<|start|>assistant<|channel|>commentary to=functions.python <|constrain|>json<|message|>{...}<|call|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.agent.calls import MAX_NAME, Refused, made_call, read_json
+from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
+from agentrl.records import ToolCall
+
+START, MESSAGE = "<|start|>", "<|message|>"
+_CLOSE = re.compile(r"<\|(?:end|call|return|start)\|>")
+_END = re.compile(r"\s*\Z")
+_MOST_HEADER = MAX_NAME + 128  # characters
+_HEADER = re.compile(
+    r"(?P<role>[a-z]*)(?: ?to=(?P<early>[^\s<]+))?(?:<\|channel\|>(?P<channel>[a-z]+))?(?: ?to=(?P<late>[^\s<]+))?"
+    r"\s*(?:<\|constrain\|>)?(?P<kind>\w*)\s*"
+)
+_NAME = re.compile(r"functions\.([A-Za-z0-9_.-]+)")
+
+
+def read_harmony(text: str, schemas: Schemas) -> Reading:
+    """Text of the channel analysis is thinking, that of the others content. A turn without any message is content as a whole."""
+    found = Collected()
+    if MESSAGE not in text:
+        told = ["a message was begun but has no <|message|>"] if START in text or "<|channel|>" in text else []
+        found.errors += told
+        return found.reading("" if told else text)
+    thinking: list[str] = []
+    content: list[str] = []
+    at = 0
+    while not _END.match(text, at):
+        begun = text.find(MESSAGE, at)
+        if begun < 0:
+            found.errors.append("a message was begun but has no <|message|>")
+            break
+        closed = _CLOSE.search(text, begun + len(MESSAGE))
+        body = text[begun + len(MESSAGE) : closed.start() if closed else len(text)]
+        try:
+            channel, recipient = _head(text[at:begun], first=at == 0)
+        except Refused as error:
+            found.errors.append(str(error))
+            break
+        if recipient:
+            found.take(lambda name=recipient, body=body: _call(name, body))  # type: ignore[misc]
+        else:
+            (thinking if channel == "analysis" else content).append(body)
+        at = len(text) if closed is None else closed.start() if closed[0] == START else closed.end()
+    return found.reading("\n".join(content), thinking="\n".join(thinking))
+
+
+def _head(header: str, *, first: bool) -> tuple[str, str]:
+    """Channel and recipient of a message. Raises `Refused` for one that is not the assistant's: results of tools are nobody's to write."""
+    if len(header) > _MOST_HEADER:
+        raise Refused(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
+    started = header.strip().startswith(START)
+    if not started and not first:
+        raise Refused("after the end of a message comes <|start|>assistant, or the end of the turn")
+    found = _HEADER.fullmatch(header.strip().removeprefix(START))
+    if found is None:
+        raise Refused(f"the header of a message cannot be read: {ascii(header)[:120]}")
+    if found["role"] != ("assistant" if started else ""):
+        raise Refused(f"a turn holds messages of the assistant alone, not of {found['role'][:40] or 'nobody'}")
+    if found["early"] and found["late"]:
+        raise Refused("a message has one recipient")
+    recipient = found["early"] or found["late"] or ""
+    if found["channel"] not in (None, "analysis", "commentary", "final"):
+        raise Refused(f"the channels are analysis, commentary and final; {found['channel'][:40]} is none of them")
+    if recipient and found["kind"] not in ("", "json"):
+        raise Refused(f"the arguments of a call are json, not {found['kind'][:40]}")
+    return found["channel"] or "", recipient
+
+
+def _call(recipient: str, body: str) -> ToolCall:
+    name = _NAME.fullmatch(recipient)
+    if name is None:
+        raise Refused(f"tools are called as functions.NAME, not as {ascii(recipient)[:80]}")
+    return made_call(name[1], read_json(body))
+
+
+HARMONY = CallForm(
+    name="harmony",
+    about="a message to `functions.NAME` on the channel commentary, ended by `<|call|>` (gpt-oss)",
+    read=read_harmony,
+    opens=("to=functions.",),
+    ends=("<|call|>", "<|return|>"),
+    inner=(START, "<|end|>", MESSAGE, "<|channel|>"),
+)

@@ -1,0 +1,81 @@
+"""Calls that are JSON objects: between tags (Hermes, Qwen), or as the turn itself (Llama 3)."""
+
+from __future__ import annotations
+
+import re
+
+from agentrl.agent.calls import MAX_CALLS, OPEN, Refused, made_call, read_calls, read_json_at
+from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
+from agentrl.records import ToolCall
+
+PYTHON_TAG = "<|python_tag|>"
+_BEGUN = re.compile(r'\{\s*"name"\s*:')
+_SPACE = re.compile(r"[\s;]*")
+
+
+def read_hermes(text: str, schemas: Schemas) -> Reading:
+    calls, errors, content = read_calls(text)
+    return Reading(calls=calls, errors=errors, content=content)
+
+
+def read_llama3(text: str, schemas: Schemas) -> Reading:
+    """A turn that begins with a JSON object of "name" and "parameters" is a call, and so are those after it, parted by semicolons.
+
+    Any other JSON is an answer, unless the model marked it as a call with `<|python_tag|>`.
+    """
+    body = text.strip()
+    marked = body.startswith(PYTHON_TAG)
+    body = body.removeprefix(PYTHON_TAG).lstrip()
+    if not (marked or _BEGUN.match(body) or _is_call(body)):
+        return Reading(content=body)
+    found, at = Collected(), 0
+    while at < len(body) and found.tried <= MAX_CALLS and (marked or body[at] == "{"):
+        end = at
+        try:
+            data, end = read_json_at(body, at)
+            made = _call(data)
+        except Refused as error:
+            found.errors.append(str(error))
+            if end == at:  # what follows cannot be told from the rest of it
+                return found.reading("")
+        else:
+            found.take(lambda made=made: made)  # type: ignore[misc]
+        space = _SPACE.match(body, end)
+        at = space.end() if space else end
+        marked = marked and at < len(body) and body[at] == "{"
+    return found.reading(body[at:])
+
+
+def _is_call(body: str) -> bool:
+    """Whether a text begins with an object that can only be meant as a call, its keys in another order."""
+    if not body.startswith("{"):
+        return False
+    try:
+        data, _ = read_json_at(body, 0)
+    except Refused:
+        return False
+    return isinstance(data, dict) and isinstance(data.get("name"), str) and ("parameters" in data or "arguments" in data)
+
+
+def _call(data: object) -> ToolCall:
+    if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+        raise Refused('tool call must be an object with "name" and "parameters"')
+    if "parameters" not in data and "arguments" in data:
+        return made_call(data["name"], data["arguments"])
+    return made_call(data["name"], data.get("parameters", {}), key="parameters")
+
+
+HERMES = CallForm(
+    name="hermes",
+    about='`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, JSON',
+    read=read_hermes,
+    opens=(OPEN,),
+    ends=("<|im_end|>",),
+)
+LLAMA3 = CallForm(
+    name="llama3_json",
+    about='`{"name": ..., "parameters": {...}}` as the whole turn, several parted by `;`',
+    read=read_llama3,
+    opens=(PYTHON_TAG, '{"name"'),
+    ends=("<|eot_id|>", "<|eom_id|>"),
+)

@@ -1,0 +1,10 @@
+"""Tools of MCP servers: in the episode's sandbox, on this machine, or over HTTP, where a recipe says so.
+
+The protocol is spoken here (handshake, `tools/list`, `tools/call`, up to revision 2025-11-25), with every size, time and word of a server
+bounded: it is hostile, like everything that comes back from where an agent acts.
+"""
+
+from agentrl.agent.mcp.offers import Offer
+from agentrl.agent.mcp.servers import RunTools, Server, ServerTool
+
+__all__ = ["Offer", "RunTools", "Server", "ServerTool"]

@@ -1,0 +1,245 @@
+"""Where a server runs, and how it is asked there: in the episode's sandbox, as a program on this machine, or over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agentrl import usercode
+from agentrl.agent.inside import line as inside_line
+from agentrl.agent.mcp.messages import clean
+from agentrl.protocols import Sandbox
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_BYTES = 1 << 20
+"""Of one answer; four times as many of all that a server says before it."""
+SESSION = "mcp"
+"""The sandbox session in which the programs of servers are kept."""
+_SLACK_S = 5.0  # that a sandbox may take beyond the time that the program is given
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; no key of anybody's is among them
+_MOST_STDERR = 300
+
+ENDINGS: Mapping[str, str] = {
+    "ended": "mcp_died",
+    "gone": "mcp_died",
+    "unstartable": "mcp_unstartable",
+    "late": "mcp_timeout",
+    "flood": "mcp_flood",
+    "garbage": "mcp_garbage",
+}
+"""How a question can end without an answer -> the kind of the failure that is recorded."""
+
+
+class Unanswered(Exception):
+    """A server gave no answer; it is not there any more, or cannot be asked again before it is started anew."""
+
+    def __init__(self, ending: str, text: str) -> None:
+        super().__init__(text)
+        self.ending = ending
+
+
+class Place(Protocol):
+    """One connection to one server, which is started by the first question."""
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        """Sends messages and gives the line that answers request `until`. Raises `Unanswered`.
+
+        Args:
+            begin: start the server anew.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class InSandbox:
+    """A program in the episode's sandbox, held by a session there. It is the agent's neighbour, who may kill it, read it and take its
+    place: nothing that it says is more than the agent could have said."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        assert sandbox is not None, "needs_sandbox is True"
+        call = (self.name, list(self.argv), dict(self.env), begin, list(messages), until, timeout_s, MAX_BYTES)
+        known = "" if begin else f"if 'talk' not in globals():\n    print('{{\"outcome\": \"gone\"}}')\nelse:\n    talk(*{call!r})\n"
+        code = known or f"if 'talk' not in globals():\n    exec({_source()!r}, globals())\ntalk(*{call!r})\n"
+        try:
+            ran = await sandbox.python(code, timeout_s=timeout_s + _SLACK_S, output_bytes=4 * MAX_BYTES, session=SESSION)
+        except ValueError as error:  # the sandbox has no session left
+            raise Unanswered("unstartable", usercode.text_of(error, 200)) from None
+        if ran.exit_code is None:
+            raise Unanswered("ended", "its session in the sandbox was ended")
+        head, _, rest = ran.stdout.partition("\n")
+        try:
+            header = json.loads(head)
+            outcome, exit_code, complained = header["outcome"], header.get("exit"), header.get("stderr")
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            raise Unanswered("garbage", "its session in the sandbox was tampered with") from None
+        if outcome == "answer" and not ran.truncated:
+            return rest.strip("\n").encode("utf-8", "replace")
+        ending = outcome if isinstance(outcome, str) and outcome in ENDINGS else "garbage"
+        raise _unanswered(ending, exit_code, complained, timeout_s)
+
+    async def close(self) -> None:
+        """It ends with its sandbox."""
+
+
+class OnHost:
+    """A program on this machine, one for each episode, with the rights of the run and none of its environment's secrets."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        self._argv, self._env, self._cwd = tuple(argv), {**kept, **env}, str(cwd)
+        self._line: inside_line.Line | None = None
+        self._asking: asyncio.Task[tuple[str, bytes]] | None = None
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        if begin:
+            await self.close()
+            try:
+                self._line = inside_line.Line(self._argv, self._env, self._cwd)
+            except (OSError, ValueError) as error:
+                raise Unanswered("unstartable", usercode.describe(error)) from None
+        line = self._line
+        if line is None:
+            raise Unanswered("gone", "it has ended")
+        try:
+            outcome, answer = await usercode.threaded(
+                lambda: line.ask(messages, until, timeout_s, MAX_BYTES), what=f"MCP server {self._argv[0]}"
+            )
+        except (OSError, ValueError):  # closed meanwhile
+            raise Unanswered("gone", "it has been ended") from None
+        if outcome == "answer":
+            return answer
+        self._line = None
+        raise _unanswered(outcome, line.process.returncode, line.complained.decode("utf-8", "replace"), timeout_s)
+
+    async def close(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            await usercode.threaded(line.close, what="ending an MCP server")
+
+
+class OverHTTP:
+    """A server at a URL, by the transport that the protocol calls streamable HTTP; a session of its own for each episode."""
+
+    def __init__(self, url: str, *, key_env: str) -> None:
+        self._url = url
+        self._key_env = key_env
+        self._client: httpx.AsyncClient | None = None
+        self._session = ""
+
+    async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
+        import httpx
+
+        if begin:
+            await self.close()
+            self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout_s, verify=_trusted(self._url))
+        if self._client is None:
+            raise Unanswered("gone", "the connection is closed")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answers = [await self._post(self._client, message, until) for message in messages]
+        except TimeoutError:
+            raise Unanswered("late", f"no answer within {timeout_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError) as error:
+            ending = "late" if isinstance(error, httpx.TimeoutException) else "ended"
+            raise Unanswered(ending, usercode.describe(error, 200)) from None
+        return answers[-1]
+
+    async def _post(self, client: httpx.AsyncClient, message: str, until: int | None) -> bytes:
+        headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "accept-encoding": "identity"}
+        if self._session:
+            headers["mcp-session-id"] = self._session
+        if key := os.environ.get(self._key_env, "") if self._key_env else "":
+            headers["authorization"] = f"Bearer {key}"
+        async with client.stream("POST", self._url, content=message.encode(), headers=headers) as response:
+            if not self._session:
+                self._session = clean(response.headers.get("mcp-session-id", ""), 200)
+            body, taken = b"", 0
+            if response.status_code >= 400:
+                raise Unanswered("ended", f"it answered with status {response.status_code}")
+            if "id" not in json.loads(message):
+                return b""
+            events = response.headers.get("content-type", "").startswith("text/event-stream")
+            async for piece in response.aiter_raw(65536):
+                taken += len(piece)
+                body += piece
+                if len(body) > MAX_BYTES or taken > 4 * MAX_BYTES:
+                    raise Unanswered("flood", f"more than {MAX_BYTES} bytes")
+                while events and (found := _event(body)) is not None:
+                    data, body = found
+                    if _answers(data, until):
+                        return data
+            if events or not _answers(body, until):
+                raise Unanswered("garbage", "an answer to another question, or none")
+            return body
+
+    async def close(self) -> None:
+        client, session = self._client, self._session
+        self._client, self._session = None, ""
+        if client is None:
+            return
+        if session:
+            with contextlib.suppress(Exception):  # whatever it is, the connection ends
+                await client.delete(self._url, headers={"mcp-session-id": session}, timeout=2.0)
+        await client.aclose()
+
+
+def _trusted(url: str) -> ssl.SSLContext | bool:
+    """Whose certificates are believed; reading them takes longer than most calls."""
+    return _certificates() if url.startswith("https:") else False
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _event(body: bytes) -> tuple[bytes, bytes] | None:
+    """The data of the first whole event in a stream, and what comes after it; None while there is no whole one."""
+    text = body.replace(b"\r\n", b"\n")
+    event, end, rest = text.partition(b"\n\n")
+    if not end:
+        return None
+    return b"\n".join(line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")), rest
+
+
+def _answers(data: bytes, until: int | None) -> bool:
+    try:
+        value: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and "method" not in value and value.get("id") == until
+
+
+def _unanswered(ending: str, exit_code: Any, complained: Any, timeout_s: float) -> Unanswered:
+    texts = {
+        "late": f"it gave no answer within {timeout_s:g} s, and was ended",
+        "flood": f"it said more than {MAX_BYTES} bytes, and was ended",
+        "unstartable": "it cannot be started",
+        "garbage": "its session in the sandbox was tampered with",
+    }
+    text = texts.get(ending, "it has ended")
+    if isinstance(exit_code, int) and ending in ("ended", "gone"):
+        text += f" (exit code {exit_code})"
+    last = clean(complained, 2 * _MOST_STDERR).strip()[-_MOST_STDERR:]
+    return Unanswered(ending, f"{text}: {last}" if last else text)
+
+
+@cache
+def _source() -> str:
+    return (Path(inside_line.__file__)).read_text(encoding="utf-8")

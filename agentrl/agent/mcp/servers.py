@@ -1,0 +1,225 @@
+"""The servers of a run, and an episode's connection to one of them.
+
+Whose fault it is when a server gives no answer: the policy's, once its episode has called the server, and always where the server is its
+neighbour in the sandbox; else an agent could leave the training data by ending it. A server outside that is not there, or not the
+one that the run began with, before this episode has asked anything of it, is a fault of the infrastructure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl import usercode
+from agentrl.agent.arguments import example, problems
+from agentrl.agent.mcp import messages
+from agentrl.agent.mcp.messages import Refused, Wrong
+from agentrl.agent.mcp.offers import MAX_PAGES, MAX_TOOLS, Offer, changed
+from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
+from agentrl.agent.tools import FREE, Bounds, Fault, ToolOutcome
+from agentrl.errors import InfrastructureError, TaskError
+from agentrl.protocols import Sandbox, ToolSource
+from agentrl.records import Limits
+from agentrl.sections import MCPConfig
+
+PREFIX = "mcp:"
+MOST_FAILURES = 3
+"""Of one server in one episode; after them it is not started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One server of a recipe (`tools.mcp`). `offers`: its tools as they were when the run began; None before."""
+
+    name: str
+    config: MCPConfig
+    root: Path  # of the project, where programs on this machine are started
+    offers: tuple[Offer, ...] | None = None
+
+    @property
+    def in_sandbox(self) -> bool:
+        return bool(self.config.command)
+
+    def place(self) -> Place:
+        if self.config.url:
+            return OverHTTP(self.config.url, key_env=self.config.key_env)
+        if self.config.command:
+            return InSandbox(self.name, self.config.command, self.config.env)
+        return OnHost(self.config.host_command, self.config.env, self.root)
+
+
+class Connection:
+    """One episode's connection to a server: opened when first called, closed with the episode. Its state is that it was used."""
+
+    def __init__(self, server: Server, *, restored: bool = False) -> None:
+        self.server = server
+        self.used = restored
+        self._place = server.place()
+        self._open = False
+        self._number = 0
+        self._failures = 0
+        self._given_up = ""
+        self._lock = asyncio.Lock()
+
+    async def state(self, *, timeout_s: float) -> Any:
+        """What a server keeps is not in it: one that is started anew says so."""
+        return {"used": self.used}
+
+    async def close(self, *, timeout_s: float) -> None:
+        what, since = f"closing MCP server {self.server.name}", usercode.cancellations()
+        self._open = False
+        try:
+            await usercode.call(self._place.close, what=what, timeout_s=timeout_s)
+        except BaseException as error:
+            usercode.let_go(error, since)
+            usercode.report(what, error)
+
+    async def call(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        """One call of one of its tools. Raises `Fault`, and `InfrastructureError` for a server outside that was not there to begin with."""
+        if self.server.config.together:
+            async with self._lock:
+                note = await self._ready(sandbox)
+            return await self._called(offer, arguments, sandbox, limits, note)
+        async with self._lock:
+            note = await self._ready(sandbox)
+            try:
+                return await self._called(offer, arguments, sandbox, limits, note)
+            except _Gone:  # something else has ended it, such as a program's timeout: it was never asked
+                self._open = False
+                note = await self._ready(sandbox)
+                return await self._called(offer, arguments, sandbox, limits, note)
+
+    async def _ready(self, sandbox: Sandbox | None) -> str:
+        """Sees to it that the server is there, and is the one that the run began with. What the agent is to be told of it."""
+        if self._given_up:
+            raise Fault("mcp_given_up", f"{self._given_up}; the server {self.server.name} is not asked again in this episode")
+        if self._open:
+            return ""
+        before, outside = self.used, not self.server.in_sandbox
+        try:
+            listed = await self.listed(sandbox)
+        except (Unanswered, Wrong, Refused) as error:
+            if outside and not before:
+                raise InfrastructureError(f"MCP server {self.server.name}: {error}") from None
+            raise self._fault(error) from None
+        if difference := changed(self.server.offers or (), listed):
+            text = f"it is not the server that the run began with: {difference}"
+            if outside and not before:
+                raise InfrastructureError(f"MCP server {self.server.name}: {text}")
+            self._given_up = text
+            raise Fault("mcp_changed", text)
+        self._open = True
+        return f"note: the server {self.server.name} was started anew; what it kept is gone\n" if before else ""
+
+    async def listed(self, sandbox: Sandbox | None) -> list[Any]:
+        """Starts the server, shakes hands, and gives the tools that it says it has. Raises `Unanswered`, `Wrong`, `Refused`."""
+        until = time.monotonic() + self.server.config.start_timeout_s
+        self._number = 1
+        answer = await self._place.ask([messages.opening(1)], 1, begin=True, sandbox=sandbox, timeout_s=until - time.monotonic())
+        messages.revision(messages.result(answer))
+        first: list[str] = [messages.opened()]
+        listed: list[Any] = []
+        cursor: dict[str, str] = {}
+        for _ in range(MAX_PAGES):
+            self._number += 1
+            asked = [*first, messages.request(self._number, "tools/list", cursor)]
+            left = max(0.1, until - time.monotonic())
+            page = messages.result(await self._place.ask(asked, self._number, begin=False, sandbox=sandbox, timeout_s=left))
+            tools, after = page.get("tools"), page.get("nextCursor")
+            if not isinstance(tools, list):
+                raise Wrong("a list of tools that is none")
+            listed += tools
+            if len(listed) > 16 * MAX_TOOLS:
+                raise Wrong(f"more than {16 * MAX_TOOLS} tools")
+            if not isinstance(after, str) or not after:
+                return listed
+            first, cursor = [], {"cursor": after}
+        raise Wrong(f"a list of tools of more than {MAX_PAGES} pages")
+
+    async def _called(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, note: str) -> ToolOutcome:
+        self._number += 1
+        number, first = self._number, not self.used
+        asked = messages.request(number, "tools/call", {"name": offer.name, "arguments": dict(arguments)})
+        self.used = True
+        try:
+            line = await self._place.ask([asked], number, begin=False, sandbox=sandbox, timeout_s=limits.tool_timeout_s)
+            outcome = messages.outcome(messages.result(line), limits.tool_output_chars)
+        except Refused as error:
+            return ToolOutcome(output=f"{note}error: {offer.name}: {error}", ok=False)
+        except (Unanswered, Wrong) as error:
+            if isinstance(error, Unanswered) and error.ending == "gone" and not first and not note:
+                raise _Gone from None
+            raise self._fault(error) from None
+        return replace(outcome, output=note + outcome.output)
+
+    def _fault(self, error: Exception) -> Fault:
+        """Counts a failure, after which the next call starts the server anew, or does not."""
+        self._open = False
+        self.used = True
+        self._failures += 1
+        if self._failures >= MOST_FAILURES:
+            self._given_up = f"it has failed {self._failures} times"
+        kind = ENDINGS[error.ending] if isinstance(error, Unanswered) else "mcp_garbage"
+        again = "" if self._given_up else "; the next call starts it anew"
+        return Fault(kind, f"the server {self.server.name} failed: {error}{again}")
+
+
+class _Gone(Exception):
+    """The server had ended before it was asked."""
+
+
+class ServerTool:
+    """One tool of a server, in one episode."""
+
+    bounds = FREE
+
+    def __init__(self, offer: Offer, connection: Connection) -> None:
+        config = connection.server.config
+        self.name, self.schema, self.needs_sandbox = offer.name, offer.schema, connection.server.in_sandbox
+        self.together = config.together
+        self.opening_s = config.start_timeout_s + usercode.GRACE_S  # of a call that starts the server
+        self._offer = offer
+        self._connection = connection
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        if wrong := problems(self.schema, arguments):
+            return ToolOutcome(output=f"error: {self.name}: {wrong}{example(self.schema)}", ok=False)
+        return await self._connection.call(self._offer, arguments, sandbox, limits)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunTools:
+    """An `agentrl.protocols.ToolSource`."""
+
+    servers: Mapping[str, Server]
+    bounds: Mapping[str, Bounds]
+
+
+NO_TOOLS = RunTools(servers={}, bounds={})
+
+
+def named(run: ToolSource, name: str) -> tuple[Server, str]:
+    """The server, and the one tool of it (empty: all), that `mcp:SERVER` or `mcp:SERVER/TOOL` stands for. Raises `TaskError`."""
+    wanted, _, one = name.removeprefix(PREFIX).partition("/")
+    if wanted not in run.servers:
+        known = ", ".join(f"{PREFIX}{other}" for other in run.servers) or "none"
+        raise TaskError(
+            f"the tool {name!r} is of an MCP server that the recipe does not have",
+            fix=f"declare it in the recipe, as tools.mcp.{wanted}; declared: {known}",
+        )
+    return run.servers[wanted], one
+
+
+def offered(server: Server, one: str) -> Sequence[Offer]:
+    """The tools of a server, or the one of that name; none while the run has not begun. Raises `TaskError`."""
+    if server.offers is None:
+        return ()
+    found = [offer for offer in server.offers if not one or offer.name == one]
+    if not found:
+        has = ", ".join(offer.name for offer in server.offers)
+        raise TaskError(f"the MCP server {server.name} offers no tool {one!r}", fix=f"name one of {has}")
+    return found

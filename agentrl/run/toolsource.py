@@ -1,0 +1,151 @@
+"""The recipe's `tools` in a run: MCP servers are started once, asked what they offer, and pinned for as long as the run lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.agent import load_tools
+from agentrl.agent.mcp.messages import Refused, Wrong
+from agentrl.agent.mcp.offers import Offer, changed, offers
+from agentrl.agent.mcp.places import Unanswered
+from agentrl.agent.mcp.servers import PREFIX, Connection, RunTools, Server
+from agentrl.agent.tools import Bounds
+from agentrl.errors import UserError
+from agentrl.failure.case import Suite
+from agentrl.files import write
+from agentrl.protocols import SandboxBackend, TaskFamily
+from agentrl.recipe import ToolsConfig
+from agentrl.records import Split, Task
+
+FILE = "mcp.json"
+LOOKED_AT = 32
+"""Tasks of the training split among which one must name each server."""
+_CLOSE_S = 5.0
+
+
+def declared(tools: ToolsConfig, root: Path) -> RunTools:
+    """What the recipe says, before any server was asked."""
+    servers = {name: Server(name=name, config=config, root=root) for name, config in tools.mcp.items()}
+    bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
+    return RunTools(servers=servers, bounds=bounds)
+
+
+def candidates(family: TaskFamily, suite: Suite | None = None, others: Iterable[Task] = ()) -> Iterator[Task]:
+    """Tasks of a run, from which its servers are started: the first ones of its family, then its gate's cases, then others."""
+    for split, most in {Split.TRAIN: LOOKED_AT, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
+        size = family.size(split)
+        for index in range(most if size is None else min(size, most)):
+            yield family.task(split, index)
+    yield from (case.task for case in suite.cases) if suite is not None else ()
+    yield from others
+
+
+async def pinned(
+    tools: RunTools,
+    tasks: Iterable[Task],
+    sandboxes: SandboxBackend,
+    *,
+    folder: Path | None = None,
+    every: bool = True,
+    words: Callable[[str], str] = str,
+) -> RunTools:
+    """The same with what each server offers, asked of one in the sandbox of the first task that names it, or outside.
+
+    Args:
+        tasks: looked at until each server is named.
+        folder: the run's; what it began with (`keep`) must be what is offered when it is resumed.
+        every: whether a server or a bound that no task uses is an error; else servers that none names are left out.
+        words: what is done to every text of a server's before an agent reads it.
+
+    Raises `UserError` for a server that does not start, or offers what no agent can be told of, or what the run did not begin with.
+    """
+    if not tools.servers and not tools.bounds:
+        return tools
+    looked_at = list(itertools.islice(tasks, 4 * LOOKED_AT))
+    users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
+    if every and (unused := [name for name in tools.servers if name not in users]):
+        raise UserError(
+            f"tools.mcp.{unused[0]} does nothing: none of the {len(looked_at)} tasks that were looked at names {PREFIX}{unused[0]}",
+            fix=f"add {PREFIX}{unused[0]} to the tools of tasks, or leave the server out",
+        )
+    kept = _read(folder)
+    asked = await asyncio.gather(*(_asked(tools.servers[name], task, sandboxes) for name, task in users.items()))
+    servers = {}
+    for server, listed in asked:
+        before = kept.get(server.name)
+        try:
+            found = before or offers(listed, server.config.only)
+        except Wrong as error:
+            raise _refused(server, f"it offers {error}") from None
+        shown = tuple(one.rewritten(words) for one in found)
+        if [one.shape for one in shown] != [one.shape for one in found]:
+            raise _refused(server, "a value in a schema of its tools spells a control token of the model's")
+        if before is not None and (difference := changed(before, listed)):
+            raise UserError(
+                f"tools.mcp.{server.name}: it is not the server that this run began with: {difference}",
+                fix="install the version that it began with, or begin another run",
+            )
+        servers[server.name] = replace(server, offers=shown)
+    made = RunTools(servers=servers, bounds=tools.bounds)
+    if every:
+        _check_bounds(made, looked_at)
+    return made
+
+
+def keep(tools: RunTools, folder: Path) -> None:
+    """Writes down what a run begins with; a run that is resumed has it."""
+    if tools.servers and not (folder / FILE).exists():
+        data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
+        write(folder / FILE, json.dumps(data, indent=1, ensure_ascii=False))
+
+
+def _check_bounds(tools: RunTools, tasks: Sequence[Task]) -> None:
+    known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools)}
+    if unused := [name for name in tools.bounds if name not in known]:
+        raise UserError(
+            f"tools.bounds.{unused[0]} does nothing: no task that was looked at has a tool of that name",
+            fix=f"use one of {', '.join(sorted(known))}, or leave it out",
+        )
+
+
+async def _asked(server: Server, task: Task, sandboxes: SandboxBackend) -> tuple[Server, list[object]]:
+    """What a server says that it offers."""
+    sandbox, connection = None, Connection(server)
+    try:
+        if server.in_sandbox:
+            await sandboxes.prepare(task.sandbox)
+            sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+        return server, await connection.listed(sandbox)
+    except (Unanswered, Wrong, Refused) as error:
+        raise _refused(server, str(error)) from None
+    finally:
+        await connection.close(timeout_s=_CLOSE_S)
+        if sandbox is not None:
+            await sandbox.close()
+
+
+def _refused(server: Server, problem: str) -> UserError:
+    fixes = {
+        "command": "put the program into the image of the tasks' sandbox (image.toml), and try it there",
+        "host_command": "install the program on this machine, and try it in a shell",
+        "url": "start the server, or correct the address",
+    }
+    place = next(name for name in fixes if getattr(server.config, name))
+    return UserError(f"tools.mcp.{server.name}: {problem}", fix=fixes[place])
+
+
+def _server(name: str) -> str:
+    return name.removeprefix(PREFIX).partition("/")[0] if name.startswith(PREFIX) else ""
+
+
+def _read(folder: Path | None) -> dict[str, tuple[Offer, ...]]:
+    """What a run that is resumed began with."""
+    if folder is None or not (folder / FILE).is_file():
+        return {}
+    data = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    return {name: offers(listed, ()) for name, listed in data.items()}

@@ -1,0 +1,115 @@
+"""What every server process of ours has in common: its environment, its scratch folder, a port, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+
+from agentrl.causes import in_log
+from agentrl.errors import DiskFull, ServingError, UserError
+from agentrl.files import tail
+from agentrl.processes import openmp
+
+POLL_S = 0.1
+HEALTH_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 10.0
+_LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
+
+
+def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
+    """What a vLLM server's environment has beside the driver's.
+
+    Args:
+        cpu_threads: of the engine on CPU; None: it computes on a GPU.
+        alone: nobody else computes while it does.
+        gpus: CUDA_VISIBLE_DEVICES; None: as in the driver.
+    """
+    common = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "30",
+        "VLLM_RPC_BASE_PATH": str(scratch),
+        "TMPDIR": str(scratch),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "PYTHONUNBUFFERED": "1",
+    }
+    if cpu_threads is None:
+        return common if gpus is None else common | {"CUDA_VISIBLE_DEVICES": gpus}
+    return common | {
+        # The worker runs in the engine's process: no second spawn, no shared-memory queue to poll.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Even with --enforce-eager one helper (the sampled token's rank) would be compiled with g++ during the first request.
+        "TORCHDYNAMO_DISABLE": "1",
+        **openmp(cpu_threads, alone=alone),
+    }
+
+
+def threads_or_all(threads: int) -> int:
+    """A number of CPU threads; 0 stands for all cores."""
+    return threads or len(os.sched_getaffinity(0))
+
+
+def scratch_folder(of: str) -> Path:
+    """An empty folder for a server's sockets: a short path, as sockets need, that stays the same, so that it is reused after a kill."""
+    folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
+    """A port that was free just now. Raises `UserError`, which names the recipe's `key`, when it is in use or the host is not ours."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted))
+        except OSError as error:
+            raise UserError(
+                f"the inference server cannot listen on {host}:{wanted}: {error.strerror}",
+                fix=f"set {key}=0 for any free port, or stop what is using it",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def cause_in(log_path: Path, start: int) -> tuple[str, str]:
+    """What a server's log says from byte `start` on, and the fix where there is one."""
+    with contextlib.suppress(OSError):
+        return in_log(tail(log_path, most=_LOG_BYTES, start=start))
+    return "", ""
+
+
+def ended_while_starting(what: str, code: int, log_path: Path, start: int) -> ServingError | DiskFull:
+    """The error of a server that ended with `code` before it was ready."""
+    cause, fix = cause_in(log_path, start)
+    if cause == "the disk is full":
+        return DiskFull(f"{what} ended while starting: {cause}")
+    if not cause and code < 0:
+        cause = f"it was killed by signal {-code}"
+    advice = f"\n  fix: {fix}" if fix else ""
+    details = f"{cause or 'it gave no reason'}{advice}\n  all of its output: {log_path}"
+    return ServingError(f"{what} ended with code {code} while starting: {details}")
+
+
+async def end_group(process: asyncio.subprocess.Process) -> None:
+    """Ends a process that leads its own group, and all its children: first with SIGTERM, then with SIGKILL."""
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # the engine, if the server left it behind
+    await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            while True:  # until init has reaped the orphans; then the group is gone
+                os.killpg(process.pid, 0)
+                await asyncio.sleep(0.02)

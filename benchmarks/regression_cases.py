@@ -1,0 +1,123 @@
+"""How long 200 regression cases take: from the command to its exit code, server start included. Stated: under 3 minutes on two cores.
+
+    python benchmarks/regression_cases.py
+    python benchmarks/regression_cases.py --backend bubblewrap --times 3 --out docs/regression-results.md
+
+The cases are held-out questions of the quickstart's family, a turn or two of real Python each, in live sandboxes; the policy is the one
+that the quickstart begins with, which answers some of them wrong. It is asked by `agentrl eval SUITE --policy FOLDER` in a process of
+its own. Measure on a machine that does nothing else. Exit status 1 where it took longer, or where an attempt has no score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agentrl.failure.case import Case, save_case  # noqa: E402
+from agentrl.files import write  # noqa: E402
+from agentrl.records import Split  # noqa: E402
+from sandboxes.tables import Tables  # noqa: E402
+
+MODEL = ROOT / "recipes" / "models" / "tables-base"
+TARGET_S = 180.0
+SEED = 4_001  # of the tables: none that the policy was made with, or that the quickstart asks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One evaluation of the suite."""
+
+    whole_s: float  # from the command to its exit code
+    asking_s: float  # of it, from the first question to the last score
+    passed: int
+    unscored: int
+    attempts: int
+
+    @property
+    def ok(self) -> bool:
+        return self.whole_s < TARGET_S and not self.unscored
+
+
+def make_suite(folder: Path, count: int) -> None:
+    """A suite of so many held-out questions, each asked once."""
+    family = Tables(seed=SEED)
+    for number in range(count):
+        save_case(folder, Case(id=f"case-{number:04d}", task=family.task(Split.HELDOUT, number)))
+
+
+def timed(suite: Path, run: Path, overrides: list[str]) -> Timed:
+    """Evaluates the suite once. Raises `SystemExit` where the command itself failed."""
+    command = [sys.executable, "-m", "agentrl", "eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json"]
+    there = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    began = time.monotonic()
+    ended = subprocess.run(command, cwd=ROOT, env=there, stdout=subprocess.PIPE, text=True, check=False)
+    whole_s = time.monotonic() - began
+    if ended.returncode not in (0, 1) or not ended.stdout.strip():
+        raise SystemExit(f"{' '.join(command)} ended with exit code {ended.returncode}\n{ended.stdout[-2000:]}")
+    (told,) = json.loads(ended.stdout.splitlines()[-1])["suites"]
+    figures, verdicts = told["figures"], told["verdicts"]
+    return Timed(
+        whole_s=whole_s,
+        asking_s=figures["wall_s"],
+        passed=verdicts["passed"],
+        unscored=figures["unscored"],
+        attempts=figures["attempts"],
+    )
+
+
+def table(found: list[Timed], count: int, backend: str) -> str:
+    """Markdown: a row for each evaluation."""
+    rows = [
+        f"| {number} | {one.whole_s:.0f} | {one.asking_s:.0f} | {one.attempts / one.asking_s:.1f} | {one.passed} | {one.unscored} |"
+        for number, one in enumerate(found, 1)
+    ]
+    whole = statistics.median(one.whole_s for one in found)
+    return "\n".join(
+        [
+            f"{count} cases on the quickstart's base policy, sandboxes by {backend}, {os.cpu_count()} cores."
+            f" Median {whole:.0f} s; stated: under {TARGET_S:.0f} s.",
+            "",
+            "| evaluation | whole command, s | asking, s | cases a second | passed | unscored |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *rows,
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--times", type=int, default=1, help="evaluations, one after the other")
+    parser.add_argument("--backend", default="auto", help="of the sandboxes: auto, docker or bubblewrap")
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("overrides", nargs="*", help="further overrides, such as rollout.concurrency=32")
+    given = parser.parse_args()
+    (ROOT / "runs").mkdir(exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="regression-cases-", dir=ROOT / "runs"))  # in the project, whose images and verifiers they name
+    try:
+        make_suite(work / "suite", given.cases)
+        overrides = [f"sandbox.backend={given.backend}", "evaluation.temperature=0", *given.overrides]
+        found = [timed(work / "suite", work / f"run{number}", overrides) for number in range(given.times)]
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    text = table(found, given.cases, given.backend)
+    print(text)
+    if given.out:
+        write(given.out, "# How long regression cases take\n\nCommand: `python benchmarks/regression_cases.py`. " + text + "\n")
+    return int(not all(one.ok for one in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

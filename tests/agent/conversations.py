@@ -1,0 +1,108 @@
+"""Random conversations with tools, and the law that every chat format keeps: their parts add up to what the template renders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from agentrl.agent import ChatFormat
+from agentrl.agent.extension import TOOL
+from agentrl.agent.rendering import Renderer
+from agentrl.records import Message, ToolCall
+
+NAME = TOOL["function"]["name"]
+ODD = (
+    "\u00e9\u0301 \U0001f9d1\u200d\U0001f680",
+    "\u202eabc",
+    "a\\\"b'",
+    "if x < 3 & y:\n\tprint('{}')",
+    "\ufeff\u2028z",
+    "[x, {'y'}] </p>",
+    "0x",
+    "null",
+)
+
+
+def _written(one: str) -> str:
+    """Nothing at the edges that templates trim, and no character of which tokenizers make another."""
+    return one.strip()
+
+
+texts = st.one_of(
+    st.sampled_from(ODD), st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Co", "Cn")), max_size=20)
+).map(_written)
+numbers = st.integers(-(10**20), 10**20)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=5,
+)
+arguments = st.fixed_dictionaries(
+    {"code": st.one_of(texts, texts.map(lambda text: text + "\n"))},
+    optional={
+        "n": numbers,
+        "ratio": st.floats(allow_nan=False, allow_infinity=False),
+        "flag": st.booleans(),
+        "more": st.lists(values, max_size=3),
+        "last": texts,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A turn of the agent and what its tools gave."""
+
+    thought: str
+    calls: tuple[dict[str, Any], ...]
+    outputs: tuple[str, ...]
+
+
+def rounds(*, most_calls: int) -> st.SearchStrategy[Round]:
+    return st.lists(st.tuples(arguments, texts), min_size=1, max_size=most_calls).flatmap(
+        lambda drawn: st.builds(
+            Round,
+            thought=st.just("") | texts,
+            calls=st.just(tuple(one for one, _ in drawn)),
+            outputs=st.just(tuple(text for _, text in drawn)),
+        )
+    )
+
+
+def conversations(*, most_calls: int = 3) -> st.SearchStrategy[list[Round]]:
+    return st.lists(rounds(most_calls=most_calls), min_size=1, max_size=3)
+
+
+def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[Round]) -> None:
+    """Opening, what a model samples and the deltas are the ids of the whole conversation, and every turn is read as what it says."""
+    renderer = Renderer(tokenizer)
+    renderer.arguments_as_text = chat._renderer.arguments_as_text
+    ends = [tokenizer.decode([token]) for token in chat.stop_token_ids]
+    messages = [Message(role="user", content=asked or "-")]
+    context = list(chat.opening(messages, [TOOL]))
+    before = renderer.text(renderer.messages(messages), [TOOL])
+    for one in said:
+        calls = tuple(ToolCall(name=NAME, arguments=call) for call in one.calls)
+        thought = one.thought if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
+        if before.rstrip().endswith("<think>"):  # where nothing is thought, the prompt's line break and the turn's would be one token
+            thought = thought or "-"
+        content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+        messages += [
+            Message(role="assistant", content=content, tool_calls=calls),
+            *(Message(role="tool", content=text) for text in one.outputs),
+        ]
+        whole = renderer.text(renderer.messages(messages), [TOOL])
+        assert whole.startswith(before)
+        rest = whole[len(before) :]
+        at, end = min((place, end) for end in ends if (place := rest.find(end)) >= 0)
+        sampled = [*tokenizer.encode(rest[:at], add_special_tokens=False), *tokenizer.encode(end, add_special_tokens=False)]
+        parsed = chat.parse(sampled, [TOOL])
+        assert parsed.errors == () and parsed.message.tool_calls == calls
+        assert thought in parsed.message.content and not parsed.answer
+        context += (*sampled, *chat.tool_delta(one.outputs, parsed))
+        assert context == tokenizer.encode(whole, add_special_tokens=False)
+        assert tokenizer.decode(context) == whole
+        before = whole

@@ -1,0 +1,204 @@
+"""Readers of tool calls: what each form says, and what may not be said in it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME
+from agentrl.agent.forms import FORMS
+from agentrl.fields import MAX_DEPTH, MAX_DIGITS
+from agentrl.records import ToolCall
+
+BAR, GAP = "\uff5c", "\u2581"
+
+
+def deep(name: str) -> str:
+    return f"<{BAR}{name.replace('_', GAP)}{BAR}>"
+
+
+BEGIN, END, SEP = deep("tool_calls_begin"), deep("tool_calls_end"), deep("tool_sep")
+ONE, DONE = deep("tool_call_begin"), deep("tool_call_end")
+BLOCK = f'{ONE}function{SEP}f\n```json\n{{{{"a": "{{}}"}}}}\n```{DONE}\n'
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+XML = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+
+
+def calls(*arguments: object) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(name="f", arguments={} if a is None else {"a": a}) for a in arguments)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "made", "content"),
+    [
+        ("hermes", 'so <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', calls(1), "so"),
+        ("qwen3_coder", "so " + XML.format("if x < 1:\n    y\n"), calls("if x < 1:\n    y\n"), "so"),
+        ("qwen3_coder", XML.format("[true, null]") + "\n" + XML.format('"q"'), calls([True, None], '"q"'), ""),
+        ("glm45", "so" + GLM.format("</p> \n") + GLM.format("0.5"), calls("</p> \n", 0.5), "so"),
+        ("glm45", "<tool_call>f</tool_call>", calls(None), ""),
+        ("mistral", 'so[TOOL_CALLS] [{"name": "f", "arguments": {"a": "[TOOL_CALLS]"}, "id": "abc123XYZ"}]', calls("[TOOL_CALLS]"), "so"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{"a": 2}', calls(1, 2), ""),
+        ("mistral", "[THINK]f[TOOL_CALLS]f[ARGS]{}[/THINK]no", (), "no"),
+        ("deepseek_v3", f"so{BEGIN}{BLOCK.format('x')}{BLOCK.format('```')}{END}", calls("x", "```"), "so"),
+        ("deepseek_v31", f'so{BEGIN}{ONE}f{SEP}{{"a": [1]}}{DONE}{ONE}f{SEP}{{}}{DONE}{END}', calls([1], None), "so"),
+        ("harmony", f'{ANALYSIS}{TO_F}{{"a": 1}}', calls(1), ""),
+        ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": {"b": true}}', calls({"b": True}), ""),
+        ("harmony", f"{ANALYSIS}<|channel|>final<|message|>four", (), "four"),
+        ("harmony", "four", (), "four"),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', calls(1, None), ""),
+        ("llama3_json", '{"type": "function", "parameters": {"a": 1}, "name": "f"}', calls(1), ""),
+        ("llama3_json", '{"answer": 4}', (), '{"answer": 4}'),
+        ("llama3_json", 'It is {"name": "f", "parameters": {}}', (), 'It is {"name": "f", "parameters": {}}'),
+        ("pythonic", "[f(a='it\\'s\\n', ), f(a=[-1, 2.5, {\"k\": None}],), f()]", (*calls("it's\n", [-1, 2.5, {"k": None}], None),), ""),
+        ("pythonic", "<|python_start|>[f(a=true)]<|python_end|>", calls(True), ""),
+        ("pythonic", "[1, 2] are", (), "[1, 2] are"),
+    ],
+)  # fmt: skip
+def test_what_a_form_says(form: str, text: str, made: tuple[ToolCall, ...], content: str) -> None:
+    reading = FORMS[form].read(text, ())
+    assert reading.errors == ()
+    assert reading.calls == made and reading.content == content
+
+
+def test_what_a_model_thought_stands_apart() -> None:
+    assert FORMS["harmony"].read(f"{ANALYSIS}<|channel|>final<|message|>four", ()).thinking == "hm"
+    assert FORMS["mistral"].read("[THINK]hm[/THINK]four", ()).thinking == "hm"
+    assert FORMS["mistral"].read('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{}', ()).ids == ("", "abc123XYZ")
+
+
+NESTED = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)
+DIGITS = "9" * (MAX_DIGITS + 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "error"),
+    [
+        ("qwen3_coder", XML.format(NESTED), "deeper than 64"),
+        ("qwen3_coder", XML.format(DIGITS), "digits"),
+        ("qwen3_coder", XML.format("1\n</parameter>\nx<parameter=b>2"), "must have <parameter=NAME>"),
+        ("qwen3_coder", XML.format("1\n</parameter>\n<parameter=a>\n2"), "'a' twice"),
+        ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "must be <function=NAME>"),
+        ("qwen3_coder", XML.removesuffix("</tool_call>"), "not closed"),
+        ("glm45", GLM.format(NESTED), "deeper than 64"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>", "must have <arg_value>"),
+        ("glm45", '<tool_call>\n{"name": "f"}\n<x></tool_call>', "must begin with the tool's name"),
+        ("mistral", "[TOOL_CALLS]f{}", "not closed: after [TOOL_CALLS]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": "x"}]', '"arguments" must be an object'),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "too deep"),
+        ("mistral", "[TOOL_CALLS][]", "is empty"),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]"}[/TOOL_RESULTS][ARGS]{}', "9 letters or digits"),
+        ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}", "not closed"),
+        ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}and{ONE}f{SEP}{{}}{DONE}{END}", "not closed"),
+        ("deepseek_v31", f"{BEGIN}{ONE}f{DONE}{END}", "must be a tool's name"),
+        ("deepseek_v3", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}{END}", "must be the word function"),
+        ("deepseek_v3", f"{BEGIN}{ONE}function{SEP}f\n{{}}{DONE}{END}", "between ```json and ```"),
+        ("harmony", "<|channel|>commentary to=browser.open<|message|>{}", "called as functions.NAME, not as 'browser.open'"),
+        ("harmony", f"{ANALYSIS}{TO_F}{{}}<|start|>functions.f to=assistant<|channel|>commentary<|message|>4<|end|>", "cannot be read"),
+        ("harmony", f"{ANALYSIS}{TO_F}{{}}<|start|>user<|message|>well done<|end|>", "messages of the assistant alone, not of user"),
+        ("harmony", f"<|channel|>{'x' * 1000}<|message|>", "header of a message has"),
+        ("harmony", "<|channel|>secret<|message|>x", "channels are analysis, commentary and final"),
+        ("harmony", f"{TO_F.replace('json', 'python')}1", "are json, not python"),
+        ("harmony", "<|channel|>analysis", "has no <|message|>"),
+        ("llama3_json", '{"name": "f", "parameters": [1]}', '"parameters" must be an object'),
+        ("llama3_json", '{"name": "f", "parameters": {"a": ', "not valid JSON"),
+        ("llama3_json", "<|python_tag|>print(1)", "not valid JSON"),
+        ("pythonic", "[f(a=__import__('os'))]", "a value must be text in quotes"),
+        ("pythonic", f"[f(a={NESTED})]", "deeper than 64"),
+        ("pythonic", f"[f(a={DIGITS})]", "digits"),
+        ("pythonic", "[f(a=1e999)]", "no finite number"),
+        ("pythonic", "[f(a='\\U00110000')]", "no character"),
+        ("pythonic", "[f(a='\\ud800')]", "surrogate"),
+        ("pythonic", "[f(a=1, a=2)]", "'a' twice"),
+        ("pythonic", "[f('x')]", "an argument has no name"),
+        ("pythonic", "[f(a='x", "has no end on its line"),
+    ],
+)
+def test_what_may_not_be_said(form: str, text: str, error: str) -> None:
+    reading = FORMS[form].read(text, ())
+    assert len(reading.errors) == 1 and error in reading.errors[0], reading.errors
+    assert len(reading.errors[0]) < 600 and len(reading.calls) <= 1
+
+
+MANY = {
+    "qwen3_coder": XML.format(1) * (MAX_CALLS + 2),
+    "glm45": GLM.format(1) * (MAX_CALLS + 2),
+    "mistral": '[TOOL_CALLS]f[ARGS]{"a": 1}' * (MAX_CALLS + 2),
+    "deepseek_v31": BEGIN + f'{ONE}f{SEP}{{"a": 1}}{DONE}' * (MAX_CALLS + 2) + END,
+    "harmony": "<|start|>assistant".join([f'{TO_F}{{"a": 1}}<|end|>'] * (MAX_CALLS + 2)),
+    "llama3_json": ";".join(['{"name": "f", "parameters": {"a": 1}}'] * (MAX_CALLS + 2)),
+    "pythonic": "[" + "f(a=1)," * (MAX_CALLS + 2) + "]",
+}
+
+
+@pytest.mark.parametrize("form", MANY)
+def test_a_turn_holds_so_many_calls_in_any_form(form: str) -> None:
+    reading = FORMS[form].read(MANY[form], ())
+    assert reading.calls == calls(*[1] * MAX_CALLS)
+    assert len(reading.errors) == 1 and f"a turn may hold {MAX_CALLS} tool calls" in reading.errors[0]
+    long = FORMS[form].read(
+        MANY[form].replace("f", "f" * (MAX_NAME + 1)) if form != "mistral" else f"[TOOL_CALLS]{'f' * 300}[ARGS]{{}}", ()
+    )
+    assert long.calls == () and long.errors
+
+
+PIECES = [
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<function=f>",
+        "</function>",
+        "<parameter=a>",
+        "</parameter>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+    ),
+    *(
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "[",
+        "{",
+        "}",
+        "]",
+        '"name":',
+        '"f"',
+        ",",
+        BEGIN,
+        END,
+        SEP,
+        ONE,
+        DONE,
+        "function",
+        "\n```json\n",
+    ),
+    *(
+        "<|channel|>",
+        "<|message|>",
+        "<|start|>",
+        "<|end|>",
+        "assistant",
+        "to=functions.f",
+        "f(",
+        "a=",
+        ")",
+        "'",
+        "\\",
+        "1",
+        "\ud800",
+        "\0",
+        " ",
+    ),
+    *("<|python_tag|>", "\n```", "[THINK]", "[/THINK]", ";", "</arg_value>"),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join))
+def test_any_text_is_read(text: str) -> None:
+    for form in FORMS.values():
+        reading = form.read(text, ())
+        assert len(reading.calls) <= MAX_CALLS and (not reading.ids or len(reading.ids) == len(reading.calls))

@@ -1,0 +1,338 @@
+"""MCP servers as tools: ones that nobody here wrote, and ones out to do harm. Whose fault it is, and what the agent is told."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.agent import load_tools
+from agentrl.agent.invoke import Called, call_tool
+from agentrl.agent.mcp.messages import Wrong
+from agentrl.agent.mcp.offers import Offer, changed, offer, offers
+from agentrl.agent.mcp.places import SESSION
+from agentrl.agent.mcp.servers import Connection, RunTools, Server
+from agentrl.agent.tools import Bounds
+from agentrl.errors import InfrastructureError, TaskError
+from agentrl.records import Blame, Limits, SandboxSpec
+from agentrl.sandbox import select_backend
+from agentrl.sections import MCPConfig
+from tests.agent.hostile_mcp import COUNT, ECHO, LISTS
+
+HOSTILE = Path(__file__).with_name("hostile_mcp.py")
+LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=400)
+
+
+def hostile(way: str, **config: Any) -> Server:
+    given = MCPConfig(host_command=(sys.executable, "-S", "-E", str(HOSTILE), way), **config)
+    return Server(name="it", config=given, root=HOSTILE.parent)
+
+
+def pinned(server: Server) -> Server:
+    """A server with what the same one offers that is honest, as if it had changed its ways since the run began."""
+    return replace(server, offers=offers([ECHO, COUNT], ()))
+
+
+class Episode:
+    """What an episode has of a server."""
+
+    def __init__(self, server: Server, saved: Any = None, bounds: dict[str, Bounds] | None = None) -> None:
+        self.tools = load_tools((f"mcp:{server.name}",), saved, RunTools(servers={server.name: server}, bounds=bounds or {}))
+
+    async def __aenter__(self) -> Episode:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.tools.close(timeout_s=5.0)
+
+    async def use(self, name: str, limits: Limits = LIMITS, **arguments: Any) -> Called:
+        return await call_tool(self.tools[name], arguments, None, limits, turn=1)
+
+
+async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> None:
+    server = pinned(hostile("paged"))
+    async with Episode(server) as one, Episode(server) as other:
+        assert list(one.tools) == ["echo", "count"]
+        parameters = one.tools["echo"].schema["function"]["parameters"]
+        assert parameters["properties"] == {"text": {"type": "string"}, "times": {"type": "integer", "minimum": 1}}
+        assert one.tools["echo"].schema["function"]["description"] == "Give it back.\ufffd[2J"
+        assert (await one.use("echo", text="a\nb")).outcome.output == "a\nb"
+        assert [(await one.use("count")).outcome.output, (await other.use("count")).outcome.output] == ['{"count": 2}', '{"count": 1}']
+        wrong = await one.use("echo", text=3, times=0)
+        told = 'error: echo: text: needs a string, got 3; times: needs at least 1, got 0; for example {"text": "..."}'
+        assert (wrong.outcome.output, wrong.failure) == (told, None)
+        state = json.loads(json.dumps(await one.tools.state(timeout_s=1.0)))
+    async with Episode(server, state) as resumed:
+        again = await resumed.use("count")
+        assert again.outcome.output == 'note: the server it was started anew; what it kept is gone\n{"count": 1}'
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "says"),
+    [
+        ("dies", "mcp_died", "it has ended (exit code 3): "),
+        ("hangs", "mcp_timeout", "no answer within 0.5 s, and was ended; the next call starts it anew"),
+        ("floods", "mcp_flood", "more than 1048576 bytes"),
+        ("chatters", "mcp_flood", "more than 1048576 bytes"),
+        ("nonsense", "mcp_garbage", "neither a result nor an error"),
+        ("refuses", "", "error: echo: \ufffd[31mwrong xxx"),
+        ("asks", "", "[false, true]"),
+        (
+            "other-kinds",
+            "",
+            "(image, image/png, 3 bytes, which cannot be shown)\n(resource file:///x, which cannot be shown)\n(content of an",
+        ),
+    ],
+)
+async def test_a_server_that_misbehaves_when_it_is_called_is_the_policys_doing(way: str, kind: str, says: str) -> None:
+    async with Episode(pinned(hostile(way))) as episode:
+        # a deadline that it cannot keep, where that is what is tried
+        started, limits = time.monotonic(), replace(LIMITS, tool_timeout_s=0.5 if way == "hangs" else 20.0)
+        done = await episode.use("echo", limits, text="a")
+        assert time.monotonic() - started < 15
+        assert says in done.outcome.output and len(done.outcome.output) < 1200
+        assert done.outcome.output.replace("\n", "").isprintable()
+        assert (done.failure.kind if done.failure else "") == kind
+        assert done.failure is None or (done.failure.blame is Blame.POLICY and done.outcome.ok is False)
+
+
+async def test_a_server_that_keeps_failing_is_given_up_for_the_episode() -> None:
+    async with Episode(pinned(hostile("dies"))) as episode:
+        kinds = [(done.failure.kind if done.failure else "") for done in [await episode.use("echo", text="a") for _ in range(5)]]
+        assert kinds == ["mcp_died"] * 3 + ["mcp_given_up"] * 2
+        assert "is not asked again in this episode" in (await episode.use("echo", text="a")).outcome.output
+
+
+@pytest.mark.parametrize("way", ["changed", "no-tools", "endless", "old", "never-starts"])
+async def test_a_server_outside_that_is_not_the_one_the_run_began_with_is_no_fault_of_the_policy(way: str) -> None:
+    server = pinned(hostile(way, start_timeout_s=1.0 if way == "never-starts" else 20.0))
+    async with Episode(server) as episode:
+        with pytest.raises(InfrastructureError, match="MCP server it: "):
+            await episode.use("echo", text="a")
+    missing = replace(server, config=MCPConfig(host_command=("/nowhere/at/all",)))
+    async with Episode(missing) as episode:
+        with pytest.raises(InfrastructureError, match="FileNotFoundError"):
+            await episode.use("echo", text="a")
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("no-tools", "no tools"),
+        ("bad-name", "a tool named 'rm -rf'"),
+        ("twice", "two tools named echo"),
+        ("deep", "more than 16 levels"),
+        ("huge-schema", "at most 16384 are taken"),
+        ("odd-key", "with the key 'a\\n<|im_end|>'"),
+        ("not-an-object", "without a schema of type object"),
+        ("many", "100 tools, at most 64"),
+    ],
+)
+def test_what_no_agent_could_be_told_of_is_refused(way: str, says: str) -> None:
+    with pytest.raises(Wrong) as error:
+        offers(LISTS[way], ())
+    assert says in str(error.value) and len(str(error.value)) < 300
+
+
+def test_only_what_is_wanted_is_looked_at_and_words_alone_are_no_change() -> None:
+    listed = [{"name": "rm -rf"}, {"name": "a", "inputSchema": {"type": "object", "properties": {"description": {"type": "string"}}}}]
+    (found,) = offers(listed, ("a",))
+    assert "description" in found.parameters["properties"], "a parameter may be called like a keyword"
+    assert changed([found], [{**listed[1], "description": "other words"}]) == ""
+    assert changed([found], []) == "the tool a is gone"
+    with pytest.raises(Wrong, match="no tool 'b'"):
+        offers(listed, ("b",))
+    with pytest.raises(Wrong, match="requires 'x'"):
+        offer({"name": "a", "inputSchema": {"type": "object", "required": ["x"]}})
+    fenced = Offer(name="a", description="<|im_end|>", parameters={"type": "object"}).rewritten(lambda text: text.replace("<|", "< |"))
+    assert fenced.description == "< |im_end|>"
+
+
+async def test_bounds_of_the_recipe_and_names_of_single_tools() -> None:
+    server = pinned(hostile("honest"))
+    async with Episode(server, bounds={"echo": Bounds(output_chars=20, calls=1)}) as episode:
+        assert len((await episode.use("echo", text="x" * 900)).outcome.output) < 80
+    run = RunTools(servers={"it": server}, bounds={})
+    assert list(load_tools(("mcp:it/count", "submit"), None, run)) == ["count", "submit"]
+    for name, says in {"mcp:it/nope": "offers no tool 'nope'", "mcp:other": "recipe does not have"}.items():
+        with pytest.raises(TaskError, match=says):
+            load_tools((name,), None, run)
+    assert list(load_tools(("mcp:it",), None, RunTools(servers={"it": hostile("honest")}, bounds={}))) == [], "before the run begins"
+
+
+async def test_programs_outside_get_no_secret_and_end_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET_KEY", "x")
+    program = f"import os, json; open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps([os.getpid(), dict(os.environ)]))\n"
+    (tmp_path / "server.py").write_text(program + HOSTILE.read_text())
+    config = MCPConfig(host_command=(sys.executable, "server.py", "honest"), env={"MODE": "quiet"})
+    server = pinned(Server(name="it", config=config, root=tmp_path))
+    async with Episode(server) as episode:
+        assert (await episode.use("echo", text="a")).outcome.ok
+        pid, environment = json.loads((tmp_path / "seen").read_text())
+        assert environment["MODE"] == "quiet" and "SECRET_KEY" not in environment and "PATH" in environment
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """An MCP server over HTTP that does what its path says."""
+
+    protocol_version = "HTTP/1.1"
+    ended: list[str] = []  # noqa: RUF012
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if "id" not in asked:
+            return self.answer(202, b"")
+        if self.path == "/elsewhere":
+            self.send_response(307)
+            self.send_header("location", "/json")
+            self.send_header("content-length", "0")
+            return self.end_headers()
+        hello = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+        echo = {"name": "echo", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
+        given = {"initialize": hello, "tools/list": {"tools": [echo]}}.get(asked["method"])
+        if given is None:
+            given = {"content": [{"type": "text", "text": f"{asked['params']['arguments']['text']} {self.headers['mcp-session-id']}"}]}
+            if self.path == "/flood":
+                return self.answer(200, b"x" * 3_000_000)
+            if self.path == "/broken":
+                return self.answer(500, b"no")
+        reply = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": given}).encode()
+        if self.path == "/events":
+            reply = b': hello\r\n\r\nevent: message\r\ndata: {"method": "x", "id": 1}\r\n\r\ndata: ' + reply + b"\r\n\r\n"
+        self.answer(200, reply, "text/event-stream" if self.path == "/events" else "application/json")
+
+    def do_DELETE(self) -> None:
+        self.ended.append(self.headers["mcp-session-id"])
+        self.answer(200, b"")
+
+    def answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("mcp-session-id", "s1")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+async def test_a_server_over_http(address: str) -> None:
+    for path in ("/json", "/events"):
+        server = Server(name="it", config=MCPConfig(url=address + path, together=True), root=HOSTILE.parent)
+        connection = Connection(server)
+        server = replace(server, offers=offers(await connection.listed(None), ()))
+        await connection.close(timeout_s=5.0)
+        async with Episode(server) as episode:
+            done = await asyncio.gather(*(episode.use("echo", text=f"{n}") for n in range(3)))
+            assert [one.outcome.output for one in done] == ["0 s1", "1 s1", "2 s1"]
+        assert Scripted.ended[-1] == "s1", "a session ends with its episode"
+    kinds = {"/flood": "mcp_flood", "/broken": "mcp_died"}
+    for path, kind in kinds.items():
+        async with Episode(replace(server, config=MCPConfig(url=address + path))) as episode:
+            done_one = await episode.use("echo", text="a")
+            assert done_one.failure is not None and done_one.failure.kind == kind
+    for url in (f"{address}/elsewhere", "http://127.0.0.1:9/"):
+        async with Episode(replace(server, config=MCPConfig(url=url))) as episode:
+            with pytest.raises(InfrastructureError):
+                await episode.use("echo", text="a")
+
+
+STOP = """
+import os, signal
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        if b"tools.py" in file.read():
+            os.kill(int(pid), signal.SIGSTOP)
+            print("stopped")
+"""
+IMAGE = 'suite = "bookworm"\npackages = ["python3"]\n'
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+async def test_a_server_in_the_sandbox_is_its_neighbours_prey_and_the_episode_is_scored(tmp_path: Path) -> None:
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "image.toml").write_text(IMAGE)
+    backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
+    files = {"tools.py": HOSTILE.read_bytes()}
+    server = Server(name="it", config=MCPConfig(command=("python3", "tools.py", "honest")), root=tmp_path)
+    server = pinned(server)
+    try:
+        sandbox = await backend.open(SandboxSpec(image="image"), files=files)
+        episode = Episode(server)
+
+        async def use(name: str, **arguments: Any) -> tuple[str, str]:
+            done = await call_tool(episode.tools[name], arguments, sandbox, replace(LIMITS, tool_timeout_s=2.0), turn=1)
+            return done.outcome.output, done.failure.kind if done.failure else ""
+
+        anew = "note: the server it was started anew; what it kept is gone\n"
+        assert await use("count") == ('{"count": 1}', "") and await use("count") == ('{"count": 2}', "")
+        assert (await sandbox.python("while True: pass", timeout_s=0.5)).reason == "timeout", "which ends every program of the sandbox"
+        assert await use("count") == (anew + '{"count": 1}', "")
+        assert (await sandbox.python(STOP, timeout_s=5)).stdout == "stopped\n"
+        assert (await use("count"))[1] == "mcp_timeout"
+        await sandbox.write("tools.py", b"print('not a server')")
+        output, kind = await use("count")
+        assert kind == "mcp_died" and "the server it failed" in output
+        await sandbox.write("tools.py", HOSTILE.read_bytes().replace(b'"count"', b'"steal"'))
+        assert (await use("count"))[1] == "mcp_changed"
+        assert (await use("count"))[1] == "mcp_given_up" and (await use("echo", text="a"))[1] == "mcp_given_up"
+        stolen = 'print("{\\"outcome\\": \\"answer\\"}\\n[]")'
+        ran = await sandbox.python(stolen, timeout_s=5, session=SESSION)
+        assert ran.ok, "what its session says is text of the sandbox's, and nothing more"
+        await sandbox.close()
+    finally:
+        await backend.close()
+
+
+PEOPLES = {
+    "time": (("-m", "mcp_server_time", "--local-timezone", "Europe/Paris"), "get_current_time", {"timezone": "Asia/Tokyo"}, "Asia/Tokyo"),
+    "git": (("-m", "mcp_server_git", "--repository", "REPO"), "git_status", {"repo_path": "REPO"}, "No commits yet"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEOPLES)
+async def test_servers_that_nobody_here_wrote(name: str, tmp_path: Path) -> None:
+    arguments, tool, given, says = PEOPLES[name]
+    if importlib.util.find_spec(f"mcp_server_{name}") is None:
+        pytest.skip(f"needs the package mcp-server-{name}")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    words = tuple(word.replace("REPO", str(tmp_path)) for word in (sys.executable, *arguments))
+    path = os.pathsep.join(sys.path)
+    config = MCPConfig(host_command=words, env={"PYTHONPATH": path}, start_timeout_s=600.0)
+    server = Server(name=name, config=config, root=tmp_path)
+    connection = Connection(server)
+    server = replace(server, offers=offers(await connection.listed(None), ()))
+    await connection.close(timeout_s=5.0)
+    limits = replace(LIMITS, tool_timeout_s=120.0)
+    async with Episode(server) as episode:
+        filled = {key: value.replace("REPO", str(tmp_path)) for key, value in given.items()}
+        done = await episode.use(tool, limits, **filled)
+        assert done.outcome.ok and says in done.outcome.output, done.outcome.output
+        wrong = await episode.use(tool, limits, **dict.fromkeys(filled, "/etc"))
+        assert not wrong.outcome.ok and wrong.failure is None

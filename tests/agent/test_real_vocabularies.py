@@ -1,0 +1,117 @@
+"""The chat formats of models people use: their own templates over their own vocabularies, as far as packages carry them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.agent import ChatFormat
+from agentrl.agent.template import read_template
+from agentrl.errors import UserError
+from agentrl.records import Message
+from tests.agent import vocabularies as real
+from tests.agent.conversations import Round, assert_adds_up, conversations, texts
+
+pytestmark = pytest.mark.models
+
+FOUND = {
+    "qwen2_5": ("hermes", 3, {"<|im_end|>"}),
+    "qwen3": ("hermes", 3, {"<|im_end|>"}),
+    "qwen3_instruct_2507": ("hermes", 3, {"<|im_end|>"}),
+    "qwen3_5_think": ("qwen3_coder", 3, {"<|im_end|>"}),
+    "qwen3_5_nothink": ("qwen3_coder", 3, {"<|im_end|>"}),
+    "qwen3_6": ("qwen3_coder", 3, {"<|im_end|>"}),
+    "llama3_2": ("llama3_json", 1, {"<|eot_id|>", "<|eom_id|>"}),
+    "mistral_v3": ("mistral", 3, {"</s>"}),
+    "deepseek_v3": ("deepseek_v3", 3, {f"<{real.BAR}end{real.GAP}of{real.GAP}sentence{real.BAR}>"}),
+    "glm4moe": ("glm45", 3, {"<|endoftext|>", "<|observation|>", "<|user|>"}),
+    "gptoss": ("harmony", 1, {"<|return|>", "<|call|>"}),
+}
+"""Template (TRL's or shipped) -> the form of its calls, how many a turn may hold, and what ends a turn."""
+
+models = pytest.mark.parametrize("name", FOUND)
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    made: Any
+    if name == "deepseek_v3":
+        made = real.deepseek()
+    elif name == "mistral_v3":
+        made = real.tekken()
+    elif name == "glm4moe":
+        made = real.bytes_and(*real.GLM, eos="<|endoftext|>", plain=real.GLM_TAGS)
+    elif name == "gptoss":
+        made = real.bytes_and(*real.HARMONY, eos="<|return|>")
+    elif name == "llama3_2":
+        made = real.Ranked(encoding=real.llama3_vocabulary(), eos_token="<|eot_id|>", bos_token="<|begin_of_text|>")
+    else:
+        encoding = real.qwen35_vocabulary() if name[:7] in ("qwen3_5", "qwen3_6") else real.qwen_vocabulary()
+        made = real.Ranked(encoding=encoding, eos_token="<|im_end|>", plain=real.QWEN_TAGS)
+    made.chat_template = read_template(name, Path()) if name in ("deepseek_v3", "mistral_v3") else real.trl_template(name)
+    return made
+
+
+@cache
+def chat(name: str) -> ChatFormat:
+    return ChatFormat(tokenizer(name))
+
+
+@models
+def test_form_and_ends_are_found(name: str) -> None:
+    form, _, ends = FOUND[name]
+    assert chat(name).tool_format == form and chat(name).exact
+    assert {tokenizer(name).decode([token]) for token in chat(name).stop_token_ids} == ends
+
+
+@models
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_parts_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
+    asked: str = data.draw(texts)
+    said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1]))
+    assert_adds_up(chat(name), tokenizer(name), asked, said)
+
+
+@models
+def test_no_output_forges_a_turn(name: str) -> None:
+    """Every control token of every vocabulary, whole, overlapping and in odd letters."""
+    one, control = chat(name), chat(name)._control_ids
+    spelled = [str(token) for token in tokenizer(name).added_tokens_decoder.values() if not str(token).isspace()]
+    plain = [token for token in one.tool_delta(["1"]) if token in control]
+    for text in ("".join(spelled), "".join(token[:-1] + token for token in spelled), " ".join(spelled).replace("|", "\uff5c")):
+        assert [token for token in one.tool_delta([text]) if token in control] == plain
+
+
+@pytest.mark.parametrize("template", ["deepseekv3", "deepseek_r1_distill"])
+def test_templates_that_forget_are_refused(template: str) -> None:
+    made = real.deepseek()
+    made.chat_template = real.trl_template(template)
+    with pytest.raises(UserError, match="cannot be extended exactly: it writes what came before anew"):
+        ChatFormat(made)
+    assert not ChatFormat(made, rewritten="restart").exact
+
+
+def test_mistral_is_what_its_own_package_makes_of_it() -> None:
+    from mistral_common.protocol.instruct.messages import AssistantMessage, ToolMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.protocol.instruct.tool_calls import FunctionCall, ToolCall
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    theirs = MistralTokenizer.from_file(str(real.folder("mistral_common") / "data" / "tekken_240911.json"))
+    call = ToolCall(id="abcdefgh1", function=FunctionCall(name="f", arguments='{"a": "\u00e9"}'))
+    turns = [
+        UserMessage(content="q?"),
+        AssistantMessage(content=None, tool_calls=[call]),
+        ToolMessage(content="so it is", tool_call_id="abcdefgh1"),
+    ]
+    wanted = theirs.encode_chat_completion(ChatCompletionRequest(messages=turns)).tokens
+    one, ours = chat("mistral_v3"), tokenizer("mistral_v3")
+    said = [*ours.encode('[TOOL_CALLS][{"name": "f", "arguments": {"a": "\u00e9"}, "id": "abcdefgh1"}]', add_special_tokens=False), 2]
+    opening = one.opening([Message(role="user", content="q?")], [])
+    assert [*opening, *said, *one.tool_delta(["so it is"], one.parse(said))] == list(wanted)

@@ -1,0 +1,98 @@
+"""The servers and bounds of a recipe when a run begins: asked once, pinned, and refused where nobody could use them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.agent import load_tools
+from agentrl.errors import RecipeError, TaskError, UserError
+from agentrl.protocols import ToolSource
+from agentrl.recipe import Recipe
+from agentrl.run.toolsource import FILE, declared, keep, pinned
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+from tests.agent.test_tools import call
+from tests.episodes import make_runner, task, tokenizer
+
+__all__ = ["make_runner", "task", "tokenizer"]
+
+HOSTILE = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
+RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
+NOWHERE = ScriptedSandboxes(printing("no session"))
+
+
+def recipe(way: str = "honest", **bounds: Any) -> Recipe:
+    server = {"host_command": [sys.executable, "-S", "-E", str(HOSTILE), way], "start_timeout_s": 60}
+    return RECIPE.but(tools={"mcp": {"it": server}, "bounds": bounds})
+
+
+async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: Any) -> ToolSource:
+    return await pinned(declared(given.tools, HOSTILE.parent), [sample_task(tools=tools)], NOWHERE, folder=folder, **more)
+
+
+async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
+    tmp_path: Path, tokenizer: Any, task: Any, make_runner: Any
+) -> None:
+    given = recipe(echo={"calls": 1})
+    tools = await begun(given, "mcp:it", folder=tmp_path, words=lambda text: text.replace("\ufffd", "?"))
+    shown = load_tools(("mcp:it", "submit"), None, tools)["echo"]
+    assert shown.schema["function"]["description"] == "Give it back.?[2J"
+    keep(tools, tmp_path)
+    before = (tmp_path / FILE).read_text()
+    assert [one["name"] for one in json.loads(before)["it"]] == ["echo", "count"]
+    assert (await begun(given, "mcp:it", folder=tmp_path)).servers["it"].offers == tools.servers["it"].offers
+    with pytest.raises(UserError, match="not the server that this run began with: the tool echo takes other arguments"):
+        await begun(recipe("changed"), "mcp:it/echo", folder=tmp_path)
+
+    said = [call("echo", text="a") + call("echo", text="b"), call("submit", answer="1")]
+    runner = replace(make_runner(ScriptedPolicy.saying(tokenizer, *said)), tools=tools)
+    limits = replace(task.limits, turn_tokens=600, tool_timeout_s=30.0)
+    episode = await runner.run(replace(task, tools=("mcp:it", "submit"), limits=limits), episode_id="e")
+    outputs = [result.output for result in episode.trajectories[0].turns[0].tool_results]
+    assert outputs[0] == "a" and "may be called 1 times" in outputs[1] and episode.answer == "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "tools", "says"),
+    [
+        (recipe(), ("submit",), "tools.mcp.it does nothing: none of the 1 tasks"),
+        (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.bounds.nosuch does nothing"),
+        (recipe("many"), ("mcp:it",), "tools.mcp.it: it offers 100 tools"),
+        (RECIPE.but(tools={"mcp": {"it": {"host_command": ["/nowhere"]}}}), ("mcp:it",), "install the program on this machine"),
+        (RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}}), ("mcp:it",), "put the program into the image"),
+    ],
+)
+async def test_what_nobody_could_use_is_refused_before_anything_starts(given: Recipe, tools: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as error:
+        await begun(given, *tools)
+    assert says in str(error.value)
+
+
+async def test_without_a_recipes_word_nothing_is_asked_for() -> None:
+    assert (await begun(RECIPE, "submit")).servers == {}
+    with pytest.raises(TaskError, match=r"declare it in the recipe, as tools\.mcp\.it"):
+        load_tools(("mcp:it",), None, declared(RECIPE.tools, HOSTILE.parent))
+    assert (await begun(recipe("never-starts"), "submit", every=False)).servers == {}, "an evaluation starts what its cases name"
+
+
+def test_servers_in_a_recipe() -> None:
+    given = recipe().but("tools.mcp.it.start_timeout_s=7", "tools.bounds.echo.calls=3", {"tools.mcp.web": {"url": "https://a.example/mcp"}})
+    assert given.tools.mcp["it"].start_timeout_s == 7 and given.tools.bounds["echo"].calls == 3 and len(given.tools.mcp) == 2
+    for wrong, says in {
+        "tools.mcp.it.url=http://a": "one of command, host_command and url",
+        "tools.mcp.it.together=true": "together does nothing with a program",
+        "tools.mcp.it.key_env=KEY": "key_env does nothing without a url",
+        'tools.mcp={"a b": {"command": ["x"]}}': "no name of a server",
+        "tools.mcp.it.url=file:///etc/passwd": "pattern",
+        "tools.bounds.echo={}": "it bounds nothing",
+        "tools.mcp.it.nosuch=1": "unknown key",
+    }.items():
+        with pytest.raises(RecipeError, match=says):
+            recipe().but(wrong)
