@@ -19,23 +19,27 @@ from agentrl.records import ToolCall, ToolResult
 T = TypeVar("T")
 
 
-async def call_all(episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
-    """Runs the calls of one turn, up to a submitted answer (`episode.answer`) or a lost sandbox.
+async def call_all(
+    episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
+) -> tuple[tuple[ToolResult, ...], str | None]:
+    """Runs calls of one turn, up to a submitted answer or a lost sandbox: what they gave, and the answer.
 
     Neighbours whose tools say that they may run together do; every other call runs alone, after those before it.
+
+    Args:
+        spent: calls of the episode so far, as `calls_made` gives them; these are added before any of them runs.
+        also: names of tools that are no part of the toolbox, for an agent that names one that there is not.
 
     Raises what `call_tool` raises; of several that run together, the first in their order.
     """
     results: list[ToolResult] = []
-    spent = calls_made(episode)
     for batch in _batches(tools, calls):
-        due = [_refused(tools, call, spent) for call in batch]
+        due = [_refused(tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, due), strict=True):
             results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
-                episode.answer = outcome.answer
-                return tuple(results)
-    return tuple(results)
+                return tuple(results), outcome.answer
+    return tuple(results), None
 
 
 async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
@@ -107,11 +111,11 @@ def calls_made(episode: LiveEpisode) -> Counter[str]:
     return Counter(result.name for turn in turns for result in turn.tool_results)
 
 
-def _refused(tools: Toolbox, call: ToolCall, spent: Counter[str]) -> ToolOutcome | None:
+def _refused(tools: Toolbox, call: ToolCall, spent: Counter[str], also: Sequence[str] = ()) -> ToolOutcome | None:
     """What a call is answered that is not made; None for one that is. It is counted either way."""
     tool = tools.get(call.name)
     if tool is None:
-        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *also])}", ok=False)
     spent[call.name[:64]] += 1
     most = bounds_of(tool).calls
     if most is None or spent[call.name[:64]] <= most:

@@ -196,7 +196,7 @@ def group_runner(
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat),
+        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
         sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

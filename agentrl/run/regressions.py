@@ -364,7 +364,7 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
     rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=chat)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
     return made, agent
 
 
