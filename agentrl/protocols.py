@@ -238,7 +238,7 @@ class LiveTrajectory(Protocol):
         ...
 
     async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
+        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`."""
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:

@@ -483,9 +483,10 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _one_way_to_begin_anew(self) -> Recipe:
-        if self.policy.rewritten_context == "restart" and self.rollout.compaction is not None:
+        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
             raise ValueError(
-                "rollout.compaction goes on by deltas, and with policy.rewritten_context=restart a chat template takes none: leave one out"
+                "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
+                " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
             )
         return self
 

@@ -262,8 +262,8 @@ class Trajectory(Record):
     parent: Parent | None = None  # None: it began with the episode
     prompt: tuple[Message, ...] = ()  # what its agent was told at the start; empty: the task's prompt
     stop_reason: str = (
-        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | restarted | failed | compacted,
-        # summarized or rejected, around a summary; empty: it goes on
+        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
+        # rejected or restarted, around a restart of the context; empty: it goes on
     )
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
 

@@ -1,5 +1,5 @@
-"""Sections of a recipe that say nothing of the others; `agentrl.recipe` hands them on: `capture`, `critic`, `tasks.practice`,
-`rollout.branching`, `rollout.delegation`, `rollout.compaction`, `judge_servers`, `learner.limits`, `learner.lora`, `tools`.
+"""Sections of a recipe that say nothing of the others; `agentrl.recipe` hands them on: `capture`, `critic`, `judge_servers`, `tools`,
+`tasks.practice`, `rollout.branching`, `rollout.delegation`, `rollout.compaction`, `learner.limits`, `learner.lora`.
 """
 
 from __future__ import annotations

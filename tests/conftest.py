@@ -14,6 +14,7 @@ whole suite draws as many examples as hypothesis does by itself.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 import subprocess
@@ -95,6 +96,14 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forking import tried
 
     monkeypatch.setattr("agentrl.agent.template._tried", tried)
+
+
+@pytest.fixture
+def only_attacks() -> Iterator[None]:
+    """For a suite of attacks: meanwhile no other one runs. What the kernel holds for all, such as file locks, they use up and measure."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class Compactor:
         return tokens >= (self.config.share * room if self.config.tokens is None else self.config.tokens)
 
     def asking(
-        self, results: Sequence[ToolResult], after: ParsedCompletion, *, used: int, room: int
+        self, after: ParsedCompletion, results: Sequence[ToolResult], *, used: int, room: int
     ) -> tuple[tuple[ToolResult, ...], tuple[int, ...]]:
         """The results of the turn `after` with the request after the last of them, and their tokens.
 

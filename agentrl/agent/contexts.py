@@ -31,13 +31,14 @@ def go_on(
     *,
     prompt: Sequence[Message],
     schemas: Sequence[Mapping[str, Any]],
+    agent: str = "main",
 ) -> LiveTrajectory:
     """Shows the agent what its last turn's calls gave, and returns the line that its next turn belongs to.
 
     Args:
         after: the last turn of `line`, whose results are recorded.
         outputs: what is shown of them.
-        prompt: what the agent was told at the start; on record where it is not the task's.
+        prompt: what the agent was told at the start.
     """
     if chat.exact:
         line.add_prompt(chat.tool_delta(outputs, after))
@@ -50,8 +51,7 @@ def go_on(
         line.add_prompt(whole[len(context) :])
         return line
     line.end(RESTARTED)
-    told = () if tuple(prompt) == episode.task.prompt else prompt
-    new = episode.open(line.agent, parent=Parent(trajectory=line.index, turn=len(line.turns) - 1), prompt=told)
+    new = episode.open(agent, parent=Parent(trajectory=line.index, turn=len(line.turns) - 1))
     new.add_prompt(whole)
     return new
 

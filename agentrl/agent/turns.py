@@ -96,12 +96,13 @@ class Speaker:
         """Turns until it is done."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
+        schemas = self._schemas()
         if not self.line.tokens:
-            self.line.add_prompt(chat.opening(self._prompt, self._schemas()))
+            self.line.add_prompt(chat.opening(self._prompt, schemas))
         while not (limit := self._limit()):
             completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance())
             episode.stage = "chat"
-            parsed = chat.parse(completion.token_ids, self._schemas())
+            parsed = chat.parse(completion.token_ids, schemas)
             self.line.add_turn(completion, parsed.message)
             self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
             if completion.finish_reason != "stop":
@@ -121,17 +122,20 @@ class Speaker:
                 await episode.boundary(self._state)
         return Ended(reason=limit)
 
-    async def _show(self, said: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
+    async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
         """Brings what the calls gave into the context, or into a summary that the agent goes on from; the limit that forbids it, if any."""
-        line, room = self.line, self._episode.room
-        chat, outputs = self._loop.chat, [result.output for result in results]
-        if self._compactor is None or not self._compactor.due(line.tokens + len(chat.tool_delta(outputs, said)), room):
+        line, room, chat = self.line, self._episode.room, self._loop.chat
+        outputs = [result.output for result in results]
+        if not chat.exact:
             line.add_results(results, wall_s=wall_s)
-            if not chat.exact and self._limit() == "turn_limit":  # a sub-agent's own, too: no turn would follow in a new line
-                return "turn_limit"
-            self.line = go_on(chat, self._episode, line, said, outputs, prompt=self._prompt, schemas=self._schemas())
+            self.line = go_on(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
             return ""
-        results, delta = self._compactor.asking(results, said, used=line.tokens, room=room)
+        delta = chat.tool_delta(outputs, parsed)
+        if self._compactor is None or not self._compactor.due(line.tokens + len(delta), room):
+            line.add_results(results, wall_s=wall_s)
+            line.add_prompt(delta)
+            return ""
+        results, delta = self._compactor.asking(parsed, results, used=line.tokens, room=room)
         line.add_results(results, wall_s=wall_s)
         if line.tokens + len(delta) >= room:
             return "token_limit"

@@ -7,4 +7,13 @@ from agentrl.testing.clock import JumpingClock
 from agentrl.testing.policies import ReadingPolicy, ReplayPolicy, ScriptedPolicy, byte_tokenizer
 from agentrl.testing.sandboxes import ScriptedSandboxes
 
-__all__ = ["ChatServer", "JumpingClock", "ReadingPolicy", "ReplayPolicy", "Says", "ScriptedPolicy", "ScriptedSandboxes", "byte_tokenizer"]
+__all__ = [
+    "ChatServer",
+    "JumpingClock",
+    "ReadingPolicy",
+    "ReplayPolicy",
+    "Says",
+    "ScriptedPolicy",
+    "ScriptedSandboxes",
+    "byte_tokenizer",
+]

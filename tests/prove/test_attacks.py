@@ -23,6 +23,7 @@ SPEC = SandboxSpec(
     disk_mb=ATTACK_SPEC.disk_mb,
     open_files=ATTACK_SPEC.open_files,
 )
+pytestmark = pytest.mark.usefixtures("only_attacks")
 docker = pytest.mark.docker
 bubblewrap = pytest.mark.bubblewrap
 

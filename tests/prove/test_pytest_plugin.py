@@ -64,6 +64,7 @@ def test_cases_are_items_and_what_fails_reads_well(project: Path) -> None:
     [
         (["--agentrl-suite", "s"], "go together"),
         (["--agentrl-suite", "s", "--agentrl-policy", "a:b", "--agentrl-set", "rollout.size=3"], "rollout.size: unknown key"),
+        (["--agentrl-suite", "s", "--agentrl-policy", f"{HERE}:no_policy"], "generate"),
     ],
 )
 def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[str], said: str) -> None:
@@ -77,8 +78,8 @@ def test_wrong_use_ends_before_anything_starts(project: Path, arguments: list[st
 def test_an_evaluation_that_cannot_begin_is_an_error_of_every_case_and_is_told(project: Path) -> None:
     make_suite(project / "s", make_case("bad"), make_case("good"))
     asked = ("-q", "--agentrl-suite", "s", "--agentrl-set", OVERRIDES[0])
-    code, out = run(project, *asked, "--agentrl-policy", f"{HERE}:no_policy")
-    assert code == 1 and "2 errors" in out and "generate" in out, out
+    code, out = run(project, *asked, "--agentrl-policy", f"{HERE}:ill")
+    assert code == 1 and "2 errors" in out and "there are no weights" in out, out
     assert "is not kept" in out and "Traceback" not in out
 
 

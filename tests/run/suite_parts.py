@@ -45,6 +45,10 @@ def no_policy() -> object:
     return object()
 
 
+def ill() -> ScriptedPolicy:
+    raise UserError("there are no weights", fix="train some")
+
+
 async def verdict(task: Task, episode: Episode) -> Score:
     if task.id.startswith("broken"):
         raise RuntimeError(f"no judge {HOSTILE}")

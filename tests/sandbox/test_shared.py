@@ -230,6 +230,7 @@ async def test_conformance_of_a_container_for_each(backend, name):
     assert [(result.name, result.detail) for result in results] == [(name, "")]
 
 
+@pytest.mark.usefixtures("only_attacks")
 @pytest.mark.slow
 async def test_every_attack_on_a_container_for_each_is_contained(root):
     async with opened(root) as backend:

@@ -33,7 +33,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _trained(train: Callable[..., float], data: Any, model: Path, out: Path, kind: Any, **options: float) -> dict[str, torch.Tensor]:
-    train(data, model, out, epochs=2, lr=1e-5, batch=8, seed=0, **options)
+    train(data, model, out, **{"epochs": 2, "lr": 1e-5, "batch": 8, "seed": 0, **options})
     return dict(kind.from_pretrained(out, dtype="auto").state_dict())
 
 
@@ -44,7 +44,12 @@ def test_a_bfloat16_model_ends_where_the_same_one_in_float32_does_rounded_once(t
     train, kind, data, options = {
         "sft": (tune.sft, transformers.AutoModelForCausalLM, demonstrations(groups()), {}),
         "dpo": (tune.dpo, transformers.AutoModelForCausalLM, preferences(groups()), {"beta": 0.1}),
-        "reward": (tune.reward_model, transformers.AutoModelForSequenceClassification, preferences(groups()), {}),
+        "reward": (
+            tune.reward_model,
+            transformers.AutoModelForSequenceClassification,
+            preferences(groups()),
+            {"lr": 1e-3},
+        ),  # it must learn
     }[way]
     half, full = (_trained(train, data, start, tmp_path / start.name, kind, **options) for start in twins)  # type: ignore[arg-type]
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16} and {tensor.dtype for tensor in full.values()} == {torch.float32}
