@@ -204,14 +204,16 @@ def _foreign(case: Case, start: EpisodeState, chat: ChatFormat) -> str:
         return "it has several trajectories"
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
-        if chat.opening(case.task.prompt, [tool.schema for tool in load_tools(case.task.tools).values()]) != asked[0]:
+        schemas = [tool.schema for tool in load_tools(case.task.tools).values()]
+        if chat.opening(case.task.prompt, schemas) != asked[0]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:
                 return f"turn {number + 1} does not end with its end of a turn"
-            if chat.parse(turn.completion_ids).message != turn.message:
+            parsed = chat.parse(turn.completion_ids, schemas)
+            if parsed.message != turn.message:
                 return f"turn {number + 1} reads as another message"
-            if chat.tool_delta([result.output for result in turn.tool_results]) != asked[number + 1]:
+            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != asked[number + 1]:
                 return f"what the tools of turn {number + 1} gave is written in other ones"
     except UserError as error:
         return error.message
