@@ -40,6 +40,7 @@ TOGETHER = {
     "sandbox": "sandboxes",
     "prove/test_attacks.py": "sandboxes",
     **dict.fromkeys(("learner", "model", "supervised"), "learner"),
+    "prove": "sandboxes",  # every sandbox's server reads the table of locks that one of the attacks fills
     **dict.fromkeys(("agent/test_fence.py", "cli/test_model.py"), "learner"),
     **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py"), "learner"),
 }

@@ -168,6 +168,8 @@ class Gateway:
                 return _json(protocol.error(refused), refused.status)
             except Exception as error:
                 usercode.report("a request to the gateway", error)
+                if session is not None:
+                    session.broken(error)  # a fault of ours: what the program makes of it is not the policy's doing
                 return _json(protocol.error(Refused("failed", "Internal error.")), 500)
 
         return answer
@@ -254,6 +256,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _body(request: Request) -> Any:
     """The JSON of a request. Raises `Refused` for one that is too long, comes too slowly, or is none."""
+    from starlette.requests import ClientDisconnect
+
     kept, size = [], 0
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY:
@@ -267,9 +271,7 @@ async def _body(request: Request) -> Any:
                 kept.append(piece)
     except TimeoutError:
         raise Refused("invalid", f"The request did not come within {BODY_S:g} s.") from None
-    except Exception as error:
-        if isinstance(error, Refused):
-            raise
+    except ClientDisconnect:
         raise Refused("invalid", "The client has gone away.") from None
     return read_json(b"".join(kept))
 

@@ -123,7 +123,7 @@ class Session:
         try:
             limit = line.limit()
         except TaskError as error:
-            self._broken(error)
+            self.broken(error)
             raise Refused("context_length", error.message) from None
         if limit:
             line.end(limit)
@@ -204,7 +204,7 @@ class Session:
             parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
             line.add_turn(completion, parsed.message)
         except Exception as error:
-            self._broken(error)
+            self.broken(error)
             raise Refused("failed", "The policy cannot be asked at the moment.") from error
         finally:
             self._busy.discard(line.index)
@@ -266,7 +266,8 @@ class Session:
             if left is not None:
                 left.cancel()
 
-    def _broken(self, error: BaseException) -> None:
+    def broken(self, error: BaseException) -> None:
+        """Ends the session with a fault that is not the program's; the first one counts."""
         if self.fault is None:
             self.fault = error
         self.over.set()

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from agentrl.gateway import Session
 from agentrl.records import Parent
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}}
@@ -264,3 +265,20 @@ async def test_a_policy_that_fails_is_no_fault_of_the_program(lead: Any) -> None
 
     outcome = await lead(program, script=fails)
     assert isinstance(outcome.session.fault, RuntimeError) and not outcome.episode.completion_tokens
+
+
+async def test_a_fault_of_the_gateway_is_no_fault_of_the_program(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that is told of an internal error may answer anything; its episode must be left out."""
+
+    async def breaks(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Session, "ask", breaks)
+
+    async def program(url: str, key: str) -> None:
+        async with client(url, key, max_retries=0) as sdk:
+            with pytest.raises(openai.InternalServerError, match="Internal error"):
+                await sdk.chat.completions.create(model="policy", messages=[user("one?")])
+
+    outcome = await lead(program)
+    assert isinstance(outcome.session.fault, RuntimeError)
