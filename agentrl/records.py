@@ -419,8 +419,8 @@ class Score(Record):
         Record.__post_init__(self)
         if self.value is None and not self.reason:
             raise ValueError("Score without a value needs a reason")
-        if any(reward != reward for rewards in (*self.turn_rewards, self.branches, self.without) for reward in rewards):
-            raise ValueError("Score.turn_rewards, branches or without holds NaN")
+        if any(reward != reward for rewards in self.turn_rewards for reward in rewards):
+            raise ValueError("Score.turn_rewards holds NaN")
         if self.value is not None and self.blame is not None:
             raise ValueError("Score.blame says why there is no value, and there is one")
 
