@@ -5,13 +5,16 @@
 
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import fault, task_fault
-from agentrl.rollout.group import GroupRunner, OnAttempt, left_out_group
+from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
+from agentrl.rollout.remembering import Forgotten
 
 __all__ = [
     "Capture",
     "EpisodeRunner",
+    "Forgotten",
     "GroupRunner",
+    "MemoryOf",
     "OnAttempt",
     "OnTurn",
     "fault",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl import usercode
@@ -15,6 +15,7 @@ from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
 from agentrl.rollout import GroupRunner, left_out_group, task_fault
+from agentrl.run.memory import HeldOutNotes
 from agentrl.run.transcript import transcript
 from agentrl.task import make_task
 
@@ -41,12 +42,14 @@ async def evaluate(
     step: int,
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
+    notes: HeldOutNotes | None = None,
 ) -> Evaluation:
     """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none.
 
     Args:
         on_done: told how many episodes of how many are done.
         on_scored: told each task's episode when it is scored.
+        notes: what its episodes read and add to, part by part; None: all tasks are one part, and what `runner` has of memory is left.
     """
     size = family.size(split)
     tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
@@ -65,9 +68,15 @@ async def evaluate(
         on_done(done, len(tasks))
         return scored
 
-    async with asyncio.TaskGroup() as running:
-        jobs = [running.create_task(one(index, task)) for index, task in enumerate(tasks)]
-    pairs = [(task, job.result()) for task, job in zip(tasks, jobs, strict=True)]
+    runner = runner if notes is None else replace(runner, memory=notes.of)
+    ended: list[ScoredEpisode] = []
+    for part in [range(len(tasks))] if notes is None else notes.parts(len(tasks)):
+        async with asyncio.TaskGroup() as running:
+            jobs = [running.create_task(one(index, tasks[index])) for index in part]
+        ended += [job.result() for job in jobs]
+        if notes is not None:
+            notes.add(ended[part.start :])
+    pairs = list(zip(tasks, ended, strict=True))
     scores = [(_kind(task), scored.score.value) for task, scored in pairs]
     counted = [(kind, value) for kind, value in scores if value is not None and math.isfinite(value)]
     kinds = sorted({kind for kind, _ in counted})
