@@ -6,6 +6,7 @@ import asyncio
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import InfrastructureError
 from agentrl.failure.digest import write_digest
@@ -48,6 +49,7 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
                     count,
                     phase=phase,
                     step=step,
+                    attempts=run.recipe.evaluation.attempts,
                     on_done=run.tracker.evaluating,
                     on_scored=scored,
                     notes=notes,
@@ -66,8 +68,8 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     return rates
 
 
-async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
-    """Serves the recipe's model and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n. For callers: see
+async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, Any]]:
+    """Serves the recipe's model and evaluates it on the held-out splits: split -> what `measure.read_evaluation` gives. For callers: see
     `agentrl.run.loop.train`."""
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")

@@ -68,9 +68,8 @@ def test_no_secret_of_a_task_comes_back_to_it_whoever_copies_it(seed: int) -> No
 
 def test_a_word_that_few_notes_have_counts_for_more_and_of_equal_notes_the_newest_comes_first() -> None:
     store = NoteStore(None, MemoryConfig(results=3))
-    store.commit(
-        0, [note("e0", "drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")]
-    )
+    some = ("drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")
+    store.commit(0, [note("e0", *some)])
     assert texts(store, "drawer invoice") == ["drawer 2: invoices", "Zürich keeps the invoices", "drawer 4: old"]
     assert texts(store, "ZURICH") == ["Zürich keeps the invoices"]
     assert texts(store, "") == ["drawer 4: old", "Zürich keeps the invoices", "drawers are locked"]
@@ -121,15 +120,11 @@ def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
     )
     newest = -1
     for _ in range(2):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", code, str(path)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        writer = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
-        assert (first := writer.stdout.readline()) == f"{newest + 1}\n", "it goes on where the other was killed"
+        first = writer.stdout.readline()
+        assert first == f"{newest + 1}\n", "it goes on where the other was killed"
         time.sleep(0.05)
         os.kill(writer.pid, signal.SIGKILL)
         told = [int(one) for one in re.findall(r"\d+(?=\n)", first + writer.communicate(timeout=120)[0])]
