@@ -31,8 +31,8 @@ from rewards.tables import exact_answer
 from sandboxes.archive import Archive
 from sandboxes.archive.scripted import alone, noting
 
-GROUPS, SIZE, STALENESS, HELDOUT = 4, 2, 1, 32
-CONFIG = MemoryConfig(scope="project", notes=3, heldout_rounds=4)
+PROJECTS, GROUPS, SIZE, STALENESS, HELDOUT = 4, 16, 1, 1, 64
+CONFIG = MemoryConfig(scope="project", notes=3, heldout_rounds=8)
 
 
 def runner(says: Callable[[str], str]) -> GroupRunner:
@@ -77,7 +77,7 @@ def solved(groups: Sequence[Group], step: int) -> float:
 
 async def measure(seed: int, *, steps: int) -> dict[str, list[float]]:
     """Way -> the share solved in each step, and in the evaluation at the end."""
-    family, found = Archive(seed, projects=GROUPS), {}
+    family, found = Archive(seed, projects=PROJECTS), {}
     for way, says, memory in (("alone", alone, False), ("with notes", noting, True)):
         with tempfile.TemporaryDirectory() as folder:
             groups = await trained(family, says, Path(folder), steps=steps, memory=memory)

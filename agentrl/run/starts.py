@@ -166,7 +166,7 @@ async def stage_of(run: Path) -> AsyncIterator[Stage]:
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat)
+    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
     try:
         yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len)

@@ -107,9 +107,8 @@ async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_wha
     kept = NoteStore(tmp_path / "whole" / FILE, MemoryConfig())
     assert kept.version == 2 and kept.counts() == {"family:driving": (20, 10)}
     kept.close()
-    with pytest.raises(ExceptionGroup) as refused:
+    with pytest.raises(StoreError, match="some of its groups are not in the experience store"):
         await played(tmp_path / "gap", range(3, 4), Family(), tuple(whole[:1]))
-    assert isinstance(refused.value, StoreError) or "not in the experience store" in str(refused.value.exceptions)
 
 
 async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp_path: Path) -> None:
@@ -126,7 +125,6 @@ async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp
     memo = Memo(scope="family:driving", read=("g000000-0-a0", "g000001-0-a0", "g000006-0-a0", "before-heldout-00000-a0"))
     wrong = replace(last.episodes[0], episode=replace(last.episodes[0].episode, memory=memo))
     with_store = SqliteStore(tmp_path / "r" / "experience.sqlite")
-    with_store.put(replace(last, index=6, episodes=(groups[6].episodes[0],)))
     with_store.put(replace(last, index=8, episodes=(wrong,)))
     with_store.close()
     with (tmp_path / "r" / "episodes" / "before.jsonl").open("a") as file:
