@@ -19,7 +19,7 @@ from agentrl.errors import StoreError
 from agentrl.experience import StepGroups
 from agentrl.files import append_lines, json_line
 from agentrl.memo import Memo
-from agentrl.memory import NoteStore, View, written
+from agentrl.memory import NoteStore, View, Written, written
 from agentrl.protocols import EpisodeMemory, ExperienceStore
 from agentrl.recipe import Recipe
 from agentrl.records import Group, ScoredEpisode, Task, Turn
@@ -57,13 +57,14 @@ class RunMemory:
                 self._store = await asyncio.to_thread(NoteStore, self._path, self.config, behind=self._behind)
                 self._version = self._store.version
             while self._version < wanted:
-                await asyncio.to_thread(self._add, self._store, self._version)
+                await asyncio.to_thread(self._store.commit, self._version, self._written(self._version))
                 self._version += 1
 
     def of(self, task: Task, group: int | None) -> View:
-        """What the attempts of a group read; outside of groups nothing is found. Raises `TaskError` for a task without a scope."""
+        """What the attempts of a group read. Raises `TaskError` for a task without a scope; outside of groups none is needed: nothing is
+        found there, and nothing kept."""
         if group is None:
-            return View.of(self._nothing, task, 0)
+            return View(store=self._nothing, scope="none", version=0, task_key=task.key)
         version = self.version_of(self._steps.step_of(group))
         if self._store is None or version > self._version:
             raise StoreError(f"group {group} would read version {version} of the memory, which is not there yet")
@@ -74,12 +75,13 @@ class RunMemory:
         if self._store is not None:
             self._store.close()
 
-    def _add(self, store: NoteStore, step: int) -> None:
+    def _written(self, step: int) -> list[Written]:
+        """What the episodes of a step wrote that count. The experience store is asked on this thread, as ever: it may be anybody's."""
         indices = self._steps.taken(step, self._experience)
         if indices is None:
             raise StoreError(f"the notes of step {step} are not there: some of its groups are not in the experience store")
         episodes = [one for group in self._experience.groups(indices) for one in group.episodes]
-        store.commit(step, written(episodes, min_score=self.config.min_score))
+        return written(episodes, min_score=self.config.min_score)
 
 
 class HeldOutNotes:
