@@ -26,7 +26,7 @@ from agentrl.records import Group, ScoredEpisode, Task, Turn
 from agentrl.rollout import Forgotten
 from agentrl.sections import MemoryConfig
 
-FILE = "memory.sqlite"
+FILE = "notes.sqlite"
 ANSWERS = "memory_answers.jsonl"
 """Of a run folder: the episodes that were shown a note with an answer to their own task."""
 

@@ -80,7 +80,7 @@ def test_a_word_that_few_notes_have_counts_for_more_and_of_equal_notes_the_newes
 
 
 def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
-    store = NoteStore(tmp_path / "memory.sqlite", MemoryConfig())
+    store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
     assert store.commit(0, [note("e0", "one", "two"), note("e1", "one")]) and not store.commit(0, [note("e9", "three")])
     assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "the same text is kept once"
     with pytest.raises(StoreError, match="step 2 cannot come before those of step 1"):
@@ -89,12 +89,12 @@ def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
         store.commit(1, [note("e2", "kept?"), note("e3", "no", read=("nobody",))])
     assert store.version == 1 and "kept?" not in texts(store, "", 9)
     store.close()
-    store = NoteStore(tmp_path / "memory.sqlite", MemoryConfig())
+    store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
     assert store.version == 1 and texts(store, "two") == ["two"]
     store.close()
-    (tmp_path / "memory.sqlite").write_bytes(b"no database, but as long as one begins" * 200)
+    (tmp_path / "notes.sqlite").write_bytes(b"no database, but as long as one begins" * 200)
     with pytest.raises(StoreError, match="delete it, and the run makes it again"):
-        NoteStore(tmp_path / "memory.sqlite", MemoryConfig())
+        NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
 
 
 def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
@@ -111,7 +111,7 @@ def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
 
 
 def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
-    path = tmp_path / "memory.sqlite"
+    path = tmp_path / "notes.sqlite"
     code = (
         "import sys\nfrom pathlib import Path\nfrom agentrl.sections import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
         "from tests.memory.test_store import note\nstore = NoteStore(Path(sys.argv[1]), MemoryConfig())\n"
