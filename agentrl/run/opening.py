@@ -104,8 +104,6 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         base = run_dir / "versions" / "000000"
         model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
         chat = open_chat(model, template, policy=recipe.policy)
-        if checked.suite is not None:
-            check_starts([checked.suite], chat)
         others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
         tools = await pinned(
             declared(recipe.tools, root),
@@ -114,6 +112,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             folder=run_dir,
             words=chat.defang,
         )
+        if checked.suite is not None:
+            check_starts([checked.suite], chat, tools)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools)
         write_start(run_dir, recipe, start)
