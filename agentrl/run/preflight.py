@@ -15,6 +15,7 @@ from agentrl.agent import forms, load_tools
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
+from agentrl.compare.rule import can_look_worse
 from agentrl.contract.together import GroupJudge
 from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
@@ -217,6 +218,13 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
         )
     suite = load_suite(root / recipe.gate.suite)
     check_suite(suite, scorer, declared(recipe.tools, root))
+    most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
+    if recipe.gate.confirm and not can_look_worse(most, most):
+        raise UserError(
+            f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} is tried more than {most} times, and so few"
+            " attempts single out no case",
+            fix="set gate.confirm=0, or gate.repeats=3 or more, or give the cases that must hold repeats of their own",
+        )
     return suite
 
 
