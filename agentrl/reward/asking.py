@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import usercode
-from agentrl.errors import InfrastructureError, TaskError
+from agentrl.causes import location
+from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Score, Task
 
@@ -130,9 +131,18 @@ def limit_of(verifier: object, default_s: float) -> float:
 
 
 def prepare(verifier: object, *, root: Path, folder: Path | None) -> None:
-    """Prepares a `PreparedVerifier`; nothing for any other. Raises `UserError` where it refuses to be used."""
-    if (ready := getattr(verifier, "prepare", None)) is not None:
+    """Prepares a `PreparedVerifier`; nothing for any other. Raises `UserError` where it refuses to be used, or would end the command."""
+    if (ready := getattr(verifier, "prepare", None)) is None:
+        return
+    try:
         ready(root=root, folder=folder)
+    except (SystemExit, KeyboardInterrupt) as error:
+        if usercode.interrupted(error):
+            raise
+        raise PluginError(
+            f"prepare() of verifier {type(verifier).__name__} raised {usercode.describe(error)} ({location(error)})",
+            fix="raise agentrl.errors.UserError there, with what to do",
+        ) from error
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:

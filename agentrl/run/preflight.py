@@ -35,6 +35,7 @@ from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.practising import open_own_practice
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
+from agentrl.usercode import interrupted
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
 
@@ -175,7 +176,9 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     except AgentRLError:
         raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
+        if interrupted(error):
+            raise
         raise PluginError(
             f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.location(error)})", fix="correct it there"
         ) from error
@@ -184,7 +187,9 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
         first = family.task(Split.TRAIN, 0)
     except AgentRLError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if interrupted(error):
+            raise
         raise TaskError(
             f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.location(error)})", fix="correct it there"
         ) from error
