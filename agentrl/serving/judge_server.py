@@ -6,7 +6,7 @@ from pathlib import Path
 
 from agentrl.recipe import JudgeServerConfig
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.process import ServerProcess, environment, free_port, launch_command
+from agentrl.serving.process import ServerProcess, environment, launch_command
 
 HOST = "127.0.0.1"
 _WARM_S = 120.0
@@ -52,9 +52,9 @@ class JudgeServer(ServerProcess):
         process dies or `startup_timeout_s` passes.
         """
         assert self._process is None, "a server is started once"
-        port = free_port(HOST, self.config.port, key=f"judge_servers.{self.name}.port")
-        self.url = f"http://{HOST}:{port}"
-        await self._begin(HOST, port, timeout_s=self.config.startup_timeout_s)
+        key = f"judge_servers.{self.name}.port"
+        await self._begin(HOST, self.config.port, key=key, timeout_s=self.config.startup_timeout_s)
+        self.url = self.control.url
 
     def _command(self, port: int) -> list[str]:
         config = self.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -25,6 +26,7 @@ from agentrl.serving.control import ControlPlane
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
+_PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
 _LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
 
 
@@ -48,6 +50,7 @@ class ServerProcess(ABC):
         self._process: asyncio.subprocess.Process | None = None
         self._control: ControlPlane | None = None
         self._scratch: Path | None = None
+        self._port: ReservedPort | None = None
         self._log_start = 0  # bytes in the log before this start
 
     @property
@@ -77,6 +80,8 @@ class ServerProcess(ABC):
             await end_group(process)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._port is not None:
+            self._port.release()
 
     @abstractmethod
     def _command(self, port: int) -> list[str]:
@@ -90,20 +95,22 @@ class ServerProcess(ABC):
     async def _warm(self, control: ControlPlane) -> None:
         """What is asked of a server that answers before it counts as ready."""
 
-    async def _begin(self, host: str, port: int, *, timeout_s: float) -> None:
-        """Starts the process and returns once it is ready.
+    async def _begin(self, host: str, port: int, *, key: str, timeout_s: float) -> None:
+        """Starts the process on a port (0: any free one) and returns once it is ready.
 
-        Raises `ServingError`, with the cause from the log, when the process dies or `timeout_s` passes.
+        Raises `UserError`, which names the recipe's `key`, for a port that is taken, and `ServingError`, with the cause from the log, when
+        the process dies or `timeout_s` passes.
         """
+        self._port = ReservedPort(host, port, key=key)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
-        self._control = ControlPlane(f"http://{host}:{port}")
+        self._control = ControlPlane(f"http://{host}:{self._port.number}")
         part = hold_part(self._folder)
         try:
             with self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command(port),
+                    *self._command(self._port.number),
                     env={**os.environ, **self._environment(self._scratch)},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
@@ -131,6 +138,40 @@ class ServerProcess(ABC):
                 raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
             await asyncio.sleep(POLL_S)
         await self._warm(control)
+        if process.returncode is not None:  # somebody else answered at its port
+            raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
+
+
+class ReservedPort:
+    """A port that no other server of agentrl on this machine uses, from here to `release`.
+
+    A server takes seconds before it listens, and until then the port looks free to everybody: two runs would start theirs on one port, and
+    the second would take the first one's server for its own. So each holds a name of the port in the abstract namespace of sockets, which
+    is per network namespace, as ports are, and ends with the process that holds it.
+    """
+
+    def __init__(self, host: str, wanted: int, *, key: str) -> None:
+        """`wanted`: 0 for any free one. Raises `UserError`, which names the recipe's `key`, for one that is taken."""
+        for _ in range(_PORT_TRIES):
+            self.number = free_port(host, wanted, key=key)
+            self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                self._name.bind(f"\0agentrl server at port {self.number}")
+                return
+            except OSError as error:
+                self._name.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            if wanted:
+                break
+        raise UserError(
+            f"another run is starting its server on port {self.number}",
+            fix=f"set {key}=0 for any free port, or another number in each run on this machine",
+        )
+
+    def release(self) -> None:
+        """Once the server has ended. Idempotent."""
+        self._name.close()
 
 
 def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None) -> list[str]:

@@ -10,7 +10,7 @@ from agentrl.errors import ServingError, UserError
 from agentrl.recipe import Recipe
 from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
-from agentrl.serving.process import ServerProcess, environment, free_port, launch_command, threads_or_all
+from agentrl.serving.process import ServerProcess, environment, launch_command, threads_or_all
 from agentrl.serving.weights import WeightsInService
 from agentrl.weights.model_folder import check_model_files
 
@@ -48,7 +48,7 @@ class VLLMServer(ServerProcess):
         serving = self.recipe.serving
         self._threads = threads_or_all(serving.threads) if serving_device(self.recipe) == "cpu" else None
         check_model_files(self.model)
-        await self._begin(serving.host, free_port(serving.host, serving.port), timeout_s=serving.startup_timeout_s)
+        await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
 
     async def alive(self) -> bool:
         """Whether process and engine live and the weights are sound. Waits at most 15 s."""

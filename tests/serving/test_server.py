@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import signal
@@ -13,8 +14,9 @@ import pytest
 from agentrl.errors import ServingError, UserError
 from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.serving import VLLMServer, serving_device
+from agentrl.serving import process as processes
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.process import ServerProcess, free_port
+from agentrl.serving.process import ReservedPort, ServerProcess, free_port
 from tests.waiting import until
 
 BASE = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
@@ -49,13 +51,13 @@ SILENT = "import time; print('RuntimeError: it is slow', flush=True); time.sleep
 class Small(ServerProcess):
     """A server that needs no model."""
 
-    def __init__(self, folder: Path, program: str) -> None:
+    def __init__(self, folder: Path, program: str, port: int = 0) -> None:
         super().__init__("the small server", folder=folder, log="small.log", scratch=str(folder))
-        self.program = program
+        self.program, self.wanted = program, port
         self.warmed: list[str] = []
 
     async def start(self, *, timeout_s: float = 60.0) -> None:
-        await self._begin("127.0.0.1", free_port("127.0.0.1", 0), timeout_s=timeout_s)
+        await self._begin("127.0.0.1", self.wanted, key="small.port", timeout_s=timeout_s)
 
     def _command(self, port: int) -> list[str]:
         return [sys.executable, "-c", self.program, str(port), str(self._scratch)]
@@ -88,6 +90,29 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
         with pytest.raises(ServingError, match=said):
             await failed.start(timeout_s=60.0 if program == REFUSES else 1.0)
         assert failed.pid is None and not scratch.exists() and not failed.warmed
+
+
+async def test_two_runs_that_start_at_once_get_two_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is starting does not listen yet, so that its port looks free."""
+    wanted = free_port("127.0.0.1", 0)
+    first = Small(tmp_path, SILENT, port=wanted)
+    starting = asyncio.create_task(first.start())
+    await until(lambda: first.pid is not None)
+    assert free_port("127.0.0.1", wanted) == wanted
+    second = Small(tmp_path / "other", ANSWERS, port=wanted)
+    with pytest.raises(UserError, match=f"another run is starting its server on port {wanted}") as error:
+        await second.start()
+    assert "small.port=0" in error.value.fix and second.pid is None
+    found = iter((wanted, wanted, wanted + 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "free_port", lambda host, port, key: next(found))
+        other = ReservedPort("127.0.0.1", 0, key="k")
+    assert other.number == wanted + 1
+    other.release()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await first.stop()
+    ReservedPort("127.0.0.1", wanted, key="k").release()
 
 
 async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
