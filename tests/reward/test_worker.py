@@ -87,7 +87,7 @@ def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
 @pytest.mark.slow
 async def test_a_process_that_is_full_is_replaced() -> None:
     """What one answer left in memory must not fail the next ones, and with them the sound request."""
-    one = Worker(act, deadline_s=5.0, memory=1 << 30)
+    one = Worker(act, deadline_s=60.0, memory=1 << 30)
     with pytest.raises(Raised, match="MemoryError"):
         await one.ask("hoard")
     assert await one.ask("modest") == 512 << 20
