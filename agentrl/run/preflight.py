@@ -17,7 +17,7 @@ from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.compare.rule import can_look_worse
 from agentrl.contract.together import GroupJudge
-from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.errors import AgentRLError, PluginError, RecipeError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import Withheld, withheld
@@ -73,6 +73,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
+    check_delegation(recipe, root=root)
     judges = declare_judges(recipe, root=root)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     group_judge = open_group_judge(recipe, root=root, folder=folder)
@@ -133,6 +134,15 @@ def check_parts(recipe: Recipe) -> None:
         raise PluginError("\n".join(map(str, wrong)))
     if wrong:
         raise wrong[0]
+
+
+def check_delegation(recipe: Recipe, *, root: Path) -> None:
+    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had."""
+    tools = None if recipe.rollout.delegation is None else recipe.rollout.delegation.tools
+    try:
+        load_tools(tools or (), None, declared(recipe.tools, root))
+    except UserError as error:
+        raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
 
 
 def _try_objective(recipe: Recipe) -> None:

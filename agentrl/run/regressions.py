@@ -36,7 +36,7 @@ from agentrl.run.outcomes import CaseOutcome, Verdict, outcome_of
 from agentrl.run.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
 from agentrl.run.starts import begins_late, check_starts
 from agentrl.run.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
-from agentrl.run.toolsource import declared, pinned
+from agentrl.run.toolsource import declared, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
 
 PHASE = "eval"
@@ -321,7 +321,8 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         stack.callback(capture.close)
         cases = (case.task for suite in given.suites for case in suite.cases)
         words = str if chat is None else chat.defang
-        tools = await pinned(declared(recipe.tools, given.root), cases, sandboxes, every=False, words=words)
+        tasks = with_sub_agents(cases, recipe.rollout.delegation)
+        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False, words=words)
         if chat is not None:
             check_starts(given.suites, chat, tools)
         runner = EpisodeRunner(
@@ -364,7 +365,7 @@ def _parts(given: Prepared) -> tuple[Policy, Agent, ChatFormat | None]:
     rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=chat)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
     return made, agent, chat
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl import parts
-from agentrl.agent import ChatFormat, load_tools
+from agentrl.agent import ChatFormat, delegation, load_tools
 from agentrl.causes import short
 from agentrl.errors import ServingError, UserError
 from agentrl.failure.case import Case, Suite
@@ -26,7 +26,7 @@ from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Tas
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.run.policies import NamedPolicy, Source, make_part
 from agentrl.run.preflight import open_chat
-from agentrl.run.toolsource import declared, pinned
+from agentrl.run.toolsource import declared, pinned, with_sub_agents
 from agentrl.sampling import Sampling
 from agentrl.sandbox import open_sandboxes
 
@@ -171,10 +171,11 @@ async def stage_of(run: Path, tasks: Iterable[Task]) -> AsyncIterator[Stage]:
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat)
+    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
     try:
-        tools = await pinned(declared(recipe.tools, root), tasks, sandboxes, folder=run, every=False, words=chat.defang)
+        users = with_sub_agents(tasks, recipe.rollout.delegation)
+        tools = await pinned(declared(recipe.tools, root), users, sandboxes, folder=run, every=False, words=chat.defang)
         yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
     finally:
         await sandboxes.close()
@@ -217,7 +218,7 @@ def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSourc
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools).values()]
-        if chat.opening(case.task.prompt, schemas) != asked[0]:
+        if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegation.SCHEMA])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:
