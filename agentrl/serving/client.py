@@ -86,7 +86,19 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         "detokenize": False,
     }
-    return {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": cache_salt}
+    return {
+        "request_id": request_id,
+        "token_ids": list(prompt_ids),
+        "sampling_params": sampling,
+        "cache_salt": cache_salt,
+        "priority": priority(len(prompt_ids)),
+    }
+
+
+def priority(tokens: int) -> int:
+    """What the server's scheduler is told: lower comes first. The longest context does: it is the dearest to compute again when the cache
+    is full, and the step waits for its episode longest."""
+    return -tokens
 
 
 def distribution(sampling: Sampling) -> dict[str, Any]:

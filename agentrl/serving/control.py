@@ -6,7 +6,9 @@ The control routes have no authentication; vLLM only offers them with `VLLM_SERV
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Awaitable, Mapping
 from json import dumps, loads
 from typing import Any, Literal
 
@@ -16,9 +18,12 @@ from agentrl.errors import ServingError
 from agentrl.serving.wire import UnsentError, Wire
 
 CONTROL_TIMEOUT_S = 60.0
+METRICS_TIMEOUT_S = 5.0
 _CONNECTIONS = 64
 _GENERATE = "/inference/v1/generate"
 _EXCERPT = 500
+_METRICS_CHARS = 4_000_000
+_METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})? ([0-9.eE+-]{1,32})$", re.MULTILINE)
 
 
 class ControlPlane:
@@ -52,18 +57,21 @@ class ControlPlane:
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The decoded JSON of a 200 answer, None when empty. Raises `ServingError`; `UnsentError` when the request did not arrive."""
+        response = await self._answer(method, path, timeout_s=timeout_s, json=json, params=params, headers=headers)
+        return decoded(response.status_code, response.content, f"{self.url}{path}")
+
+    async def _answer(self, method: str, path: str, *, timeout_s: float, **content: Any) -> httpx.Response:
         if self._http.is_closed:
             raise UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, path, json=json, params=params, headers=headers)
+                return await self._http.request(method, path, **content)
         except TimeoutError:
             raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
         except (httpx.ConnectError, httpx.PoolTimeout) as error:
             raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
         except httpx.HTTPError as error:
             raise ServingError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        return decoded(response.status_code, response.content, f"{self.url}{path}")
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """Whether the server answers and its engine lives."""
@@ -106,12 +114,22 @@ class ControlPlane:
         await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await self.set_version(version)
 
-    async def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+    async def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`; the largest of those that differ in their labels."""
+        response = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
+        if response.status_code != httpx.codes.OK:
+            raise ServingError(f"{self.url}/metrics answered {response.status_code}")
+        return metrics_in(response.text)
+
+    def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
         """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`. Raises as `request` does."""
+        return self._generated(dumps(body, separators=(",", ":")).encode(), timeout_s)  # only bytes are kept while thousands wait
+
+    async def _generated(self, body: bytes, timeout_s: float) -> Any:
         where = f"{self.url}{_GENERATE}"
         try:
             async with asyncio.timeout(timeout_s):
-                status, content = await self._wire.post(_GENERATE, dumps(body, separators=(",", ":")).encode())
+                status, content = await self._wire.post(_GENERATE, body)
         except TimeoutError:
             raise ServingError(f"no answer from {where} within {timeout_s:g} s") from None
         return decoded(status, content, where)
@@ -132,6 +150,16 @@ def decoded(status: int, content: bytes, where: str) -> Any:
         return loads(content)
     except (ValueError, RecursionError) as error:
         raise ServingError(f"{where} did not answer JSON: {_excerpt(content)!r}") from error
+
+
+def metrics_in(text: str) -> dict[str, float]:
+    """What Prometheus' text format holds of vLLM, without histograms. Lines that are none of it are left out."""
+    found: dict[str, float] = {}
+    for name, value in _METRIC.findall(text[:_METRICS_CHARS]):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            found[name] = max(found.get(name, number), number)
+    return found
 
 
 def _excerpt(content: bytes) -> str:
