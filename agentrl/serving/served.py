@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _RESTARTS = 5
 _SWAP_TRIES = 3
 _WATCH_S = 0.5
+_USE_EVERY = 4  # looks of `watch`: a server writes some hundred metrics each time it is asked
 _KV_CACHE_USE = "vllm:kv_cache_usage_perc"
 
 
@@ -174,7 +175,8 @@ class ServedPolicy:
             if self._server is None:
                 continue
             if await self._server.alive():
-                self.cache_use = await _cache_use(self._server, reading)
+                if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
+                    self.cache_use = await _cache_use(self._server, reading)
                 continue
             self.cache_use = None
             self._ready.clear()
