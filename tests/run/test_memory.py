@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent.mcp.servers import NO_TOOLS
 from agentrl.cli import app
 from agentrl.errors import ServingError, StoreError, UserError
 from agentrl.experience import SqliteStore
@@ -164,7 +165,7 @@ async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -
     fenced = [token for turn in turns[1:] for token in turn.prompt_ids]
     assert tokenizer.convert_tokens_to_ids("<tool_call>") not in fenced, "a note's control tokens are broken up"
     trace = Trace(id="e", why=Why.FAILED, task=task, episode=episode)
-    state = await state_before(trace, 2, Stage(agent=TurnLoop(chat=chat), sandboxes=sandboxes, max_model_len=4096))
+    state = await state_before(trace, 2, Stage(agent=TurnLoop(chat=chat), sandboxes=sandboxes, max_model_len=4096, tools=NO_TOOLS))
     assert state is not None and state.memory == episode.memory and state.trajectories[0].turns[0].completion_ids == turns[0].completion_ids
     assert store.version == 1
     on = await runner.run(task, episode_id="case-r0", start=state)  # where there is no memory, its tools are there all the same
