@@ -131,6 +131,22 @@ def check_parts(recipe: Recipe) -> None:
         raise PluginError("\n".join(map(str, wrong)))
     if wrong:
         raise wrong[0]
+    _check_captures(recipe)
+
+
+def _check_captures(recipe: Recipe) -> None:
+    """Raises `UserError` where the recipe asks for states between turns, and its agent says that it has none."""
+    rollout = recipe.rollout
+    wanted = {"rollout.branching": rollout.branching is not None, "rollout.checkpoint_turns": rollout.checkpoint_turns}
+    asked = [key for key, value in wanted.items() if value]
+    if not asked or rollout.agent in parts.AGENT.shipped:
+        return
+    agent = parts.load(parts.AGENT, rollout.agent, rollout.agent_options)
+    if not getattr(getattr(agent, "func", agent), "boundaries", True):
+        raise UserError(
+            f"{asked[0]} does nothing with rollout.agent={rollout.agent}: what that agent keeps between two turns cannot be captured",
+            fix=f"leave {asked[0]} out",
+        )
 
 
 def _try_objective(recipe: Recipe) -> None:
