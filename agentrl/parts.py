@@ -77,7 +77,7 @@ TRACKER = Kind(
 AGENT = Kind(
     key="rollout.agent",
     what="agent",
-    shipped={"turns": "agentrl.agent.turns:TurnLoop"},
+    shipped={"turns": "agentrl.agent.turns:TurnLoop", "delegating": "agentrl.agent.turns:TurnLoop"},
     protocol="agentrl.protocols:Agent",
     given=("*", "chat"),
 )

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from agentrl.learning import AdvantageEstimator as AdvantageEstimator
+from agentrl.learning import Loss as Loss
+from agentrl.learning import LossTokens as LossTokens
 from agentrl.records import (
     Completion,
     Episode,
@@ -32,9 +35,6 @@ from agentrl.records import (
     Turn,
     VersionState,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @runtime_checkable
@@ -204,6 +204,11 @@ class LiveTrajectory(Protocol):
         ...
 
     @property
+    def agent(self) -> str:
+        """Who speaks in it."""
+        ...
+
+    @property
     def parent(self) -> Parent | None:
         """The turn and the call that it comes from."""
         ...
@@ -214,6 +219,11 @@ class LiveTrajectory(Protocol):
     @property
     def stop_reason(self) -> str:
         """Empty while it goes on."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its context, those that `add_prompt` has added included. `LiveEpisode.room` is the most there may be."""
         ...
 
     def limit(self) -> str:
@@ -228,7 +238,7 @@ class LiveTrajectory(Protocol):
         ...
 
     async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The next completion, given all tokens so far. Raises `ServingError`, and `RuntimeError` when `limit` forbids it."""
+        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`."""
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -263,6 +273,7 @@ class LiveEpisode(Protocol):
 
     id: str
     task: Task
+    room: int  # tokens that one trajectory may have: `Limits.episode_tokens`, or what the model takes
     answer: str | None  # what the agent hands in
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
@@ -528,68 +539,3 @@ class Tracker(Protocol):
     def close(self) -> None:
         """The run has ended. Idempotent."""
         return None
-
-
-class AdvantageEstimator(Protocol):
-    """How much better each attempt of a step did than others: a pure function of scores (`objective.advantage`).
-
-    Args:
-        groups: the scores of each group's attempts, after any KL penalty: at least `rollout.min_group_size` finite numbers, which may
-            all be equal. Attempts that do not count, and groups that have too few that do, are left out.
-
-    Returns the same shape: a finite float for each score, in its place. A group whose advantages are all 0 trains nothing; one that
-    holds NaN or an infinity is left out. It runs on every rank of the learner and must give the same on all of them. Options of the
-    recipe (`objective.advantage_options`) are further keyword arguments.
-    """
-
-    def __call__(self, groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]: ...
-
-
-class LossTokens(Protocol):
-    """What a loss is given: the N sampled tokens of a micro-batch, whole sequences. All tensors are float and [N]."""
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """log pi(token) - log pi_old(token); carries the gradient. pi_old is what `objective.proximal` says."""
-        ...
-
-    @property
-    def logprobs(self) -> Tensor:
-        """log pi(token), nats, of the distribution that was sampled from: its temperature, its support; carries the gradient."""
-        ...
-
-    @property
-    def advantages(self) -> Tensor:
-        """Constants."""
-        ...
-
-    @property
-    def sequence(self) -> Tensor:
-        """int64: tokens with the same number are one sequence."""
-        ...
-
-    @property
-    def clip_low(self) -> float: ...
-
-    @property
-    def clip_high(self) -> float: ...
-
-    @property
-    def dual_clip(self) -> float | None: ...
-
-    @property
-    def cap(self) -> float:
-        """Where a ratio that carries the gradient is truncated, `objective.is_cap`; infinite with `objective.correction=none`."""
-        ...
-
-
-class Loss(Protocol):
-    """What each sampled token adds to the objective (`objective.loss`): a surrogate of the policy gradient.
-
-    Returns two tensors [N]: the term to be maximized, differentiable and finite, and a bool that is True where a bound of the loss has
-    cut the gradient off (`clip_fraction`, which limits may judge). Weights for off-policy tokens, KL, entropy and the aggregation
-    over tokens are added by agentrl, so that they work with every loss. Tokens that the policy did not sample are not among the N. N
-    may be 0. Options of the recipe (`objective.loss_options`) are further keyword arguments.
-    """
-
-    def __call__(self, tokens: LossTokens) -> tuple[Tensor, Tensor]: ...

@@ -17,11 +17,16 @@ from agentrl import parts, section
 from agentrl.gating import GateConfig
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
+from agentrl.sections import BranchingConfig as BranchingConfig
 from agentrl.sections import CaptureConfig as CaptureConfig
+from agentrl.sections import CompactionConfig as CompactionConfig
+from agentrl.sections import CriticConfig as CriticConfig
+from agentrl.sections import DelegationConfig as DelegationConfig
 from agentrl.sections import GroupJudging
 from agentrl.sections import JudgeServerConfig as JudgeServerConfig
 from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
+from agentrl.sections import LoraConfig as LoraConfig
 from agentrl.sections import MCPConfig as MCPConfig
 from agentrl.sections import PracticeConfig as PracticeConfig
 from agentrl.sections import ToolBounds as ToolBounds
@@ -106,20 +111,16 @@ class EvalConfig(Section):
         return self
 
 
-class BranchingConfig(Section):
-    """Groups as forests: some attempts run to a turn, and from the state of each, files and context, others go on."""
-
-    turn: int = Field(1, ge=1)
-    """The attempts part after this turn. One that ends before has nothing to part from: attempts of their own fill the group."""
-    branches: int = Field(2, ge=2)
-    """Attempts that go on from one state, the one that came there included; rollout.group_size is a multiple of it."""
-
-
 class RolloutConfig(Section):
     agent: parts.AgentName = "turns"
-    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers."""
+    """What acts in an episode. turns: samples, calls the task's tools, shows their output, until the agent submits or answers.
+    delegating: so too, with a tool that starts sub-agents."""
     agent_options: parts.Options = Field({})
     """Keyword arguments of an agent that is named by reference."""
+    delegation: DelegationConfig | None = None
+    """What the sub-agents of agent=delegating may do; None: the defaults of these keys."""
+    compaction: CompactionConfig | None = None
+    """When an agent that ships goes on from a summary of its own; None: a full context ends the episode. `{}` takes its defaults."""
     group_size: int = Field(8, ge=1)
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
@@ -156,7 +157,19 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _options_act(self) -> RolloutConfig:
         parts.check_options(parts.AGENT, self.agent, self.agent_options)
+        if self.delegation is not None and self.agent != "delegating":
+            raise ValueError(f"delegation does nothing with agent={self.agent}: set agent=delegating")
+        if self.compaction is not None and self.agent not in parts.AGENT.shipped:
+            raise ValueError("compaction does nothing with an agent of your own: hand it on in agent_options")
         return self
+
+    @property
+    def agent_settings(self) -> dict[str, Any]:
+        """Keyword arguments of the agent, beside `chat`."""
+        if self.agent not in parts.AGENT.shipped:
+            return dict(self.agent_options)
+        settings: dict[str, Any] = {} if self.compaction is None else {"compaction": self.compaction}
+        return settings | ({"delegation": self.delegation or DelegationConfig()} if self.agent == "delegating" else {})
 
     _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
 
@@ -235,6 +248,11 @@ class ObjectiveConfig(Section):
     reinforce++-baseline: its group's mean, scaled over the batch. gae: a critic's values, token by token (PPO; needs `critic`)."""
     advantage_options: parts.Options = Field({})
     """Keyword arguments of an estimator that is named by reference."""
+    credit: Literal["episode", "branches", "roles", "verifier", "counterfactual", "siblings"] = "episode"
+    """What each trajectory of an episode is given: the contexts of its sub-agents and summaries, and attempts that branched. episode: the
+    episode's advantage. branches: the same, divided by their number. roles: the episode's score against a baseline of those that have
+    the role. verifier: what a verifier says that it is worth by itself. counterfactual: what the score loses without it, where a verifier
+    says so. siblings: the mean from this turn on against that of the attempts at its branch point (needs rollout.branching)."""
     normalize_std: bool | None = None
     """Divide by the standard deviation, of the group (grpo, rloo) or of the batch (reinforce++, gae). None: as the estimator's paper does,
     which is yes, but for rloo."""
@@ -251,10 +269,10 @@ class ObjectiveConfig(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with a negative advantage stops contributing (loss=clip)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """token_mean: every trained token counts the same. sequence_mean: every sequence does. constant: each token, whatever the batch's
-    tokens: sum / (sequences * constant_length)."""
+    """token_mean: every trained token counts the same. sequence_mean: every rollout does, with all its trajectories. constant: each token,
+    whatever the batch's tokens: sum / (rollouts * constant_length)."""
     constant_length: int | None = Field(None, ge=1)
-    """Tokens that aggregation=constant divides by for each sequence. None: policy.max_model_len."""
+    """Tokens that aggregation=constant divides by for each rollout. None: policy.max_model_len."""
     proximal: Literal["auto", "behaviour", "recompute"] = "auto"
     """What the ratio is taken against. behaviour: the logprobs of sampling. recompute: those of the weights at the start of the step
     (decoupled). auto: recompute when learner.minibatches is above 1."""
@@ -293,6 +311,10 @@ class ObjectiveConfig(Section):
     def _every_key_acts(self) -> ObjectiveConfig:
         parts.check_options(parts.ADVANTAGE, self.advantage, self.advantage_options)
         parts.check_options(parts.LOSS, self.loss, self.loss_options)
+        if self.credit != "episode" and self.advantage == "gae":
+            raise ValueError(f"credit={self.credit} does nothing with advantage=gae, whose critic credits every token: set credit=episode")
+        if self.credit not in ("episode", "branches") and self.advantage not in ("grpo", "rloo"):
+            raise ValueError(f"credit={self.credit} takes its baselines from the group: set advantage=grpo or rloo")
         if self.normalize_std is not None and self.advantage not in parts.ADVANTAGE.shipped and not self.turn_coef:
             raise ValueError(
                 "normalize_std does nothing with an estimator of your own, which scales as it likes: leave it out, or hand it on in"
@@ -317,57 +339,6 @@ class ObjectiveConfig(Section):
         if (self.kl == "none") != (self.kl_coef == 0):
             raise ValueError("kl and kl_coef go together: kl says how the divergence is estimated, kl_coef (above 0) how much it weighs")
         return self
-
-
-class CriticConfig(Section):
-    """The value model of `objective.advantage=gae`, in the learner's processes: docs/objectives.md says which trunk to choose."""
-
-    trunk: Literal["separate", "shared"] = "separate"
-    """separate: a model of its own that starts from the policy's weights. shared: a head on the policy, one forward pass for both."""
-    lr: float = Field(1e-3, gt=0)
-    """Learning rate of its AdamW, at its highest (trunk=shared: of the head); everything else about its optimizer is the learner's."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount from one sampled token to the next; tool output takes no time."""
-    lam: float = Field(1.0, ge=0, le=1)
-    """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
-    value_clip: float | None = Field(0.2, gt=0)
-    """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
-    epochs: int = Field(1, ge=1)
-    """Passes over each step's batch (trunk=separate)."""
-    minibatches: int = Field(1, ge=1)
-    """Optimizer steps of the critic for each of learner.minibatches, in each pass (trunk=separate)."""
-    warmup_steps: int = Field(0, ge=0)
-    """First steps in which only the critic learns; with trunk=shared only its head."""
-    vf_coef: float = Field(0.1, gt=0)
-    """Weight of the value loss beside the policy's (trunk=shared)."""
-    detach: bool = False
-    """The value loss trains the head alone; the trunk learns from the policy's loss only (trunk=shared)."""
-
-    @property
-    def shared(self) -> bool:
-        return self.trunk == "shared"
-
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> CriticConfig:
-        if self.shared and (self.epochs, self.minibatches) != (1, 1):
-            raise ValueError(
-                "epochs and minibatches do nothing with trunk=shared: its value loss is part of the policy's optimizer steps;"
-                " set learner.minibatches"
-            )
-        if not self.shared and (self.detach or self.vf_coef != 0.1):
-            raise ValueError("detach and vf_coef do nothing with trunk=separate, whose critic has an optimizer of its own")
-        return self
-
-
-class LoraConfig(Section):
-    """Low-rank adapters in place of full training: the base weights stay as they are, and a version is the adapter alone."""
-
-    rank: int = Field(16, ge=1)
-    """Rank of each adapted layer's update."""
-    alpha: float = Field(32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] | None = Field(None, min_length=1)
-    """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
 
 
 class LearnerConfig(Section):
@@ -480,6 +451,14 @@ class Recipe(Section):
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
+        if self.objective.credit == "siblings" and self.rollout.branching is None:
+            raise ValueError("objective.credit=siblings compares attempts that branched, and none do: set rollout.branching")
+        compaction, longest = self.rollout.compaction, self.policy.max_model_len
+        if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
+            raise ValueError(
+                "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
+                " must be less than policy.max_model_len"
+            )
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.kernels == "liger" and self.device == "cpu":
@@ -503,11 +482,11 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _restarts_count_tokens(self) -> Recipe:
-        if self.policy.rewritten_context == "restart" and self.objective.aggregation != "token_mean":
+    def _one_way_to_begin_anew(self) -> Recipe:
+        if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
             raise ValueError(
-                f"policy.rewritten_context=restart makes several sequences of an episode, and objective.aggregation="
-                f"{self.objective.aggregation} counts sequences: set objective.aggregation=token_mean"
+                "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
+                " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
             )
         return self
 

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
-from agentrl.sampling import Sampling, Supports
+from agentrl.sampling import SamplingParams as SamplingParams
+from agentrl.sampling import Supports
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
@@ -261,7 +262,8 @@ class Trajectory(Record):
     parent: Parent | None = None  # None: it began with the episode
     prompt: tuple[Message, ...] = ()  # what its agent was told at the start; empty: the task's prompt
     stop_reason: str = (
-        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | restarted | failed; empty: it goes on
+        "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
+        # rejected or restarted, around a restart of the context; empty: it goes on
     )
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns; the turns after them are its own
 
@@ -333,6 +335,17 @@ class Episode(Record):
         return min((s.version for t in self.trajectories for u in t.turns for s in u.versions), default=None)
 
     @property
+    def stop_reason(self) -> str:
+        """Why its first agent ended, in the last of the contexts that it had."""
+        own, reason = {0}, ""  # its trajectories and those of its summaries
+        for index, one in enumerate(self.trajectories):
+            if one.parent is not None and one.parent.call is None and one.parent.trajectory in own:
+                own.add(index)
+            if index in own and one.agent == self.trajectories[0].agent:
+                reason = one.stop_reason
+        return reason
+
+    @property
     def left_out(self) -> bool:
         """True when a task or infrastructure failure keeps this episode out of the loss and of its group's baseline."""
         return any(f.blame is not Blame.POLICY for f in self.failures)
@@ -399,6 +412,8 @@ class Score(Record):
     reason: Text = ""
     turn_rewards: tuple[tuple[float, ...], ...] = ()  # [trajectory][turn] credit for single turns, beside `value`; empty: none is given
     blame: Blame | None = None  # who is to blame that there is no value, where that is known
+    branches: tuple[float | None, ...] = ()  # [trajectory] what each is worth by itself; None: it was not judged; empty: none was
+    without: tuple[float | None, ...] = ()  # [trajectory] what `value` would be without it; None: unknown; empty: all are
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -423,6 +438,8 @@ class ScoredEpisode(Record):
         rewards = tuple(len(some) for some in self.score.turn_rewards)
         if rewards and rewards != turns:
             raise ValueError(f"episode {self.episode.id}: turn rewards for {rewards} turns, but its trajectories have {turns}")
+        if {len(self.score.branches), len(self.score.without)} - {0, len(turns)}:
+            raise ValueError(f"episode {self.episode.id}: Score.branches or without do not fit its {len(turns)} trajectories")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -461,6 +478,7 @@ class Sample(Record):
     advantages: tuple[float, ...] = ()  # [T] 0.0 where masked
     rewards: tuple[float, ...] = ()  # [T] what the episode earned at that token, 0.0 where masked
     supports: Supports | None = None  # [T] those of masked tokens are the whole vocabulary; None: all are
+    rollout_tokens: int | None = None  # trained tokens of all samples of its episode; None: it is the only one
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -524,14 +542,6 @@ class ExecResult(Record):
     @property
     def ok(self) -> bool:
         return self.exit_code == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(Sampling):
-    """How to sample one completion. Logprobs are always returned, of the distribution that was sampled from."""
-
-    max_tokens: int
-    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

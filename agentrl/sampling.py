@@ -128,3 +128,11 @@ def _packed(code: str, numbers: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(Sampling):
+    """How to sample one completion. Logprobs are always returned, of the distribution that was sampled from."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()

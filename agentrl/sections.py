@@ -1,6 +1,5 @@
-"""Sections of a recipe that say nothing of the others: `capture`, `tasks.practice`, `judge_servers`, `learner.limits`, `tools`.
-
-`agentrl.recipe` hands them on.
+"""Sections of a recipe that say nothing of the others; `agentrl.recipe` hands them on: `capture`, `critic`, `judge_servers`, `tools`,
+`tasks.practice`, `rollout.branching`, `rollout.delegation`, `rollout.compaction`, `learner.limits`, `learner.lora`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,118 @@ class PracticeConfig(Section):
     """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
     """Share of the groups that practise; the others have tasks of the family."""
+
+
+class BranchingConfig(Section):
+    """Groups as forests: some attempts run to a turn, and from the state of each, files and context, others go on."""
+
+    turn: int = Field(1, ge=1)
+    """The attempts part after this turn. One that ends before has nothing to part from: attempts of their own fill the group."""
+    branches: int = Field(2, ge=2)
+    """Attempts that go on from one state, the one that came there included; rollout.group_size is a multiple of it."""
+
+
+class DelegationConfig(Section):
+    """What sub-agents may be started by `rollout.agent=delegating`, and what each of them has. docs/agents.md says how they work."""
+
+    depth: int = Field(1, ge=1, le=8)
+    """How far down sub-agents may be started: with 1 only the main agent has the tool, with 2 its sub-agents have it too."""
+    width: int = Field(4, ge=1, le=64)
+    """Sub-agents that one turn may start side by side."""
+    total: int = Field(16, ge=1, le=1024)
+    """Sub-agents in one episode, at every depth together."""
+    turns: int = Field(4, ge=1)
+    """Turns of one sub-agent. They count in the task's `Limits.turns`, too, which is of all agents together."""
+    tokens: int | None = Field(None, ge=1)
+    """Tokens that one sub-agent may sample; None: what its turns allow."""
+    tools: tuple[str, ...] | None = None
+    """Tools of the sub-agents, by the names that tasks use; None: those of the task. With `submit` among them they hand in their answer
+    to the agent that called, else their last message is it."""
+    instruction: str = ""
+    """System message of the sub-agents; empty: none."""
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> DelegationConfig:
+        if self.total < self.width:
+            raise ValueError(f"width does nothing above total: no turn can start {self.width} sub-agents when an episode has {self.total}")
+        return self
+
+
+class CompactionConfig(Section):
+    """When the context of an agent begins anew, from a summary that it writes itself. docs/agents.md says how that works."""
+
+    share: float = Field(0.75, gt=0, lt=1)
+    """Share of its room from which on an agent is asked for a summary: of policy.max_model_len, or of the task's Limits.episode_tokens
+    where that is less. It is asked between two turns, when the tools have answered."""
+    tokens: int | None = Field(None, ge=1)
+    """Tokens of the context from which on it is asked, in place of the share."""
+    summary_tokens: int = Field(256, ge=1)
+    """Most tokens of a summary; one that is cut off there is rejected, as is an empty one and one with a tool call."""
+    attempts: int = Field(2, ge=1, le=16)
+    """Attempts at a summary, each from the same place, before the agent ends with token_limit. Each is a turn of the task's limits."""
+    request: str = Field(
+        "The room for this conversation is nearly used up. Answer with a summary of what you know and what is left to do, without a tool"
+        " call. You go on with that summary alone.",
+        min_length=1,
+    )
+    """What the agent reads after the last tool output."""
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> CompactionConfig:
+        if self.tokens is not None and self.share != 0.75:
+            raise ValueError("share does nothing beside tokens: leave one of them out")
+        return self
+
+
+class CriticConfig(Section):
+    """The value model of `objective.advantage=gae`, in the learner's processes: docs/objectives.md says which trunk to choose."""
+
+    trunk: Literal["separate", "shared"] = "separate"
+    """separate: a model of its own that starts from the policy's weights. shared: a head on the policy, one forward pass for both."""
+    lr: float = Field(1e-3, gt=0)
+    """Learning rate of its AdamW, at its highest (trunk=shared: of the head); everything else about its optimizer is the learner's."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount from one sampled token to the next; tool output takes no time."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each step's batch (trunk=separate)."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of the critic for each of learner.minibatches, in each pass (trunk=separate)."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which only the critic learns; with trunk=shared only its head."""
+    vf_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss beside the policy's (trunk=shared)."""
+    detach: bool = False
+    """The value loss trains the head alone; the trunk learns from the policy's loss only (trunk=shared)."""
+
+    @property
+    def shared(self) -> bool:
+        return self.trunk == "shared"
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> CriticConfig:
+        if self.shared and (self.epochs, self.minibatches) != (1, 1):
+            raise ValueError(
+                "epochs and minibatches do nothing with trunk=shared: its value loss is part of the policy's optimizer steps;"
+                " set learner.minibatches"
+            )
+        if not self.shared and (self.detach or self.vf_coef != 0.1):
+            raise ValueError("detach and vf_coef do nothing with trunk=separate, whose critic has an optimizer of its own")
+        return self
+
+
+class LoraConfig(Section):
+    """Low-rank adapters in place of full training: the base weights stay as they are, and a version is the adapter alone."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each adapted layer's update."""
+    alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] | None = Field(None, min_length=1)
+    """Names of the linear layers that are adapted, e.g. `["q_proj", "v_proj"]`; None: every one but the output head."""
 
 
 class GroupJudging(Section):

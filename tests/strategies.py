@@ -129,8 +129,10 @@ def _completion(held: Held) -> Held:
 
 def _scored(held: Held) -> Held:
     turns = tuple(len(trajectory.turns) for trajectory in held["episode"].trajectories)
-    rewards = tuple((0.5,) * count for count in turns) if held["score"].turn_rewards else ()
-    return held | {"score": dataclasses.replace(held["score"], turn_rewards=rewards)}
+    score = held["score"]
+    rewards = tuple((0.5,) * count for count in turns) if score.turn_rewards else ()
+    branches, without = score.branches * len(turns), score.without * len(turns)  # of one value each, or of none
+    return held | {"score": dataclasses.replace(score, turn_rewards=rewards, branches=branches, without=without)}
 
 
 def _score(held: Held) -> Held:
@@ -187,7 +189,10 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "trajectories": st.tuples(st.deferred(lambda: records(nouns.Trajectory).filter(lambda one: one.turns))),
         "prompt_ids": st.tuples(st.just((7,))),
     },
-    "Score": {"turn_rewards": st.lists(st.just((0.25, -0.0)), max_size=1).map(tuple)},
+    "Score": {
+        "turn_rewards": st.lists(st.just((0.25, -0.0)), max_size=1).map(tuple),
+        **{name: st.lists(st.none() | of(float), max_size=1).map(tuple) for name in ("branches", "without")},
+    },
     "Sample": {
         **{name: _rows for name in ("logprobs", "advantages", "rewards")},
         "loss_mask": st.just((False, True)),

@@ -69,6 +69,8 @@ def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacemen
         (lambda: Score(value=10**400), "Score.value: must be a number"),
         (lambda: Score(value=1.0, parts={"a": float("nan")}), "Score.parts: is NaN"),
         (lambda: Score(value=1.0, turn_rewards=((float("nan"),),)), "turn_rewards holds NaN"),
+        (lambda: Score(value=1.0, branches=(1.0, float("nan"))), "Score.branches: is NaN"),
+        (lambda: Score(value=1.0, without=(None, float("nan"))), "Score.without: is NaN"),
         (lambda: Score(value=1.0, evidence=None), "Score.evidence: must be text, got NoneType"),
         (lambda: call(float("nan")), "ToolCall.arguments: 'x': nan is not a JSON number"),
         (lambda: call({"y": {"\ud800": 1}}), r"ToolCall.arguments: 'x': 'y': '\\ud800': .* surrogate"),

@@ -18,8 +18,8 @@ RESTARTED = "restarted"
 
 
 def current(episode: LiveEpisode) -> LiveTrajectory:
-    """The line of turns that an agent without sub-agents goes on with, of a state too."""
-    return next(line for line in reversed(episode.trajectories) if line.stop_reason != RESTARTED)
+    """The line of turns that the main agent goes on with, of a state too: no sub-agent is at work there."""
+    return next(line for line in reversed(episode.trajectories) if not line.stop_reason)
 
 
 def go_on(

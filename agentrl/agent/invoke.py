@@ -8,7 +8,7 @@ infrastructure, also when a tool hides them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -40,16 +40,27 @@ class Called:
     sandbox_lost: bool = False
 
 
-async def call_tool(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits, *, turn: int) -> Called:
+async def call_tool(
+    tool: Tool,
+    arguments: Mapping[str, Any],
+    sandbox: Sandbox | None,
+    limits: Limits,
+    *,
+    turn: int,
+    on_lost: Callable[[], None] = lambda: None,
+) -> Called:
     """Calls a tool with a deadline: `limits.tool_timeout_s`, `SANDBOX_MARGIN_S` more for one that uses the sandbox, and what a server
     may take to be started (`opening_s`). What the tool has of bounds takes the place of these limits.
+
+    Args:
+        on_lost: told at once when the call makes the sandbox useless, before others that wait for the sandbox fail.
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool says that something else did.
         TaskError, PluginError: the tool says that the task is wrong.
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
-    watched = None if sandbox is None else _Watched(sandbox)
+    watched = None if sandbox is None else _Watched(sandbox, on_lost)
     limits = bounds_of(tool).over(limits)
     margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
@@ -105,14 +116,16 @@ class _Watched(ForwardingSandbox):
     """The episode's sandbox as a tool has it. Remembers what a tool may hide: that the sandbox failed, and that a call to it was cut
     short by the tool's deadline or its own, after which a sandbox does not answer any more."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, on_lost: Callable[[], None]) -> None:
         super().__init__(sandbox)
+        self._on_lost = on_lost
         self.error: BaseException | None = None
         self.lost = False
 
     async def close(self) -> None:
         """Ends the episode's sandbox, and with it the episode."""
         self.lost = True
+        self._on_lost()
         await self._sandbox.close()
 
     async def _through(self, operation: Awaitable[T]) -> T:
@@ -124,6 +137,8 @@ class _Watched(ForwardingSandbox):
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and usercode.cancellations() > since:
                 self.lost = self.lost or self.error is None
+                if self.lost:
+                    self._on_lost()
             elif not self.lost:
                 self.error = self.error or error
             raise

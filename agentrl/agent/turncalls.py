@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from agentrl.agent.invoke import Called, call_tool
 from agentrl.agent.toolbox import Toolbox
 from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
+from agentrl.errors import InfrastructureError
 from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode
 from agentrl.records import ToolCall, ToolResult
@@ -19,23 +20,27 @@ from agentrl.records import ToolCall, ToolResult
 T = TypeVar("T")
 
 
-async def call_all(episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
-    """Runs the calls of one turn, up to a submitted answer (`episode.answer`) or a lost sandbox.
+async def call_all(
+    episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], *, spent: Counter[str], also: Sequence[str] = ()
+) -> tuple[tuple[ToolResult, ...], str | None]:
+    """Runs calls of one turn, up to a submitted answer or a lost sandbox: what they gave, and the answer.
 
     Neighbours whose tools say that they may run together do; every other call runs alone, after those before it.
+
+    Args:
+        spent: calls of the episode so far, as `calls_made` gives them; these are added before any of them runs.
+        also: names of tools that are no part of the toolbox, for an agent that names one that there is not.
 
     Raises what `call_tool` raises; of several that run together, the first in their order.
     """
     results: list[ToolResult] = []
-    spent = calls_made(episode)
     for batch in _batches(tools, calls):
-        due = [_refused(tools, call, spent) for call in batch]
+        due = [_refused(tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, due), strict=True):
             results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
-                episode.answer = outcome.answer
-                return tuple(results)
-    return tuple(results)
+                return tuple(results), outcome.answer
+    return tuple(results), None
 
 
 async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: Counter[str]) -> ToolOutcome:
@@ -67,7 +72,14 @@ async def _run(
         tool, started = tools[call.name], time.monotonic()
         arguments = json_object(call.arguments)  # the tool's own copy: what is recorded is what the agent wrote
         given = sandbox if tool.needs_sandbox else None
-        called = await call_tool(tool, arguments, given, episode.task.limits, turn=episode.turn_count)
+        limits, turn = episode.task.limits, episode.turn_count
+        try:
+            called = await call_tool(tool, arguments, given, limits, turn=turn, on_lost=lambda: _lose(episode))
+        except InfrastructureError:
+            if given is None or not episode.sandbox_lost:
+                raise
+            told = ToolOutcome(output="error: the sandbox is gone: another agent's call to it was cut short", ok=False)
+            called = Called(outcome=told, sandbox_lost=True)  # that call is on record as the policy's fault
         return called, time.monotonic() - started
 
     if not made:
@@ -85,6 +97,10 @@ async def _run(
         episode.sandbox_lost = episode.sandbox_lost or called.sandbox_lost
         outcomes.append((called.outcome, wall_s))
     return outcomes
+
+
+def _lose(episode: LiveEpisode) -> None:
+    episode.sandbox_lost = True
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -107,11 +123,11 @@ def calls_made(episode: LiveEpisode) -> Counter[str]:
     return Counter(result.name for turn in turns for result in turn.tool_results)
 
 
-def _refused(tools: Toolbox, call: ToolCall, spent: Counter[str]) -> ToolOutcome | None:
+def _refused(tools: Toolbox, call: ToolCall, spent: Counter[str], also: Sequence[str] = ()) -> ToolOutcome | None:
     """What a call is answered that is not made; None for one that is. It is counted either way."""
     tool = tools.get(call.name)
     if tool is None:
-        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join(tools)}", ok=False)
+        return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *also])}", ok=False)
     spent[call.name[:64]] += 1
     most = bounds_of(tool).calls
     if most is None or spent[call.name[:64]] <= most:

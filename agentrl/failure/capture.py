@@ -51,10 +51,10 @@ def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: 
         return None
     if passed_before:
         return Why.REGRESSED
-    reasons = {one.stop_reason for one in scored.episode.trajectories}
-    if reasons & set(_TIMEOUTS):
+    reason = scored.episode.stop_reason
+    if reason in _TIMEOUTS:
         return Why.TIMEOUT
-    return Why.LIMIT if reasons & set(_LIMITS) else Why.FAILED
+    return Why.LIMIT if reason in _LIMITS else Why.FAILED
 
 
 class Capture:

@@ -128,7 +128,7 @@ def _of_episode(trace: Trace, episode: Episode) -> View:
         told=clip("\n".join(message.content for message in task.prompt[:-1])),
         offered=None if any(":" in name for name in task.tools) else {name: {} for name in task.tools},
         files=bool(task.files or task.binary_files),
-        stop_reason=_ended(episode.trajectories),
+        stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else clip(episode.answer),
         truth=clip(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None,
         tolerance=float(tolerance) if isinstance(tolerance, int | float) and not isinstance(tolerance, bool) else 0.0,
@@ -178,16 +178,6 @@ def _call(call: ToolCall, output: str, ok: bool | None) -> Call:
     except (TypeError, ValueError, RecursionError):  # no record of ours
         text = "(arguments that are no JSON)"
     return Call(tool=call.name[:256], arguments=call.arguments, shown=clip(text), same=hash((call.name, text)), output=clip(output), ok=ok)
-
-
-def _ended(trajectories: Sequence[Trajectory]) -> str:
-    """Why the main agent ended, in the last of the contexts that it had."""
-    last, reason = 0, ""
-    for index, one in enumerate(trajectories):
-        parent = one.parent
-        if index == 0 or (parent is not None and parent.trajectory == last and parent.call is None):
-            last, reason = index, one.stop_reason
-    return reason
 
 
 def _of_words(trace: Trace) -> View:

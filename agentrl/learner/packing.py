@@ -89,6 +89,7 @@ class MicroBatch:
     rewards: Tensor  # [N] float32, NaN where a sample has advantages
     versions: Tensor  # [N] int64 policy version that sampled the token
     sequence: Tensor  # [N] int64 global number of the sample that each trained token belongs to
+    rollout_tokens: Tensor  # [N] int64 trained tokens of all samples of the token's episode
 
 
 def micro_batch(
@@ -105,13 +106,16 @@ def micro_batch(
     rewards: list[float] = []
     versions: list[int] = []
     sequence: list[int] = []
+    rollout_tokens: list[int] = []
     for number, row in enumerate(rows):
         behaviour += (value for value, trained in zip(row.logprobs, row.loss_mask, strict=True) if trained)
         unknown = (math.nan,) * len(row.token_ids)
         advantages += (value for value, trained in zip(row.advantages or unknown, row.loss_mask, strict=True) if trained)
         rewards += (value for value, trained in zip(row.rewards or unknown, row.loss_mask, strict=True) if trained)
         versions += (value for value, trained in zip(row.versions, row.loss_mask, strict=True) if trained)
-        sequence += [number if numbers is None else numbers[number]] * sum(row.loss_mask)
+        trained = sum(row.loss_mask)
+        sequence += [number if numbers is None else numbers[number]] * trained
+        rollout_tokens += [trained if row.rollout_tokens is None else row.rollout_tokens] * trained
     positions, targets, expand, supports = _predictions(rows, forest)
     token_ids, stretch = torch.from_numpy(forest.token_ids), None
     if team is not None:
@@ -130,6 +134,7 @@ def micro_batch(
         rewards=torch.tensor(rewards, dtype=torch.float32, device=device),
         versions=torch.tensor(versions, dtype=torch.long, device=device),
         sequence=torch.tensor(sequence, dtype=torch.long, device=device),
+        rollout_tokens=torch.tensor(rollout_tokens, dtype=torch.long, device=device),
     )
 
 

@@ -209,6 +209,7 @@ class Updater:
                 reference=one.reference,
                 same=None if changed and one.proximal is None else one.batch.versions == part.step,
                 entropy=entropy,
+                rollout_tokens=one.batch.rollout_tokens,
             )
             result = policy_loss(tokens, self._objective, denominator=total_weight, surrogate=self._loss)
             value, weight = self._value_loss(one, values)

@@ -2,14 +2,16 @@
 
     loss = sum_t c_t l_t / D
 
-The weight c_t depends only on the token's own sequence, and D is known before the first micro-batch, so micro-batches and ranks add
-up to exactly the loss of one big batch. A sequence is never split over micro-batches.
+The weight c_t depends only on the token's own rollout, whose trained tokens each of its samples tells, and D is known before the first
+micro-batch, so micro-batches and ranks add up to exactly the loss of one big batch.
 
 | aggregation | c_t | D | |
 | --- | --- | --- | --- |
 | token_mean | 1 | trained tokens | every token counts the same: DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8 |
-| sequence_mean | 1 / tokens of the sequence | sequences | every sequence counts the same: GRPO, arXiv:2402.03300, eq. 3 |
-| constant | 1 | sequences * length | no length bias in either direction: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783 |
+| sequence_mean | 1 / tokens of the rollout | rollouts | every rollout counts the same: GRPO, arXiv:2402.03300, eq. 3 |
+| constant | 1 | rollouts * length | no length bias in either direction: Dr. GRPO, Liu et al. 2025, arXiv:2503.20783 |
+
+A rollout is an attempt at a task with all its trajectories. In the papers it is a single sequence, hence the names.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ def sum_segments(values: Tensor, index: Tensor, count: int) -> Tensor:
     return added
 
 
-def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """c_t, [N]."""
+def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dtype, *, rollout_tokens: Tensor | None = None) -> Tensor:
+    """c_t, [N]. `rollout_tokens`: trained tokens of each token's rollout, [N]; None: every sequence is a rollout."""
     if aggregation == "sequence_mean":
-        return segments.tokens[segments.index].to(dtype).reciprocal()
+        return (segments.tokens[segments.index] if rollout_tokens is None else rollout_tokens).to(dtype).reciprocal()
     return torch.ones_like(segments.index, dtype=dtype)
 
 
@@ -72,8 +74,7 @@ def denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: 
 
     0.0 for a batch without a trained token, for which no step is made.
     """
-    counts = [sum(sample.loss_mask) for sample in samples]
-    sequences = sum(count > 0 for count in counts)
     if aggregation == "token_mean":
-        return float(sum(counts))
-    return float(sequences if aggregation == "sequence_mean" else sequences * length)
+        return float(sum(sum(sample.loss_mask) for sample in samples))
+    rollouts = len({(sample.group_index, sample.episode_id) for sample in samples if any(sample.loss_mask)})
+    return float(rollouts if aggregation == "sequence_mean" else rollouts * length)

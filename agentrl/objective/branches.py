@@ -35,7 +35,8 @@ from statistics import fmean
 
 from agentrl.records import Trajectory
 
-_Key = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
+Key = tuple[str, int, int, tuple[int, ...], tuple[float, ...]]
+"""What identifies a sampled turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +59,14 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     """
     if not any(line.trajectory.inherited for line in lines):
         return list(lines)
-    credits: dict[_Key, list[float]] = {}
+    credits: dict[Key, list[float]] = {}
     for line in lines:
         for number, value in enumerate(line.credit):
-            credits.setdefault(_key(line, number), []).append(value)
-    trained: set[_Key] = set()
+            credits.setdefault(turn_key(line.episode_id, line.number, line.trajectory, number), []).append(value)
+    trained: set[Key] = set()
     kept = []
     for line in lines:
-        keys = [_key(line, number) for number in range(len(line.credit))]
+        keys = [turn_key(line.episode_id, line.number, line.trajectory, number) for number in range(len(line.credit))]
         trains = [key not in trained for key in keys]
         trained.update(keys)
         credit = [fmean(credits[key]) for key in keys] if mean else line.credit
@@ -74,11 +75,12 @@ def trained_once(lines: Sequence[Line], *, mean: bool) -> list[Line]:
     return kept
 
 
-def _key(line: Line, number: int) -> _Key:
-    """Identifies a sampled turn by the episode that sampled it and by its tokens, since an id may have been started twice.
+def turn_key(episode_id: str, place: int, trajectory: Trajectory, number: int) -> Key:
+    """Identifies turn `number` of the trajectory at `place` by the episode that sampled it and by its tokens, since an id may have been
+    started twice.
 
     Tokens alone do not suffice: attempts of a confident policy agree without sharing turns.
     """
-    inherited, turn = line.trajectory.inherited, line.trajectory.turns[number]
-    sampled_by = inherited[number] if number < len(inherited) else line.episode_id
-    return sampled_by, line.number, number, turn.completion_ids, turn.logprobs
+    inherited, turn = trajectory.inherited, trajectory.turns[number]
+    sampled_by = inherited[number] if number < len(inherited) else episode_id
+    return sampled_by, place, number, turn.completion_ids, turn.logprobs

@@ -30,6 +30,7 @@ class TrainedTokens:
     reference: Tensor | None = None  # of the reference policy, where there is a KL term
     same: Tensor | None = None  # bool: sampled by the weights at the start of the step; None: unknown
     entropy: Tensor | None = None  # of the policy being trained, nats; carries a gradient where there is an entropy bonus
+    rollout_tokens: Tensor | None = None  # trained tokens of the token's rollout; None: every sequence is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ def policy_loss(tokens: TrainedTokens, objective: ObjectiveConfig, *, denominato
     )
     gain, clipped = losses.checked((surrogate or loss_of(objective))(given), given, objective.loss)
     per_token = -(weight * gain) + _penalty(tokens, objective)
-    loss = (token_weights(objective.aggregation, segments, dtype) * per_token).sum() / denominator
+    counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
+    loss = (counts * per_token).sum() / denominator
     with torch.no_grad():
         side = segments.mean(gap) if objective.loss == "gspo" else gap  # log of the ratio that is clipped and capped
         if objective.caps_ratio:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
 from agentrl.objective.branches import Line, trained_once
+from agentrl.objective.credit import Rollout, branch_credit, penalized
 from agentrl.objective.staleness import staleness_weight
 from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, Recipe
@@ -41,19 +42,17 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
         penalties: subtracted from the score of the episode with that id; see `counted_samples`.
 
     Raises:
-        RecipeError: `objective.turn_coef` needs turn rewards, and an episode's score has none; or `objective.aggregation` counts
-            sequences, and an episode has several.
+        RecipeError: `objective.turn_coef` or `objective.credit` needs what an episode's score does not say.
     """
-    _refuse_cut_rollouts(groups, recipe.objective)
     dropped = {group.index: reason for group in groups if (reason := _unfit(group, recipe.policy.max_model_len))}
     fit = [group for group in groups if group.index not in dropped]
     samples: list[Sample] = []
     advantages = batch_advantages(fit, recipe.objective, min_group_size=recipe.rollout.min_group_size, penalties=penalties)
     for group, found in zip(fit, advantages, strict=True):
-        made, reason = _group_samples(group, found, recipe.objective, step)
+        made, reason = _group_samples(group, found, recipe.objective, step, penalties or {})
         if not all(abs(value) <= _LARGEST for sample in made for value in (*sample.advantages, *sample.rewards)):
             made, reason = [], "non_finite_advantage"
-        samples.extend(made)
+        samples.extend(_counted(made))
         if reason:
             dropped[group.index] = reason
     batch = Batch(
@@ -80,18 +79,6 @@ def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> t
     )
 
 
-def _refuse_cut_rollouts(groups: Sequence[Group], objective: ObjectiveConfig) -> None:
-    """An episode of several trajectories would weigh more than one of a single one where sequences are what is counted."""
-    if objective.aggregation == "token_mean":
-        return
-    for scored in (scored for group in groups for scored in group.scored):
-        if sum(any(turn.completion_ids for turn in trajectory.turns) for trajectory in scored.episode.trajectories) > 1:
-            raise RecipeError(
-                f"objective.aggregation={objective.aggregation} counts sequences, and episode {scored.episode.id} has several trajectories",
-                fix="set objective.aggregation=token_mean, which counts tokens",
-            )
-
-
 def _unfit(group: Group, longest: int | None) -> str:
     """Why none of the group's tokens can be trained, whatever its scores; empty when they can."""
     if group.fault is not None:
@@ -105,31 +92,50 @@ def _unfit(group: Group, longest: int | None) -> str:
     return "" if not group.scored or any(turn.completion_ids for turn in turns) else "no_sampled_token"
 
 
-def _group_samples(group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int) -> tuple[list[Sample], str]:
-    """Samples of a group, or the reason why it has none. Turn rewards can make a group with equal scores useful."""
-    turns = _turn_parts(group, objective) if not estimate.dropped or estimate.dropped == "all_equal" else {}
-    if not estimate.useful and not any(value for lines in turns.values() for line in lines for value in line):
+def _counted(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of one group, each with the trained tokens of its rollout where that has several."""
+    tokens: dict[str, list[int]] = {}
+    for sample in samples:
+        tokens.setdefault(sample.episode_id, []).append(sum(sample.loss_mask))
+    return [
+        replace(sample, rollout_tokens=sum(tokens[sample.episode_id])) if len(tokens[sample.episode_id]) > 1 else sample
+        for sample in samples
+    ]
+
+
+def _group_samples(
+    group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, step: int, penalties: Mapping[str, float]
+) -> tuple[list[Sample], str]:
+    """Samples of a group, or the reason why it has none. Credit for turns or branches can make a group with equal scores useful."""
+    if estimate.dropped and estimate.dropped != "all_equal":
         return [], estimate.dropped
+    turns = _turn_parts(group, objective)
+    rollouts = [
+        Rollout(scored=scored, score=penalized(scored, penalties), advantage=value or 0.0)
+        for scored, value in zip(group.episodes, estimate.values, strict=True)
+        if not scored.episode.left_out and scored.score.value is not None
+    ]
+    given = {} if objective.advantage == "gae" else branch_credit(rollouts, objective)
+    credits = [value for made in (turns, given) for one in made.values() for line in one for value in line]
+    if objective.advantage != "gae" and not any(credits):
+        return [], "all_equal"
     lines = []
-    for scored, value in zip(group.episodes, estimate.values, strict=True):
-        if scored.episode.left_out or scored.score.value is None:
-            continue
-        for number, trajectory in enumerate(scored.episode.trajectories):
+    for one in rollouts:
+        name = one.scored.episode.id
+        for number, trajectory in enumerate(one.lines):
             if any(turn.completion_ids for turn in trajectory.turns):
-                credit = turns[scored.episode.id][number] if turns else [0.0] * len(trajectory.turns)
-                credit = _credit(trajectory, value or 0.0, credit, objective)
-                lines.append(Line(episode_id=scored.episode.id, number=number, trajectory=trajectory, credit=credit))
+                parts = [objective.turn_coef * part for part in turns[name][number]] if turns else [0.0] * len(trajectory.turns)
+                whole = given[name][number] if given else _at_the_end(trajectory, one.advantage)
+                credit = [value + part for value, part in zip(whole, parts, strict=True)]
+                lines.append(Line(episode_id=name, number=number, trajectory=trajectory, credit=credit))
     samples = [_credited(line, group.index, objective, step) for line in trained_once(lines, mean=objective.advantage != "gae")]
     return samples, "" if samples else "no_sampled_token"
 
 
-def _credit(trajectory: Trajectory, value: float, credit: Sequence[float], objective: ObjectiveConfig) -> list[float]:
-    """The credit of each turn: an advantage, or a reward from which a critic computes advantages."""
-    parts = [objective.turn_coef * part for part in credit]
-    if objective.advantage != "gae":
-        return [value + part for part in parts]
-    parts[max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)] += value
-    return parts
+def _at_the_end(trajectory: Trajectory, score: float) -> list[float]:
+    """What a critic learns from: the score as the reward of the last turn with a sampled token."""
+    last = max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)
+    return [score if number == last else 0.0 for number in range(len(trajectory.turns))]
 
 
 def _credited(line: Line, group_index: int, objective: ObjectiveConfig, step: int) -> Sample:

@@ -94,13 +94,14 @@ def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:
     differing = [
         (name, one, other)
         for name, one, other in pairs
-        if (one.value, one.parts, one.turn_rewards) != (other.value, other.parts, other.turn_rewards)
+        if (one.value, one.parts, one.turn_rewards, one.branches, one.without)
+        != (other.value, other.parts, other.turn_rewards, other.branches, other.without)
     ]
     if not differing:
         return []
     name, one, other = differing[0]
     parts = [part for part in {**one.parts, **other.parts} if one.parts.get(part) != other.parts.get(part)]
-    where = f"{_shown(one)} and {_shown(other)}" if one.value != other.value else f"other {examples(parts) or 'turn rewards'}"
+    where = f"{_shown(one)} and {_shown(other)}" if one.value != other.value else f"other {examples(parts) or 'turns or branches'}"
     what = f"{plural(len(differing), 'task')} of {len(pairs)} score differently the second time: {name} {where}"
     return [Finding(severity="failure", what=what, tasks=tuple(name for name, _, _ in differing))]
 

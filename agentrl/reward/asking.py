@@ -75,6 +75,7 @@ def checked(given: object, turns: Sequence[int], *, bounds: tuple[float, float] 
     if not isinstance(given, Score):
         raise NotAScore(f"{type(given).__name__}, not a Score")
     numbers = (given.value or 0.0, *given.parts.values(), *(turn for line in given.turn_rewards for turn in line))
+    numbers += tuple(said for said in (*given.branches, *given.without) if said is not None)
     if (odd := next((number for number in numbers if not math.isfinite(number)), None)) is not None:
         raise NotAScore(f"{odd} for a number")
     if bounds is not None and given.value is not None and not bounds[0] <= given.value <= bounds[1]:
@@ -83,6 +84,8 @@ def checked(given: object, turns: Sequence[int], *, bounds: tuple[float, float] 
         raise NotAScore(f"{len(given.parts)} parts, at most {MAX_PARTS} are kept")
     if given.turn_rewards and [len(line) for line in given.turn_rewards] != list(turns):
         raise NotAScore(f"turn rewards that do not fit the episode's turns {list(turns)}")
+    if {len(given.branches), len(given.without)} - {0, len(turns)}:
+        raise NotAScore(f"branches or without that do not fit the episode's {len(turns)} trajectories")
     return replace(given, evidence=given.evidence[:MAX_EVIDENCE], reason=given.reason[:2000])
 
 

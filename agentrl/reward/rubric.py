@@ -26,6 +26,7 @@ from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
+from agentrl.reward.branches import with_branches
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""
@@ -139,8 +140,10 @@ class Rubric:
                 value = most
                 notes.append(f"capped at {most:g}, because {name} is {given[name]:g}")
         parts = _named(scores) | {f"{name}/unscored": 1.0 for name in lacking}
-        turns = _weighted_turns({name: scores[name] for name in weights}, {name: weight / whole for name, weight in weights.items()})
-        return Score(value=min(max(value, 0.0), 1.0), parts=parts, evidence=_evidence(scores, *notes), turn_rewards=turns)
+        counted, shares = {name: scores[name] for name in weights}, {name: weight / whole for name, weight in weights.items()}
+        turns = _weighted_turns(counted, shares)
+        made = Score(value=min(max(value, 0.0), 1.0), parts=parts, evidence=_evidence(scores, *notes), turn_rewards=turns)
+        return with_branches(made, counted, shares)
 
     def _add(self, name: str, verifier: object) -> None:
         if not name or "/" in name:

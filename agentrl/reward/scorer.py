@@ -20,6 +20,7 @@ from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
 from agentrl.reward.audit import audited
+from agentrl.reward.branches import with_branches
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class TaskScorer:
         evidence = "\n".join(score.evidence for score in scores.values() if score.evidence)
         if not math.isfinite(total):
             return Score(value=None, reason="the verifiers' scores are too large for a mean")
-        return Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
+        made = Score(value=total / len(scores), parts=parts, evidence=evidence, turn_rewards=_mean_turns(list(scores.values())))
+        return with_branches(made, scores, dict.fromkeys(scores, 1 / len(scores)))
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         for attempt in range(self.max_retries + 1):

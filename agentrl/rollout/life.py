@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,14 @@ class TrajectoryLife:
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
 
+    @property
+    def tokens(self) -> int:
+        return len(self._context) + len(self.prompt_ids)
+
+    @property
+    def agent(self) -> str:
+        return self._begun.agent
+
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
         self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
 
@@ -67,7 +76,7 @@ class TrajectoryLife:
     def _budget(self) -> int:
         """Tokens that the next completion may have; none or fewer: it does not fit."""
         limits, room = self._life.task.limits, self._life.room
-        budget = min(limits.turn_tokens, room - len(self._context) - len(self.prompt_ids))
+        budget = min(limits.turn_tokens, room - self.tokens)
         if budget <= 0 and not self._life.turns_begun:
             raise TaskError(
                 f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
@@ -82,7 +91,10 @@ class TrajectoryLife:
         if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
         budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
-        budget = budget if max_tokens is None else min(budget, max_tokens)
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+            budget = min(budget, max_tokens)
         self.sampling = True
         try:
             completion = await self._life.generate([*self._context, *self.prompt_ids], budget, stop_token_ids, number)
@@ -158,6 +170,8 @@ class EpisodeLife:
         self._on_turn = on_turn
         self._sandbox: Sandbox | None = None
         self._snapshot: bytes | None = None  # what the sandbox is opened from, when the episode began elsewhere
+        self._opening = asyncio.Lock()  # agents that work side by side share the sandbox
+        self._running, self._since = 0, 0.0  # calls in progress, and since when there are any
         self._output_chars = 0  # shown by tools
         self._trajectories = [TrajectoryLife(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
@@ -226,8 +240,10 @@ class EpisodeLife:
     async def sandbox(self) -> Sandbox:
         """Many episodes of a weak policy never have one. It holds the task's files, or what the working directory held when the state
         was captured that the episode began from."""
-        if self._sandbox is not None:
-            return self._sandbox
+        async with self._opening:
+            return self._sandbox or await self._opened()
+
+    async def _opened(self) -> Sandbox:
         self.stage = "sandbox"
         started, snapshot = time.monotonic(), self._snapshot
         files = contents(self.task) if snapshot is None else None
@@ -248,13 +264,17 @@ class EpisodeLife:
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
         self.stage = "tool" if sandbox is None else "sandbox"
-        started = time.monotonic()
+        started, self._running = time.monotonic(), self._running + 1
+        if self._running == 1:
+            self._since = started
         try:
             yield
         finally:
-            took = time.monotonic() - started
-            self.program_s += took
-            self.sandbox_s += 0.0 if sandbox is None else took
+            self._running -= 1
+            ended = time.monotonic()
+            self.sandbox_s += 0.0 if sandbox is None else ended - started
+            if self._running == 0:  # time counts once, however many calls it went by with
+                self.program_s += ended - self._since
 
     def shown(self, output: str) -> str:
         left = self.task.limits.all_output_chars - self._output_chars

@@ -41,7 +41,7 @@ from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
 from agentrl.run.starts import check_starts
-from agentrl.run.toolsource import candidates, declared, keep, pinned
+from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
@@ -109,7 +109,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
         tools = await pinned(
             declared(recipe.tools, root),
-            candidates(checked.family, checked.suite, others),
+            with_sub_agents(candidates(checked.family, checked.suite, others), recipe.rollout.delegation),
             sandboxes,
             folder=run_dir,
             words=chat.defang,
@@ -196,7 +196,7 @@ def group_runner(
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat),
+        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
         sampling=recipe.rollout.sampling,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

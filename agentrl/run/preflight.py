@@ -16,7 +16,7 @@ from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.contract.together import GroupJudge
-from agentrl.errors import AgentRLError, PluginError, StoreError, TaskError, UserError
+from agentrl.errors import AgentRLError, PluginError, RecipeError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import Withheld, withheld
@@ -71,6 +71,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_model(model, recipe)
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
+    check_delegation(recipe, root=root)
     judges = declare_judges(recipe, root=root)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     group_judge = open_group_judge(recipe, root=root, folder=folder)
@@ -137,16 +138,23 @@ def check_parts(recipe: Recipe) -> None:
 def _check_captures(recipe: Recipe) -> None:
     """Raises `UserError` where the recipe asks for states between turns, and its agent says that it has none."""
     rollout = recipe.rollout
-    wanted = {"rollout.branching": rollout.branching is not None, "rollout.checkpoint_turns": rollout.checkpoint_turns}
-    asked = [key for key, value in wanted.items() if value]
-    if not asked or rollout.agent in parts.AGENT.shipped:
+    wanted = {"branching": rollout.branching is not None, "checkpoint_turns": rollout.checkpoint_turns}
+    key = next((f"rollout.{key}" for key, value in wanted.items() if value), None)
+    if key is None or rollout.agent in parts.AGENT.shipped:
         return
     agent = parts.load(parts.AGENT, rollout.agent, rollout.agent_options)
     if not getattr(getattr(agent, "func", agent), "boundaries", True):
-        raise UserError(
-            f"{asked[0]} does nothing with rollout.agent={rollout.agent}: what that agent keeps between two turns cannot be captured",
-            fix=f"leave {asked[0]} out",
-        )
+        why = f"{key} does nothing with rollout.agent={rollout.agent}: what that agent keeps between two turns cannot be captured"
+        raise UserError(why, fix=f"leave {key} out")
+
+
+def check_delegation(recipe: Recipe, *, root: Path) -> None:
+    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had."""
+    tools = None if recipe.rollout.delegation is None else recipe.rollout.delegation.tools
+    try:
+        load_tools(tools or (), None, declared(recipe.tools, root))
+    except UserError as error:
+        raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
 
 
 def _try_objective(recipe: Recipe) -> None:

@@ -36,7 +36,7 @@ from agentrl.run.outcomes import CaseOutcome, Verdict, outcome_of
 from agentrl.run.policies import NamedPolicy, Source, check_part, make_part, recipe_for, root_of
 from agentrl.run.starts import begins_late, check_starts
 from agentrl.run.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
-from agentrl.run.toolsource import declared, pinned
+from agentrl.run.toolsource import declared, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
 
 PHASE = "eval"
@@ -323,7 +323,8 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
         cases = (case.task for suite in given.suites for case in suite.cases)
-        tools = await pinned(declared(recipe.tools, given.root), cases, sandboxes, every=False)
+        tasks = with_sub_agents(cases, recipe.rollout.delegation)
+        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False)
         runner = EpisodeRunner(
             tools=tools,
             policy=policy,
@@ -364,7 +365,7 @@ def _parts(given: Prepared) -> tuple[Policy, Agent]:
     rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_options, chat=chat)
+    agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
     return made, agent
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl import parts
-from agentrl.agent import ChatFormat, load_tools
+from agentrl.agent import ChatFormat, delegation, load_tools
 from agentrl.causes import short
 from agentrl.errors import ServingError, UserError
 from agentrl.failure.case import Case, Suite
@@ -205,7 +205,7 @@ def _foreign(case: Case, start: EpisodeState, chat: ChatFormat) -> str:
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
         schemas = [tool.schema for tool in load_tools(case.task.tools).values()]
-        if chat.opening(case.task.prompt, schemas) != asked[0]:
+        if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegation.SCHEMA])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:

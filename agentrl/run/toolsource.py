@@ -19,7 +19,7 @@ from agentrl.errors import UserError
 from agentrl.failure.case import Suite
 from agentrl.files import write
 from agentrl.protocols import SandboxBackend, TaskFamily
-from agentrl.recipe import ToolsConfig
+from agentrl.recipe import DelegationConfig, ToolsConfig
 from agentrl.records import Split, Task
 
 FILE = "mcp.json"
@@ -43,6 +43,14 @@ def candidates(family: TaskFamily, suite: Suite | None = None, others: Iterable[
             yield family.task(split, index)
     yield from (case.task for case in suite.cases) if suite is not None else ()
     yield from others
+
+
+def with_sub_agents(tasks: Iterable[Task], delegation: DelegationConfig | None) -> Iterator[Task]:
+    """The tasks, and after the first of them the same with the tools of its sub-agents, where these have their own."""
+    for number, task in enumerate(tasks):
+        yield task
+        if not number and delegation is not None and delegation.tools is not None:
+            yield replace(task, tools=delegation.tools)
 
 
 async def pinned(

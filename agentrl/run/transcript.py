@@ -26,7 +26,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "truth": task.data.get("answer"),
         "score": scored.score.value,
         "reason": scored.score.reason,
-        "stop_reason": _ended(episode.trajectories),
+        "stop_reason": episode.stop_reason or None,
         "versions": sorted({s.version for t in episode.trajectories for u in t.turns for s in u.versions}),
         "left_out": episode.left_out,
         "messages": _messages(task.prompt, main),
@@ -41,16 +41,6 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
             if one is not None
         ],
     }
-
-
-def _ended(trajectories: tuple[Trajectory, ...]) -> str | None:
-    """Why the episode ended: the stop reason of its first agent, in the last of the contexts that this one had."""
-    last, reason = 0, None
-    for index, trajectory in enumerate(trajectories):
-        parent = trajectory.parent
-        if index == 0 or (parent is not None and parent.trajectory == last and parent.call is None):
-            last, reason = index, trajectory.stop_reason
-    return reason
 
 
 def _messages(prompt: Sequence[Message], trajectory: Trajectory | None) -> list[dict[str, Any]]:

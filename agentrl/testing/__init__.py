@@ -4,7 +4,16 @@ with real parts.
 
 from agentrl.testing.chat_server import ChatServer, Says
 from agentrl.testing.clock import JumpingClock
-from agentrl.testing.policies import ReplayPolicy, ScriptedPolicy, byte_tokenizer
+from agentrl.testing.policies import ReadingPolicy, ReplayPolicy, ScriptedPolicy, byte_tokenizer
 from agentrl.testing.sandboxes import ScriptedSandboxes
 
-__all__ = ["ChatServer", "JumpingClock", "ReplayPolicy", "Says", "ScriptedPolicy", "ScriptedSandboxes", "byte_tokenizer"]
+__all__ = [
+    "ChatServer",
+    "JumpingClock",
+    "ReadingPolicy",
+    "ReplayPolicy",
+    "Says",
+    "ScriptedPolicy",
+    "ScriptedSandboxes",
+    "byte_tokenizer",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from agentrl.records import Completion, SamplingParams, VersionSpan
@@ -56,15 +56,34 @@ class ScriptedPolicy:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         self.prompts.append(tuple(prompt_ids))
         episode, _, turn = request_id.rpartition("-")
-        ids = [*self.tokenizer.encode(self.script(int(turn), episode), add_special_tokens=False), self.tokenizer.eos_token_id]
+        said = await self._said(prompt_ids, int(turn), episode)
+        ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
         finish = "stop" if len(ids) <= params.max_tokens else "length"
         kept = tuple(_take(iter(ids), params.max_tokens))
         spans = (VersionSpan(version=self.version, start=0, end=len(kept)),)
         supports = Supports.of(self._support(place, token, params) for place, token in enumerate(kept)) if params.supports else None
         return Completion(token_ids=kept, logprobs=(-0.5,) * len(kept), versions=spans, finish_reason=finish, supports=supports)
 
+    async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
+        return self.script(turn, episode)
+
     def _support(self, place: int, token: int, params: SamplingParams) -> list[int]:
         return [(token + after) % len(self.tokenizer) for after in range(1 + place % params.top_k)]
+
+
+class ReadingPolicy(ScriptedPolicy):
+    """A scripted policy that answers what it reads: several agents of one episode may ask it, in any order.
+
+    `reads` is called with the text of the whole context, control tokens and all, and gives the text of the turn; it may be async.
+    """
+
+    def __init__(self, tokenizer: Any, reads: Callable[[str], str | Awaitable[str]], *, version: int = 0) -> None:
+        super().__init__(tokenizer, lambda turn, episode: "", version=version)
+        self.reads = reads
+
+    async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
+        said = self.reads(str(self.tokenizer.decode(list(prompt_ids))))
+        return said if isinstance(said, str) else await said
 
 
 class ReplayPolicy:

@@ -310,11 +310,11 @@ def test_figures_of_several_optimizer_steps_count_tokens_not_steps() -> None:
 
 
 def test_denominators_count_the_whole_step() -> None:
-    def sample(trained: int) -> Sample:
+    def sample(trained: int, episode: str) -> Sample:
         mask = (False, *[True] * trained)
         zeros = (0.0,) * len(mask)
         return Sample(
-            episode_id="e",
+            episode_id=episode,
             group_index=0,
             token_ids=(0,) * len(mask),
             loss_mask=mask,
@@ -323,8 +323,9 @@ def test_denominators_count_the_whole_step() -> None:
             versions=(0,) * len(mask),
         )
 
-    samples = [sample(3), sample(1), sample(0)]
+    samples = [sample(3, "a"), sample(1, "b"), sample(0, "c")]
     assert denominator(samples, "token_mean", length=9) == 4.0
     assert denominator(samples, "sequence_mean", length=9) == 2.0
     assert denominator(samples, "constant", length=9) == 18.0
+    assert denominator([*samples, sample(2, "a")], "sequence_mean", length=9) == 2.0, "two trajectories of one rollout"
     assert denominator([], "sequence_mean", length=9) == 0.0

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl import codec
 from agentrl.agent import ChatFormat
-from agentrl.errors import RecipeError
 from agentrl.experience import SqliteStore
+from agentrl.learner.packing import micro_batch, plan
 from agentrl.objective import assemble, counted_samples
+from agentrl.objective.aggregate import Segments, denominator, token_weights
 from agentrl.observe import write_report
 from agentrl.protocols import LiveEpisode
 from agentrl.recipe import ObjectiveConfig, PolicyConfig, Recipe, RolloutConfig, TasksConfig
@@ -216,13 +218,20 @@ async def test_credit_and_baseline_count_rollouts_not_trajectories(tokenizer: An
     assert given == expected and len(given) == 3, "an attempt's advantage does not depend on how many trajectories it has"
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "constant"])
-async def test_what_would_count_trajectories_as_rollouts_is_refused(tokenizer: Any, tree: Task, delegating: Any, aggregation: Any) -> None:
-    cut, plain = await trees(tokenizer, tree, delegating)
-    recipe = replace_objective(aggregation=aggregation)
-    assert len(assemble(0, [plain], recipe).batch.samples) == 3
-    with pytest.raises(RecipeError, match="episode e0 has several trajectories"):
-        assemble(0, [plain, cut], recipe)
+@pytest.mark.parametrize(("aggregation", "counted"), [("sequence_mean", 3.0), ("constant", 300.0)])
+async def test_aggregations_count_rollouts_not_trajectories(
+    tokenizer: Any, tree: Task, delegating: Any, aggregation: Any, counted: float
+) -> None:
+    cut, plain = [assemble(0, [group], RECIPE).batch.samples for group in await trees(tokenizer, tree, delegating)]
+    assert denominator(cut, aggregation, length=100) == denominator(plain, aggregation, length=100) == counted
+    assert [one.rollout_tokens for one in plain] == [None] * 3
+    weights: dict[str, float] = {}
+    for sample in cut:
+        (row,) = plan([sample], rank=0, ranks=1, max_tokens=10_000)
+        packed = micro_batch(row, torch.device("cpu"))
+        c = token_weights("sequence_mean", Segments.of(packed.sequence), torch.float64, rollout_tokens=packed.rollout_tokens)
+        weights[sample.episode_id] = weights.get(sample.episode_id, 0.0) + float(c.sum())
+    assert weights == pytest.approx({"e0": 1.0, "e1": 1.0, "e2": 1.0}), "each alone in a micro-batch, and all rollouts weigh the same"
 
 
 async def test_every_sampled_token_of_a_tree_is_trained_once_in_its_own_context(tokenizer: Any, tree: Task, delegating: Any) -> None:

@@ -14,7 +14,7 @@ from agentrl.agent import load_tools
 from agentrl.errors import RecipeError, TaskError, UserError
 from agentrl.protocols import ToolSource
 from agentrl.recipe import Recipe
-from agentrl.run.toolsource import FILE, declared, keep, pinned
+from agentrl.run.toolsource import FILE, declared, keep, pinned, with_sub_agents
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
@@ -34,7 +34,8 @@ def recipe(way: str = "honest", **bounds: Any) -> Recipe:
 
 
 async def begun(given: Recipe, *tools: str, folder: Path | None = None, **more: Any) -> ToolSource:
-    return await pinned(declared(given.tools, HOSTILE.parent), [sample_task(tools=tools)], NOWHERE, folder=folder, **more)
+    tasks = with_sub_agents([sample_task(tools=tools)], given.rollout.delegation)
+    return await pinned(declared(given.tools, HOSTILE.parent), tasks, NOWHERE, folder=folder, **more)
 
 
 async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
@@ -73,6 +74,12 @@ async def test_what_nobody_could_use_is_refused_before_anything_starts(given: Re
     with pytest.raises(UserError) as error:
         await begun(given, *tools)
     assert says in str(error.value)
+
+
+async def test_what_only_sub_agents_use_is_started_too() -> None:
+    given = recipe(echo={"calls": 1}).but({"rollout.agent": "delegating", "rollout.delegation.tools": ["mcp:it/echo"]})
+    tools = await begun(given, "submit")
+    assert list(load_tools(given.rollout.delegation.tools, None, tools)) == ["echo"]  # type: ignore[union-attr, arg-type]
 
 
 async def test_without_a_recipes_word_nothing_is_asked_for() -> None:

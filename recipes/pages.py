@@ -1,0 +1,46 @@
+"""Sub-agents and summaries: entries on many pages, for an agent whose context does not hold them all.
+
+    agentrl check recipes/pages.py        # the tasks themselves
+    agentrl eval recipes/pages.py         # what the model can do before anything is spent on training
+    agentrl train recipes/pages.py objective.credit=roles
+
+For a model that calls tools and a GPU. `tests/sandboxes/test_pages.py` runs a short form with scripted policies on any machine.
+"""
+
+from agentrl.recipe import (
+    CompactionConfig,
+    DelegationConfig,
+    EvalConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    ServingConfig,
+    TasksConfig,
+)
+
+recipe = Recipe(
+    name="pages",
+    steps=40,
+    device="cuda",
+    policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=4096),
+    tasks=TasksConfig(family="sandboxes.pages:Pages", options={"pages": 6, "entries": 80, "turn_tokens": 512, "episode_tokens": 2560}),
+    rollout=RolloutConfig(
+        agent="delegating",
+        delegation=DelegationConfig(width=6, total=6, turns=3),
+        compaction=CompactionConfig(share=0.7, summary_tokens=256),
+        group_size=8,
+        groups_per_step=16,
+        concurrency=64,
+    ),
+    evaluation=EvalConfig(heldout=160, heldout_real=0),
+    serving=ServingConfig(max_num_seqs=128, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
+    objective=ObjectiveConfig(credit="verifier", clip_high=0.28),
+    learner=LearnerConfig(lr=2e-6, warmup_steps=4, max_tokens_per_microbatch=16384),
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

@@ -1,0 +1,82 @@
+"""`Pages`: tasks by split and index, with their gold solutions."""
+
+from __future__ import annotations
+
+from random import Random
+
+from agentrl.errors import UserError
+from agentrl.records import Limits, Message, SandboxSpec, Split, Task
+from sandboxes.tables.names import Names
+
+SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
+
+
+class Pages:
+    """Questions like "Which number has kelmor? It is on one of the pages 1 to 5.", for an agent that can only read whole pages.
+
+    One agent alone has room for two or three pages, so it finds about half of the entries at best. Two strategies find all of them:
+    a sub-agent for each page (`rollout.agent=delegating`), and noting which pages were seen before the context is full
+    (`rollout.compaction`). `task` is a pure function of (seed, split, index). Train and held-out names come from disjoint pools.
+    """
+
+    name = "pages"
+
+    def __init__(self, seed: int = 0, *, pages: int = 5, entries: int = 20, turn_tokens: int = 256, episode_tokens: int = 1024) -> None:
+        """In a recipe these are `tasks.options`.
+
+        Args:
+            pages: of one task.
+            entries: names and numbers on a page; each takes five to twelve tokens, by the tokenizer.
+            turn_tokens: completion tokens of one turn; a turn that delegates every page needs about forty a page.
+            episode_tokens: the room of one context: between two pages and all of them.
+
+        Raises `UserError` for fewer than two pages or one entry.
+        """
+        if pages < 2 or entries < 1:
+            raise UserError(f"pages needs 2 pages and an entry at least, got {pages} and {entries}", fix="set tasks.options")
+        self.seed, self.pages, self.entries = seed, pages, entries
+        turns = 3 * pages + 4  # a turn for each page of each sub-agent, its answer, and as many for the main agent
+        self.limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_output_chars=40 * entries)
+
+    def size(self, split: Split) -> int | None:
+        return 0 if split is Split.HELDOUT_REAL else None
+
+    def task(self, split: Split, index: int) -> Task:
+        """Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        if index < 0 or split is Split.HELDOUT_REAL:
+            raise UserError(f"pages has no task {index} in split {split}", fix="use train or heldout, from 0 on")
+        rng = Random(f"pages:{self.seed}:{split}:{index}")
+        names = self._names(rng, split)
+        numbers = rng.sample(range(100, 1000), len(names)) if len(names) <= 900 else [rng.randrange(100, 1000) for _ in names]
+        lines = [f"{name}: {number}" for name, number in zip(names, numbers, strict=True)]
+        sought = rng.randrange(len(lines))
+        texts = {f"page{page + 1}.txt": "\n".join(lines[page :: self.pages]) for page in range(self.pages)}
+        question = f"Which number has {names[sought]}? It is on one of the pages 1 to {self.pages}."
+        return Task(
+            id=f"pages-{self.seed}-{split}-{index}",
+            family=self.name,
+            prompt=(Message(role="user", content=question),),
+            tools=("sandboxes.pages:read", "submit"),
+            sandbox=SANDBOX,
+            verifiers=("rewards.pages:found",),
+            data={"kind": "pages", "answer": str(numbers[sought]), "name": names[sought], "page": sought % self.pages + 1},
+            split=split,
+            files=texts,
+            limits=self.limits,
+        )
+
+    def gold(self, task: Task) -> str:
+        """Python source that prints the right answer when run beside the task's files."""
+        return (
+            f"for page in range(1, {len(task.files)} + 1):\n"
+            "    for line in open(f'page{page}.txt', encoding='utf-8'):\n"
+            "        name, _, number = line.strip().partition(': ')\n"
+            f"        if name == {task.data['name']!r}:\n"
+            "            print(number)\n"
+        )
+
+    def _names(self, rng: Random, split: Split) -> list[str]:
+        source, found = Names(rng, split, wild=False), dict[str, None]()
+        while len(found) < self.pages * self.entries:
+            found[source.word()] = None
+        return list(found)

@@ -1,0 +1,21 @@
+"""The tool of the family: one page at a time comes into the context of whoever reads it."""
+
+from __future__ import annotations
+
+from agentrl.agent import tool
+from agentrl.protocols import Sandbox
+
+MOST_BYTES = 100_000
+
+
+@tool
+async def read(page: int, sandbox: Sandbox) -> str:
+    """Read a page.
+
+    Args:
+        page: its number, from 1
+    """
+    try:
+        return (await sandbox.read(f"page{page}.txt", max_bytes=MOST_BYTES)).decode(errors="replace")
+    except FileNotFoundError:
+        return f"error: there is no page {page}"

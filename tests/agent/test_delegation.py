@@ -1,0 +1,256 @@
+"""The tool that starts sub-agents: side by side, each in a context of its own, within bounds that hold for the whole tree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from agentrl import codec
+from agentrl.agent import tool
+from agentrl.agent.tools import ToolOutcome
+from agentrl.errors import RecipeError, ServingError
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
+from agentrl.records import EpisodeState, Parent, Task
+from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.run.preflight import check_delegation
+from agentrl.sections import DelegationConfig
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.agent.trees import PRINT, asked, call, contexts, delegate, make_runner, outputs, shown, tree_task
+
+Runs = Callable[..., EpisodeRunner]
+
+
+@pytest.fixture
+def tree(task: Task) -> Task:
+    return tree_task(task)
+
+
+@pytest.fixture
+def runs(tokenizer: Any) -> Runs:
+    def make(reads: Any, sandboxes: ScriptedSandboxes | None = None, **settings: Any) -> EpisodeRunner:
+        return make_runner(tokenizer, reads, sandboxes, delegation=DelegationConfig(**settings))
+
+    return make
+
+
+async def test_sub_agents_work_at_the_same_time_each_in_a_context_of_its_own(tree: Task, runs: Runs) -> None:
+    met = asyncio.Barrier(2)
+
+    async def reads(context: str) -> str:
+        if asked(context) == "How many?":
+            return f"{' and '.join(shown(context))}" if shown(context) else delegate("rows?", "columns?")
+        if not shown(context):
+            await asyncio.wait_for(met.wait(), 5.0)  # neither comes past here alone
+            return PRINT
+        await asyncio.sleep(0.01 if asked(context) == "rows?" else 0.0)  # the first ends last
+        return f"{asked(context)} {shown(context)[0]}"
+
+    sandboxes = ScriptedSandboxes(printing("3"))
+    runner = runs(reads, sandboxes)
+    episode = await runner.run(tree, episode_id="e")
+    assert episode.answer == "rows? 3 and columns? 3" and not episode.failures
+    assert [one.agent for one in episode.trajectories] == ["main", "worker", "worker"]
+    assert [one.parent for one in episode.trajectories[1:]] == [Parent(trajectory=0, turn=0, call=number) for number in (0, 1)]
+    assert [one.prompt[0].content for one in episode.trajectories[1:]] == ["rows?", "columns?"]
+    assert [one.stop_reason for one in episode.trajectories] == ["answered"] * 3
+    assert len(sandboxes.opened) == 1, "they share the episode's"
+    assert sorted(runner.policy.prompts) == contexts(episode)  # type: ignore[attr-defined]
+
+
+def scripted(**said: str) -> Callable[[str], str]:
+    """What the main agent says first, and what each sub-agent says by its task; the main agent then says what it was shown."""
+
+    def reads(context: str) -> str:
+        if asked(context) == "How many?":
+            return " | ".join(shown(context)) if shown(context) else said["main"]
+        return said[asked(context)]
+
+    return reads
+
+
+@pytest.mark.parametrize(
+    ("main", "settings", "expected"),
+    [
+        (delegate("a", "b"), {"width": 1}, "A | error: at most 1 helpers work at the same time; this one was not started"),
+        (
+            delegate("a") + PRINT + delegate("a", "a"),
+            {"width": 2, "total": 2},
+            "A | 3 | A | error: 2 helpers were started",
+        ),
+        (delegate(7), {}, 'error: delegate needs {"task": "..."}'),
+        (delegate(" "), {}, 'error: delegate needs {"task": "..."}'),
+        (delegate("x" * 500), {}, "error: a task may have 400 characters, not 500"),
+        (delegate("deeper"), {}, "error: no tool 'delegate'; tools: python"),
+        (delegate("deeper"), {"depth": 2}, "A"),
+        (delegate("loops"), {"turns": 2}, "error: the helper ended without an answer (turn_limit)"),
+        (delegate("loops"), {"tokens": 90, "turns": 9}, "error: the helper ended without an answer (token_limit)"),
+        (delegate("long"), {"tokens": 20}, "error: the helper ended without an answer (token_limit)"),
+        (delegate("submits"), {"tools": ("submit",)}, "42"),
+        (delegate("long"), {"tools": ("submit",)}, "error: the helper ended without an answer (answered)"),
+        (delegate("<|im_end|>"), {}, "broken up"),
+        (call("delegat", task="a"), {}, "error: no tool 'delegat'; tools: python, delegate"),
+    ],
+)
+async def test_what_is_asked_too_much_or_wrong_is_answered(
+    main: str, settings: dict[str, Any], expected: str, tree: Task, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.agent.delegation.MAX_TASK_CHARS", 400)
+
+    def reads(context: str) -> str:
+        if asked(context) == "deeper":  # says what it was shown
+            return shown(context)[0] if shown(context) else delegate("a")
+        if asked(context) == "< |im_end|>":
+            return "broken up"
+        loops, submits = PRINT, call("submit", answer="42")
+        return scripted(main=main, a="A", loops=loops, long="so " * 100, submits=submits)(context)
+
+    episode = await runs(reads, **settings).run(tree, episode_id="e")
+    assert episode.answer is not None and episode.answer.startswith(expected) and not episode.failures
+    assert all(one.stop_reason for one in episode.trajectories)
+    if "tokens" in settings:
+        assert sum(len(turn.completion_ids) for turn in episode.trajectories[1].turns) <= settings["tokens"]
+
+
+async def test_the_limits_of_the_task_hold_for_the_tree(tree: Task, runs: Runs) -> None:
+    reads = scripted(main=delegate("a", "loops", "loops"), a="A", loops=PRINT)
+    for turns in range(2, 8):
+        policy = runs(reads, turns=9)
+        episode = await policy.run(replace(tree, limits=replace(tree.limits, turns=turns)), episode_id="e")
+        assert sum(len(one.turns) for one in episode.trajectories) == turns and episode.answer is None and not episode.left_out
+        assert {one.stop_reason for one in episode.trajectories} <= {"answered", "turn_limit"}
+    scant = replace(tree, limits=replace(tree.limits, tool_output_chars=100, episode_output_chars=40))
+    episode = await runs(scripted(main=delegate("a"), a="x" * 300)).run(scant, episode_id="e")
+    assert len(outputs(episode.trajectories[0])[0]) < 120, "an answer is a tool's output, and bounded like one"
+
+
+async def test_a_state_is_taken_where_no_sub_agent_runs_and_goes_on_to_the_same_end(tree: Task, runs: Runs) -> None:
+    def reads(context: str) -> str:
+        if asked(context) != "How many?":
+            return shown(context)[0] if shown(context) else PRINT
+        return {0: delegate("a", "b"), 2: PRINT, 3: delegate("c")}.get(len(shown(context)), f"done {' '.join(shown(context))}")
+
+    states: list[EpisodeState] = []
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None and state.turn_count == turns
+        assert [one.stop_reason for one in state.trajectories] == ["", *["answered"] * (len(state.trajectories) - 1)]
+        states.append(codec.from_json(EpisodeState, codec.to_json(state)))
+
+    whole = await runs(reads, total=4).run(tree, episode_id="e", on_turn=on_turn)
+    assert whole.answer == "done 3 3 3 3" and [state.turn_count for state in states] == [5, 6, 9]
+    for state in states:
+        again = await runs(reads, total=4).run(tree, episode_id="e", start=state)
+        assert [(one.agent, one.parent, outputs(one)) for one in again.trajectories] == [
+            (one.agent, one.parent, outputs(one)) for one in whole.trajectories
+        ]
+        fewer = await runs(reads, total=2, width=2).run(tree, episode_id="e", start=state)
+        refused = "error: 2 helpers were started, and no more may be"
+        assert (refused in outputs(fewer.trajectories[0])) == (state.turn_count < 9), "those of earlier runs of it count"
+
+
+async def test_a_fault_in_one_sub_agent_ends_the_others_and_leaves_the_episode_out(tree: Task, runs: Runs) -> None:
+    ended = []
+
+    async def reads(context: str) -> str:
+        if asked(context) == "fails":
+            raise ServingError("the server is gone")
+        if asked(context) == "waits":
+            try:
+                await asyncio.sleep(30.0)
+            finally:
+                ended.append(True)
+        return delegate("waits", "fails")
+
+    episode = await asyncio.wait_for(runs(reads).run(tree, episode_id="e"), 5.0)
+    assert episode.left_out and [(one.stage, one.kind) for one in episode.failures] == [("generate", "ServingError")] and ended
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+async def test_a_sandbox_that_one_sub_agent_breaks_is_the_policys_fault_for_all(at_work: bool, tree: Task, runs: Runs) -> None:
+    use.closed, use.waits = asyncio.Event(), asyncio.Event()
+
+    async def reads(context: str) -> str:
+        if asked(context) == "How many?":
+            return delegate("close", "wait")
+        if asked(context) == "close" and at_work:
+            await use.waits.wait()
+        if asked(context) == "wait" and not at_work:
+            await use.closed.wait()
+        return call("use", how=asked(context))
+
+    broken = replace(tree, tools=("tests.agent.test_delegation:use",))
+    episode = await asyncio.wait_for(runs(reads).run(broken, episode_id="e"), 5.0)
+    assert not episode.left_out and episode.answer is None and [one.kind for one in episode.failures] == ["sandbox_abandoned"]
+    assert [one.stop_reason for one in episode.trajectories] == ["tool_timeout"] * 3
+    assert "another agent's call" in outputs(episode.trajectories[2])[0]
+
+
+class _Use:
+    """Closes the sandbox, or uses it once that is done."""
+
+    name, needs_sandbox = "use", True
+    schema: ClassVar = {"type": "function", "function": {"name": "use", "parameters": {}}}
+    closed: asyncio.Event
+    waits: asyncio.Event
+
+    async def __call__(self, arguments: Any, sandbox: Any, limits: Any) -> ToolOutcome:
+        if arguments["how"] == "close":
+            await sandbox.close()
+            self.closed.set()
+        else:
+            self.waits.set()
+            await self.closed.wait()
+            await sandbox.python("1", timeout_s=1.0)
+        return ToolOutcome(output="done", ok=True)
+
+
+use = _Use()
+
+
+async def test_a_tools_budget_is_of_all_agents_that_work_side_by_side(tree: Task, runs: Runs) -> None:
+    met = asyncio.Barrier(2)
+
+    async def reads(context: str) -> str:
+        if not shown(context) and asked(context) != "How many?":
+            await asyncio.wait_for(met.wait(), 5.0)  # neither has a turn on record yet
+            return call("scarce")
+        return " | ".join(shown(context)) if shown(context) else delegate("a", "b")
+
+    scarce = replace(tree, tools=("tests.agent.test_delegation:scarce",))
+    episode = await runs(reads).run(scarce, episode_id="e")
+    assert episode.answer is not None and sorted(episode.answer.split(" | "))[1] == "had" and "may be called 1 times" in episode.answer
+
+
+@tool(calls=1)
+async def scarce() -> str:
+    """One is all there is."""
+    return "had"
+
+
+async def test_a_tool_of_the_same_name_is_the_tasks_fault(tree: Task, runs: Runs) -> None:
+    clash = replace(tree, tools=("tests.agent.test_delegation:Clash",))
+    episode = await runs(lambda context: "").run(clash, episode_id="e")
+    assert [failure.kind for failure in episode.failures] == ["TaskError"] and "'delegate'" in episode.failures[0].message
+
+
+class _Clash:
+    name, needs_sandbox = "delegate", False
+    schema: ClassVar = {"type": "function", "function": {"name": "delegate", "parameters": {}}}
+
+    async def __call__(self, arguments: Any, sandbox: Any, limits: Any) -> Any: ...
+
+
+Clash = _Clash()
+
+
+def test_tools_of_sub_agents_that_are_not_there_are_refused_before_anything_starts() -> None:
+    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+    with pytest.raises(RecipeError, match=r"rollout\.delegation\.tools: unknown tool 'pyton'"):
+        check_delegation(base.but({"rollout.agent": "delegating", "rollout.delegation.tools": ["pyton"]}), root=Path())

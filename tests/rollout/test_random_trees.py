@@ -1,0 +1,107 @@
+"""Whatever agents do in an episode, every token that was sampled is in exactly one sample, with the context it was sampled in."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.objective import assemble
+from agentrl.recipe import Recipe, build
+from agentrl.records import Completion, EpisodeState, Group, Limits, SamplingParams, Score, ScoredEpisode, Task
+from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.sampling import Sampling
+from agentrl.sections import CompactionConfig, DelegationConfig
+from agentrl.testing import ReadingPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+MODES = ("episode", "branches", "roles", "verifier", "counterfactual", "siblings")
+
+
+class Noted(ReadingPolicy):
+    """Says anything at all, and notes each token that it samples: a logprob of its own, and what was before it."""
+
+    def __init__(self, tokenizer: Any, seed: int) -> None:
+        super().__init__(tokenizer, self._anything)
+        self.random = random.Random(seed)
+        self.noted: dict[float, tuple[tuple[int, ...], int]] = {}  # logprob -> context, token
+
+    def _anything(self, context: str) -> str:
+        calls = [("delegate", {"task": "look " * self.random.randint(1, 3)}), ("python", {"code": "1"}), ("delegate", {}), ("nothing", {})]
+        said = ["", "done", "x" * 70, "<tool_call>{", "".join(self._call(*call) for call in self.random.choices(calls, (8, 6, 1, 1), k=2))]
+        return self.random.choices(said, (1, 3, 1, 1, 9))[0]
+
+    def _call(self, name: str, arguments: Any) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        made = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        logprobs = []
+        for at, token in enumerate(made.token_ids):
+            logprobs.append(-1.0 - len(self.noted))
+            self.noted[logprobs[-1]] = ((*prompt_ids, *made.token_ids[:at]), token)
+        return replace(made, logprobs=tuple(logprobs))
+
+
+def recipe(credit: str) -> Recipe:
+    data = {"name": "t", "policy": {"model": "m", "max_model_len": 4096}, "tasks": {"family": "a:b"}, "objective": {"credit": credit}}
+    rollout = {"agent": "delegating", "branching": {}}
+    return build({**data, "rollout": rollout, "learner": {"max_tokens_per_microbatch": 16384}})
+
+
+async def grown(policy: Noted, task: Task) -> Group:
+    """Two attempts, and one that goes on from a state of the first."""
+    runner = EpisodeRunner(
+        agent=TurnLoop(
+            chat=ChatFormat(policy.tokenizer),
+            delegation=DelegationConfig(depth=2, width=2, total=6, turns=4, tokens=400),
+            compaction=CompactionConfig(tokens=450, summary_tokens=60, request="Sum up."),
+        ),
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("y" * 40)),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+    )
+    states: list[EpisodeState] = []
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        states.extend(state for state in [await capture()] if state is not None)
+
+    episodes = [await runner.run(task, episode_id=name, on_turn=on_turn if name == "a" else None) for name in "ab"]
+    if states:
+        episodes.append(await runner.run(task, episode_id="c", start=policy.random.choice(states)))
+    scored = []
+    for number, episode in enumerate(episodes):
+        lines = len(episode.trajectories)
+        said = [(None, *(policy.random.random() for _ in range(lines - 1))) for _ in range(2)]
+        scored.append(ScoredEpisode(episode=episode, score=Score(value=0.3 * number, branches=said[0], without=said[1])))
+    return Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
+
+
+@pytest.mark.timeout(120)
+async def test_every_sampled_token_is_in_exactly_one_sample(task: Task, tokenizer: Any) -> None:
+    wide = replace(task, tools=("python",), limits=Limits(turns=16, turn_tokens=200, episode_tokens=700))
+    ends: set[tuple[str, str]] = set()
+    for seed in range(8):
+        policy = Noted(tokenizer, seed)
+        group = await grown(policy, wide)
+        assert not any(one.episode.left_out for one in group.episodes)
+        ends |= {(one.agent, one.stop_reason) for scored in group.episodes for one in scored.episode.trajectories}
+        for mode in MODES if seed == 0 else MODES[seed % len(MODES) :][:1]:
+            batch = assemble(0, [group], recipe(mode)).batch
+            trained: list[float] = []
+            for sample in batch.samples:
+                for at in (at for at, on in enumerate(sample.loss_mask) if on):
+                    context, token = policy.noted[sample.logprobs[at]]
+                    assert sample.token_ids[at] == token and sample.token_ids[:at] == context, "it is where it was sampled"
+                    trained.append(sample.logprobs[at])
+            assert len(trained) == len(set(trained)) and set(trained) == set(policy.noted), f"seed {seed}, credit {mode}"
+            assert batch.denominator == len(trained) == sum(one.episode.completion_tokens for one in group.episodes)
+    reached = {("summary", "rejected"), ("summary", "summarized"), ("main", "compacted"), ("worker", "answered"), ("worker", "turn_limit")}
+    assert reached <= ends, "the trees have what can go wrong in one"

@@ -1,0 +1,106 @@
+"""The family `pages`: which strategy finds what, with scripted policies and the agent of its recipe, and what its verifier says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import parts
+from agentrl.agent import ChatFormat
+from agentrl.cli.recipes import load_recipe
+from agentrl.errors import UserError
+from agentrl.objective import assemble
+from agentrl.records import Episode, Group, ScoredEpisode, Split
+from agentrl.rollout import EpisodeRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+from rewards.pages import found
+from sandboxes.pages import Pages
+from sandboxes.pages.scripted import NOWHERE, alone, noting, splitting
+from tests.agent.trees import asked, call
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ["policy.max_model_len=1000", "rollout.compaction.summary_tokens=100", "rollout.compaction.share=0.6"]
+FAMILY = Pages(pages=5, entries=12, turn_tokens=700, episode_tokens=1000)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Callable[..., EpisodeRunner]:
+    _, recipe = load_recipe(ROOT / "recipes" / "pages.py", SHORT)
+    tokenizer = byte_tokenizer()
+
+    def make(reads: Any) -> EpisodeRunner:
+        chat = ChatFormat(tokenizer)
+        return EpisodeRunner(
+            agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat),
+            policy=ReadingPolicy(tokenizer, reads),
+            sandboxes=ScriptedSandboxes(printing("")),
+            sampling=Sampling(),
+            max_model_len=recipe.policy.max_model_len,
+            request_timeout_s=60.0,
+        )
+
+    return make
+
+
+async def attempts(runner: EpisodeRunner, count: int) -> list[tuple[Episode, float]]:
+    made = []
+    for index in range(count):
+        task = FAMILY.task(Split.TRAIN, index)
+        episode = await runner.run(task, episode_id=f"e{index}")
+        score = await found(task, episode)
+        assert not episode.left_out and score.value is not None
+        made.append((episode, score.value))
+    return made
+
+
+async def test_splitting_and_noting_find_what_one_context_does_not_hold(runs: Callable[..., EpisodeRunner]) -> None:
+    split = await attempts(runs(splitting), 6)
+    assert [value for _, value in split] == [1.0] * 6 and all(len(one.trajectories) == 6 for one, _ in split)
+    noted = await attempts(runs(noting), 6)
+    assert [value for _, value in noted] == [1.0] * 6 and any(len(one.trajectories) > 1 for one, _ in noted)
+    forgetful = await attempts(runs(alone), 6)
+    pages = [int(FAMILY.task(Split.TRAIN, index).data["page"]) for index in range(6)]
+    assert [value for _, value in forgetful] == [float(page <= 2) for page in pages], "two pages fit, and nothing is kept of them"
+    assert 0.0 < sum(value for _, value in forgetful) < 6.0
+
+
+async def test_the_verifier_tells_the_sub_agent_that_failed_from_those_that_worked(runs: Callable[..., EpisodeRunner]) -> None:
+    task = FAMILY.task(Split.TRAIN, 1)
+    page = int(task.data["page"])
+
+    def saying(answer: str, of: int) -> Callable[[str], str]:
+        """The sub-agent of one page answers without reading it."""
+        return lambda context: call("submit", answer=answer) if asked(context).endswith(f"Read page {of}.") else splitting(context)
+
+    scored = []
+    for name, reads in (("good", splitting), ("lazy", saying("777", page % 5 + 1)), ("blind", saying(NOWHERE, page))):
+        episode = await runs(reads).run(task, episode_id=name)
+        scored.append(ScoredEpisode(episode=episode, score=await found(task, episode)))
+    good, lied, missed = (one.score for one in scored)
+    assert good.branches == (None, *[1.0] * 5) and good.without == (None, *[0.0 if at == page else 1.0 for at in range(1, 6)])
+    assert lied.branches == (None, *[0.0 if at == page % 5 + 1 else 1.0 for at in range(1, 6)])
+    assert missed.branches == (None, *[0.0 if at == page else 1.0 for at in range(1, 6)])
+    assert (good.value, missed.value) == (1.0, 0.0)
+    group = Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
+    samples = assemble(0, [group], load_recipe(ROOT / "recipes" / "pages.py", SHORT)[1]).batch.samples
+    credit = {(one.episode_id, number % 6): max(one.advantages, key=abs) for number, one in enumerate(samples)}
+    assert credit["blind", page] < 0 < credit["blind", page % 5 + 1], "the one that missed it is blamed, and no other"
+
+
+def test_tasks_are_pure_and_splits_share_no_name() -> None:
+    assert Pages(seed=3).task(Split.TRAIN, 7) == Pages(seed=3).task(Split.TRAIN, 7) != Pages(seed=4).task(Split.TRAIN, 7)
+    task = Pages().task(Split.TRAIN, 0)
+    lines = [line for text in task.files.values() for line in text.split("\n")]
+    assert len(lines) == len(set(lines)) == 100 and lines.count(f"{task.data['name']}: {task.data['answer']}") == 1
+    assert f"{task.data['name']}: {task.data['answer']}" in task.files[f"page{task.data['page']}.txt"].split("\n")
+    tables = [Pages().task(split, 0).files.values() for split in (Split.TRAIN, Split.HELDOUT)]
+    names = [{line.partition(":")[0] for text in texts for line in text.split("\n")} for texts in tables]
+    assert not names[0] & names[1]
+    for wrong in (lambda: Pages(pages=1), lambda: Pages().task(Split.TRAIN, -1), lambda: Pages().task(Split.HELDOUT_REAL, 0)):
+        with pytest.raises(UserError):
+            wrong()
