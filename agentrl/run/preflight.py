@@ -24,7 +24,7 @@ from agentrl.files import commit_folder, part_folder
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
 from agentrl.protocols import TaskFamily, ToolSource
-from agentrl.recipe import PolicyConfig, Recipe
+from agentrl.recipe import PolicyConfig, Recipe, RolloutConfig
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
@@ -132,12 +132,11 @@ def check_parts(recipe: Recipe) -> None:
         raise PluginError("\n".join(map(str, wrong)))
     if wrong:
         raise wrong[0]
-    _check_captures(recipe)
+    _check_captures(recipe.rollout)
 
 
-def _check_captures(recipe: Recipe) -> None:
+def _check_captures(rollout: RolloutConfig) -> None:
     """Raises `UserError` where the recipe asks for states between turns, and its agent says that it has none."""
-    rollout = recipe.rollout
     wanted = {"branching": rollout.branching is not None, "checkpoint_turns": rollout.checkpoint_turns}
     key = next((f"rollout.{key}" for key, value in wanted.items() if value), None)
     if key is None or rollout.agent in parts.AGENT.shipped:

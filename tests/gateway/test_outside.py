@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import runpy
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -141,6 +143,16 @@ def looked(episode: Episode) -> None:
 
 async def test_a_program_of_the_standard_library(run: Run) -> None:
     looked(await run(AGENTS / "tables_stdlib.py", *LOOKS))
+
+
+async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "bring-your-own-agent.md").read_text()
+    blocks = dict(re.findall(r"```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "mine.py").write_text(blocks["agents/mine.py"])
+    looked(await run(tmp_path / "mine.py", *LOOKS))
+    (tmp_path / "recipe.py").write_text(blocks["recipes/mine.py"])
+    options = runpy.run_path(str(tmp_path / "recipe.py"))["recipe"].rollout.agent_options
+    assert options == {"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}}
 
 
 @pytest.mark.slow
