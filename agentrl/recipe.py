@@ -85,6 +85,8 @@ class EvalConfig(Section):
     """Held-out tasks in each evaluation."""
     heldout_real: int = Field(96, ge=0)
     """Held-out tasks on real data in each evaluation."""
+    attempts: int = Field(1, ge=1, le=1024)
+    """Attempts at each of these tasks. With more than one there is pass@k, too, and success against compute for several attempts."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_k: int = Field(0, ge=0)
@@ -106,6 +108,8 @@ class EvalConfig(Section):
     def _every_key_acts(self) -> EvalConfig:
         if 0 < self.temperature < _COLDEST:
             raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM samples colder ones at {_COLDEST:g}")
+        if self.temperature == 0 and self.attempts > 1:
+            raise ValueError("attempts does nothing at temperature=0, where all attempts at a task are alike: leave one of them off")
         if self.temperature == 0 and self.sampling.truncated:
             raise ValueError("top_k, top_p and min_p do nothing at temperature=0, where the likeliest token is taken: leave them off")
         return self

@@ -80,6 +80,8 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the held-out tasks of a recipe, or on a suite of cases (--suite); or hold a policy to suites (--policy).
 
+    evaluation.attempts=8 tries each held-out task eight times: pass@k, and success against sampled tokens in the report.
+
     With --policy the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its attempts
     reaches its threshold.
     """
@@ -118,6 +120,9 @@ def evaluate(
         return
     for split, rate in results.items():
         print(f"{split:14} {rate['value']:.3f}  95% interval [{rate['ci_low']:.3f}, {rate['ci_high']:.3f}]  n={rate['n']}")
+        if rate["attempts"] > 1:
+            shares = "  ".join(f"pass@{k} {share:.3f}" for k, share in rate["pass_at"].items())
+            print(f"{'':14} {shares}  {rate['attempts']} attempts a task, {rate['tokens_mean']:,.0f} sampled tokens each")
 
 
 def _model(named: str) -> str:

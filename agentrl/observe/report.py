@@ -25,7 +25,7 @@ from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, show
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
-_PARTS_SHOWN = 4  # as many as there are colours
+_PARTS_SHOWN = _LINES_SHOWN = 4  # as many as there are colours
 _WIDE, _NARROW, _SMALL = (1030, 300), (330, 240), (300, 150)
 
 
@@ -92,6 +92,7 @@ def write_report(run_dir: Path) -> Path:
         tiles=_tiles(summary) if summary else [],
         learning=_learning(run),
         kinds=_kinds(summary) if summary else [],
+        compute=_compute(run),
         machinery=_machinery(run),
         failures=failures.told(run.failures),
         left_out=_left_out(run),
@@ -211,6 +212,30 @@ def _evaluations(run: RunData, key: str, empty: Series) -> Series:
 def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
     before, after = summary.by_kind.get("before", {}), summary.by_kind.get("after", {})
     return [(kind, before.get(kind), after.get(kind)) for kind in sorted({*before, *after})]
+
+
+def _compute(run: RunData) -> list[Card]:
+    """Success against sampled tokens, for each split of the last evaluation."""
+    found = []
+    for split in dict.fromkeys(split for split, _, _ in run.compute):
+        lines = [(attempts, points) for other, attempts, points in run.compute if other == split]
+        lines = [*lines[:1], *lines[1:][-(_LINES_SHOWN - 1) :]]
+        series = [
+            Series(label="1 attempt" if attempts == 1 else f"the best of {attempts}", color=f"c{1 + n}", points=points)
+            for n, (attempts, points) in enumerate(lines)
+        ]
+        width, height = _NARROW
+        chart = line_chart(
+            series,
+            title=f"Success against compute, {split}",
+            width=width,
+            height=height,
+            y_range=(0.0, 1.0),
+            y_format=lambda value: f"{value:.2f}",
+            x_name="tokens",
+        )
+        found.append(Card(title=printable(split).replace("_", " "), note="share of tasks solved, by sampled tokens a task", chart=chart))
+    return found
 
 
 def _machinery(run: RunData) -> list[Card]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
 from agentrl.observe.summary import Summary
@@ -30,13 +30,14 @@ class RunData:
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
     setbacks: tuple[Line, ...]  # what was not trained on, and why
     left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
+    compute: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # of the last evaluation: split, attempts, (tokens, success)
     failures: Line  # what `failures/failures.json` says; empty without one
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
     def series(self, key: str) -> tuple[tuple[float, float], ...]:
         """(step, value) wherever a step has a finite number under `key`."""
         found = ((line["step"], line.get(key)) for line in self.metrics)
-        return tuple((step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value))
+        return tuple((step, value) for step, value in found if _finite(value))
 
 
 def read_run(run_dir: Path) -> RunData:
@@ -46,6 +47,7 @@ def read_run(run_dir: Path) -> RunData:
     notes: list[str] = []
     lines = _read_lines(run_dir / "metrics.jsonl", {"step": int}, notes)
     by_step = {line["step"]: line for line in lines}  # a step made again by a resumed run counts once
+    evaluations = _read_object(run_dir / "evaluations.json", notes)
     episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
     return RunData(
         name=run_dir.name,
@@ -54,21 +56,40 @@ def read_run(run_dir: Path) -> RunData:
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
         setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
-        left_out=tuple(_read_left_out(run_dir / "evaluations.json", notes)),
+        left_out=tuple(_read_left_out(evaluations)),
+        compute=tuple(_read_compute(evaluations)),
         failures=_read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )
 
 
-def _read_left_out(path: Path, notes: list[str]) -> Iterator[tuple[str, str, dict[str, int]]]:
-    phases = parse(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
-    if phases is None:
-        notes.append("evaluations.json cannot be read")
-    for phase, splits in (phases or {}).items():
+def _read_left_out(phases: Line) -> Iterator[tuple[str, str, dict[str, int]]]:
+    for phase, split, result in _results(phases):
+        reasons = result.get("left_out_reasons")
+        if isinstance(reasons, dict):
+            yield phase, split, {str(reason): count for reason, count in reasons.items() if isinstance(count, int)}
+
+
+def _read_compute(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, float], ...]]]:
+    """Success against compute, of the phase that was evaluated last."""
+    last = next((phase for phase in ("after", "eval", "before") if phase in phases), "")
+    for phase, split, result in _results(phases):
+        for line in listed(result.get("compute")) if phase == last else ():
+            attempts, points = (line.get("attempts"), listed(line.get("points"))) if isinstance(line, dict) else (None, [])
+            pairs = tuple((point[0], point[1]) for point in points if isinstance(point, list) and len(point) == 2)
+            if isinstance(attempts, int) and pairs and all(_finite(value) for pair in pairs for value in pair):
+                yield split, attempts, pairs
+
+
+def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:
+    for phase, splits in phases.items():
         for split, result in splits.items() if isinstance(splits, dict) else ():
-            reasons = result.get("left_out_reasons") if isinstance(result, dict) else None
-            if isinstance(reasons, dict):
-                yield phase, split, {str(reason): count for reason, count in reasons.items() if isinstance(count, int)}
+            if isinstance(result, dict):
+                yield phase, split, result
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:

@@ -1,14 +1,16 @@
-"""Evaluation: one episode on each of the first n held-out tasks, in the same sandboxes and with the same verifier as training."""
+"""Evaluation: episodes on each of the first n held-out tasks, in the same sandboxes and with the same verifier as training."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl import usercode
+from agentrl.compare.compute import Attempt, Line, against_compute, pass_at
 from agentrl.errors import RecipeError
 from agentrl.observe.left_out import reasons
 from agentrl.observe.stats import Rate
@@ -18,17 +20,38 @@ from agentrl.rollout import GroupRunner, left_out_group, task_fault
 from agentrl.run.transcript import transcript
 from agentrl.task import make_task
 
+PASSED = 1.0
+"""The score from which an attempt has solved its task, in pass@k and against compute."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Scores of one split, with a confidence interval; episodes without a finite score count in no figure but `left_out`."""
 
-    rate: Rate | None  # None: not one episode was scored, so that no rate would mean anything
+    rate: Rate | None  # over the tasks, of the mean score of each; None: not one episode was scored, so that no rate would mean anything
     by_kind: dict[str, Rate]
+    attempts: int  # at each task
     episodes: int
     left_out: int
     left_out_reasons: dict[str, int]
+    tokens_mean: float | None  # sampled in an attempt
+    pass_at: dict[int, float]  # k -> share of the tasks that k attempts solve
+    compute: tuple[Line, ...]  # success against sampled tokens
     transcripts: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """The attempts at one task."""
+
+    task: Task | Failure
+    attempts: tuple[ScoredEpisode, ...]
+
+    @property
+    def counted(self) -> list[tuple[float, int]]:
+        """(score, sampled tokens) of those that have a score."""
+        scores = [(scored.score.value, scored.episode.completion_tokens) for scored in self.attempts]
+        return [(value, tokens) for value, tokens in scores if value is not None and math.isfinite(value)]
 
 
 async def evaluate(
@@ -39,12 +62,14 @@ async def evaluate(
     *,
     phase: str,
     step: int,
+    attempts: int = 1,
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
 ) -> Evaluation:
     """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none.
 
     Args:
+        attempts: episodes on each task.
         on_done: told how many episodes of how many are done.
         on_scored: told each task's episode when it is scored.
     """
@@ -54,31 +79,53 @@ async def evaluate(
         raise RecipeError(f"task family {family.name!r} has no tasks in split {split}", fix=f"set evaluation.{split}=0")
     done = 0
 
-    async def one(index: int, task: Task | Failure) -> ScoredEpisode:
+    async def one(index: int, task: Task | Failure, attempt: int) -> ScoredEpisode:
         nonlocal done
         if isinstance(task, Failure):
             (scored,) = left_out_group(index, f"{split} {index}", "", task, size=1).episodes
         else:
-            scored = await runner.episode(task, name=f"{phase}-{split}-{index:05d}")
+            name = f"{phase}-{split}-{index:05d}"
+            scored = await runner.episode(task, name=name if attempts == 1 else f"{name}-{attempt:03d}")
             on_scored(task, scored)
         done += 1
-        on_done(done, len(tasks))
+        on_done(done, len(tasks) * attempts)
         return scored
 
     async with asyncio.TaskGroup() as running:
-        jobs = [running.create_task(one(index, task)) for index, task in enumerate(tasks)]
-    pairs = [(task, job.result()) for task, job in zip(tasks, jobs, strict=True)]
-    scores = [(_kind(task), scored.score.value) for task, scored in pairs]
-    counted = [(kind, value) for kind, value in scores if value is not None and math.isfinite(value)]
-    kinds = sorted({kind for kind, _ in counted})
-    return Evaluation(
-        rate=Rate.from_scores([value for _, value in counted]) if counted else None,
-        by_kind={kind: Rate.from_scores([value for k, value in counted if k == kind]) for kind in kinds},
-        episodes=len(scores),
-        left_out=len(scores) - len(counted),
-        left_out_reasons=reasons(scored for _, scored in pairs),
-        transcripts=tuple(transcript(task, scored, phase=phase, step=step) for task, scored in pairs if isinstance(task, Task)),
+        jobs = [[running.create_task(one(index, task, n)) for n in range(attempts)] for index, task in enumerate(tasks)]
+    return _measured(
+        [_Played(task=task, attempts=tuple(job.result() for job in some)) for task, some in zip(tasks, jobs, strict=True)],
+        phase=phase,
+        step=step,
     )
+
+
+def _measured(played: Sequence[_Played], *, phase: str, step: int) -> Evaluation:
+    """The figures. Attempts at one task are alike, so a rate is taken over tasks: its interval does not shrink with their attempts."""
+    means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in played if one.counted]
+    kinds = sorted({kind for kind, _ in means})
+    tries = [[Attempt(passed=value >= PASSED, tokens=tokens) for value, tokens in one.counted] for one in played]
+    tokens = [attempt.tokens for some in tries for attempt in some]
+    episodes = sum(len(one.attempts) for one in played)
+    return Evaluation(
+        rate=_rate(value for _, value in means),
+        by_kind={kind: Rate.from_scores([value for other, value in means if other == kind]) for kind in kinds},
+        attempts=max(len(one.attempts) for one in played),
+        episodes=episodes,
+        left_out=episodes - len(tokens),
+        left_out_reasons=reasons(scored for one in played for scored in one.attempts),
+        tokens_mean=statistics.fmean(tokens) if tokens else None,
+        pass_at=pass_at(tries),
+        compute=against_compute(tries),
+        transcripts=tuple(
+            transcript(one.task, scored, phase=phase, step=step) for one in played if isinstance(one.task, Task) for scored in one.attempts
+        ),
+    )
+
+
+def _rate(values: Iterable[float]) -> Rate | None:
+    found = list(values)
+    return Rate.from_scores(found) if found else None
 
 
 def _made(family: TaskFamily, split: Split, index: int) -> Task | Failure:

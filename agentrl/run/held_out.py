@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import InfrastructureError
 from agentrl.failure.digest import write_digest
@@ -34,7 +35,15 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     ):
         if count:
             results[split] = await evaluate(
-                runner, run.family, split, count, phase=phase, step=step, on_done=run.tracker.evaluating, on_scored=capture
+                runner,
+                run.family,
+                split,
+                count,
+                phase=phase,
+                step=step,
+                attempts=run.recipe.evaluation.attempts,
+                on_done=run.tracker.evaluating,
+                on_scored=capture,
             )
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
@@ -50,8 +59,8 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     return rates
 
 
-async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, float]]:
-    """Serves the recipe's model and evaluates it on the held-out splits: split -> value, ci_low, ci_high, n. For callers: see
+async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, Any]]:
+    """Serves the recipe's model and evaluates it on the held-out splits: split -> what `measure.read_evaluation` gives. For callers: see
     `agentrl.run.loop.train`."""
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")

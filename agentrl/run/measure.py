@@ -161,6 +161,10 @@ def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation
     phases[phase] = {
         str(split): {
             **(_rate(result.rate) if result.rate is not None else {}),
+            "attempts": result.attempts,
+            "tokens_mean": result.tokens_mean,
+            "pass_at": {str(k): value for k, value in result.pass_at.items()},
+            "compute": [{"attempts": line.attempts, "points": line.points} for line in result.compute],
             "left_out": result.left_out,
             "left_out_reasons": result.left_out_reasons,
             "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
@@ -170,10 +174,10 @@ def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation
     write(path, json.dumps(phases, indent=2) + "\n")
 
 
-def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, float]]:
-    """Split -> value, ci_low, ci_high, n of one phase."""
+def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
+    """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share) of one phase."""
     phases = json.loads((folder / "evaluations.json").read_text())
-    names = ("value", "ci_low", "ci_high", "n")
+    names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
     return {split: {name: result[name] for name in names} for split, result in phases[phase].items()}
 
 

@@ -66,7 +66,8 @@ def test_run_folders_recipes_and_task_folders_are_read(tmp_path: Path) -> None:
     registry.set_state(0, VersionState.SERVING)
     registry.set_evals(0, {"heldout": 0.75})
     rate = {"value": 0.75, "ci_low": 0.5, "ci_high": 0.9, "n": 32}
-    (tmp_path / "evaluations.json").write_text(json.dumps({"before": {"heldout": rate}}))
+    told = rate | {"attempts": 1, "tokens_mean": 40.0, "pass_at": {"1": 0.75}}
+    (tmp_path / "evaluations.json").write_text(json.dumps({"before": {"heldout": told}}))
     folder = str(tmp_path)
     said = core_only(
         f"""

@@ -70,6 +70,12 @@ def step_line(step: int, rng: random.Random) -> dict[str, Any]:
     return line
 
 
+def evaluation(rate: float) -> dict[str, Any]:
+    """What `evaluations.json` says of one split."""
+    lines = [{"attempts": k, "points": [[0, 0.0], [40 * k, rate / 2], [90.5 * k, 1 - (1 - rate) ** k]]} for k in (1, 2, 4)]
+    return {"value": rate, "left_out": 1, "left_out_reasons": {"score: timeout": 1}, "compute": lines}
+
+
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -100,7 +106,8 @@ def run_dir(tmp_path: Path) -> Path:
     (folder / "recipe.json").write_text(recipe.model_dump_json(indent=2))
     make_summary().write(folder)
     write_lines(folder / "metrics.jsonl", [step_line(step, rng) for step in range(1, 17)])
-    for phase, rate in (("before", 0.4), ("after", 0.9)):
+    rates = (("before", 0.4), ("after", 0.9))
+    for phase, rate in rates:
         lines = [
             transcript(phase, index, split, float(rng.random() < rate), output=HOSTILE if index % 2 else "412\n")
             for split, count in (("heldout", 40), ("heldout_real", 24))
@@ -108,4 +115,8 @@ def run_dir(tmp_path: Path) -> Path:
         ]
         write_lines(folder / "episodes" / f"{phase}.jsonl", [*lines, transcript(phase, 90, "heldout", None)])
     write_lines(folder / "episodes" / "train.jsonl", [transcript("train", 3, "train", 1.0)])
+    phases = {
+        phase: {split: evaluation(rate) for split in ("heldout", "heldout_real")} for phase, rate in (("before", 0.4), ("after", 0.9))
+    }
+    (folder / "evaluations.json").write_text(json.dumps(phases))
     return folder

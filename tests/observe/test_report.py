@@ -19,10 +19,10 @@ from agentrl.observe import write_report
 from agentrl.observe.charts import Series, line_chart
 from agentrl.observe.failures import told as of_failures
 from agentrl.observe.markup import environment, render
-from agentrl.observe.rundata import parse
+from agentrl.observe.rundata import parse, read_run
 from agentrl.observe.transcripts import choose_pairs, shown_alone
 
-from .conftest import HOSTILE, step_line, transcript, write_lines
+from .conftest import HOSTILE, evaluation, step_line, transcript, write_lines
 
 VOID = {"meta", "br"}
 
@@ -62,8 +62,17 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     page = Page(path)
     for told in ("43.8%", "95.6%", "+51.9 points", "n = 160", "81.2%", "131 ms", "144k", "7 min 44 s", "join total"):
         assert told in page.shown, told
-    for section in ("Learning", "By kind of task", "Inside the loop", "Where the time went", "Episodes to read", "Configuration"):
+    for section in (
+        "Learning",
+        "By kind of task",
+        "Inside the loop",
+        "Where the time went",
+        "Episodes to read",
+        "Configuration",
+        "Success against compute",
+    ):
         assert section in page.shown, section
+    assert "Success against compute" in page.shown and "the best of 4" in page.shown and "tokens 90.5, 1 attempt: 0.90" in page.shown
     assert "learner.max_grad_norm" in page.shown and "2.13.0+cpu" in page.shown
     assert sum(tag == "details" and attrs.get("class") == "episode" for tag, attrs in page.tags) == 6
     assert path.stat().st_size < 1_000_000
@@ -275,4 +284,9 @@ def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: P
         (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
     steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    evaluations = {"after": {"heldout": evaluation(0.5)}}
+    for value in ODD:
+        for at in places(evaluations):
+            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, at, value)))
+            read_run(run_dir)
     assert "Episodes to read" in Page(write_report(run_dir)).shown

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer
@@ -13,7 +15,8 @@ from agentrl.testing.sandboxes import printing
 
 
 async def verdict(task: Task, episode: Episode) -> Score:
-    return Score(value=float(task.data["score"]))
+    scores = task.data["score"].split()
+    return Score(value=float(scores[int(episode.id.split("-")[3]) if len(scores) > 1 else 0]))
 
 
 class Family:
@@ -65,3 +68,12 @@ async def test_a_score_that_is_not_finite_counts_in_no_rate() -> None:
 async def test_an_evaluation_without_a_finite_score_has_no_rate() -> None:
     done = await evaluate(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
     assert done.rate is None and done.left_out == 2
+
+
+async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
+    family = Family("1 0 0 0", "1 1 inf 1", "0 0 0 0")
+    done = await evaluate(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
+    assert done.rate is not None
+    assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.left_out) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
+    assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 is of the tasks with four scores"
+    assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
