@@ -263,6 +263,8 @@ class Session:
             if not given.task.done():
                 self.counts["client_gone"] += 1
                 raise Refused("failed", "The client has gone away.")
+            if given.task.cancelled():
+                raise Refused("ended", "This session has ended.")
             return given.task.result(), delivered
         finally:
             given.waiting -= 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -311,22 +309,41 @@ async def test_so_many_requests_at_once_and_a_body_that_never_comes(lead: Any, m
             async def ask(text: str) -> int:
                 return (await http.post("/v1/chat/completions", json={"model": "policy", "messages": [user(text)]})).status_code
 
-            async def endless() -> AsyncIterator[bytes]:
-                yield b'{"model": '
-                await asyncio.Event().wait()
-
             held = [asyncio.create_task(ask(text)) for text in ("one?", "two?")]
             for _ in held:
                 await under_way.acquire()
             assert await ask("three?") == 429
             monkeypatch.setattr("agentrl.gateway.server.BODY_S", 0.2)
-            with contextlib.suppress(httpx.TransportError):  # its connection is closed before it has said all
-                assert (await http.post("/v1/chat/completions", content=endless())).status_code == 400
+            host, _, port = url.removeprefix("http://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\nContent-Length: 99\r\n\r\n"
+            writer.write(head.encode() + b'{"model": ')
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+            writer.close()
             go_on.set()
             assert [await one for one in held] == [200, 200]
 
     outcome = await lead(program, "1", "2", kind=Held)
     assert outcome.trained_once() and outcome.counts == {"answered": 2, "refused_too_many": 1, "refused_invalid": 1}
+
+
+async def test_a_session_that_ends_while_it_samples_drops_what_it_sampled(lead: Any, caplog: pytest.LogCaptureFixture) -> None:
+    under_way, asking = asyncio.Event(), list[asyncio.Task[Any]]()
+
+    class Endless(ScriptedPolicy):
+        async def generate(self, *given: Any, **named: Any) -> Any:
+            under_way.set()
+            return await asyncio.Event().wait()
+
+    async def program(url: str, key: str) -> None:
+        body, headers = {"model": "policy", "messages": [user("one?")]}, {"authorization": f"Bearer {key}"}
+        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=60)
+        asking.append(asyncio.create_task(http.post("/v1/chat/completions", json=body)))
+        await under_way.wait()
+
+    outcome = await lead(program, kind=Endless)
+    assert outcome.counts["dropped"] == 1 and not outcome.episode.completion_tokens and outcome.session.fault is None
+    assert (await asking[0]).status_code == 403 and not [one for one in caplog.records if one.name == "uvicorn.error"]
 
 
 async def test_a_program_that_is_refused_too_often_has_had_its_chances(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
