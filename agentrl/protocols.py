@@ -368,6 +368,9 @@ class Agent(Protocol):
     """What acts: a loop of turns with tools, one with sub-agents, an outside program. One object for all episodes of a run.
 
     Sandboxes, limits, faults, outputs and capture are the business of whoever runs it (`agentrl.rollout.EpisodeRunner`).
+
+    A class that never calls `LiveEpisode.boundary` says so with `boundaries = False`; recipes that ask for the states between its turns
+    (`rollout.branching`, `rollout.checkpoint_turns`) are then refused.
     """
 
     async def act(self, episode: LiveEpisode) -> str:

@@ -30,6 +30,8 @@ _SPENT = 0.7
 """Share of `alpha` that one evaluation may spend."""
 _LOOKS_WORSE = 0.1
 """One-sided p-value of the first attempts from which a case is tried again."""
+CASES_TOLD = 3
+"""Cases that a reason names, the clearest ones; `Judgement.regressed` has all."""
 MOST_AGAIN = 32
 """Cases that are tried again in one evaluation; of more, those that look worst."""
 _PAIRED = 0.8
@@ -114,8 +116,10 @@ class Judgement(Record):
             said.append(f"the suite fell by {-100 * self.effect:.1f} points (p = {self.p_value:.2g} <= {self.suite_alpha:g})")
         said += [
             f"case {one.case}: {one.before_passed} of {one.before_tries} before, {one.passed} of {one.tries} now (p = {one.p_value:.2g})"
-            for one in self.regressed
+            for one in self.regressed[:CASES_TOLD]
         ]
+        if (more := len(self.regressed) - CASES_TOLD) > 0:
+            said.append(f"and {more} more {'case' if more == 1 else 'cases'}")
         return "; ".join(said)
 
 

@@ -43,13 +43,18 @@ class Head:
         return 100 * (self.after.value - self.before.value) if self.before and self.after else None
 
     @property
+    def now(self) -> str:
+        """What `after` is called: nothing where it is after nothing."""
+        return "" if self.before is None else "after"
+
+    @property
     def on_a_scale(self) -> bool:
         return on_a_scale(self.before) and on_a_scale(self.after)
 
     @property
     def intervals(self) -> str:
-        rates = (("before", self.before), ("after", self.after))
-        return "; ".join(f"{name} {interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
+        rates = (("before ", self.before), (f"{self.now} ".lstrip(), self.after))
+        return "; ".join(f"{name}{interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +90,10 @@ def write_report(run_dir: Path) -> Path:
         run=run,
         summary=summary,
         facts=_facts(run),
-        status=_status(summary),
+        status=("evaluated", "good") if run.evaluated and summary is None else _status(summary),
         notes=[*(summary.problems if summary else ()), *run.notes, *gate.notes],
         gate=gate,
-        heads=_heads(summary) if summary else [],
+        heads=_heads(summary) if summary else _evaluated(run),
         tiles=_tiles(summary) if summary else [],
         learning=_learning(run),
         kinds=_kinds(summary) if summary else [],
@@ -139,6 +144,12 @@ def _heads(summary: Summary) -> list[Head]:
         Head(title="Held-out tasks on real data", before=summary.heldout_real_before, after=summary.heldout_real_after),
     ]
     return [head for head in heads if head.before or head.after]
+
+
+def _evaluated(run: RunData) -> list[Head]:
+    """What `agentrl eval` found, which is all that its folder has to say."""
+    titles = {"heldout": "Held-out tasks", "heldout_real": "Held-out tasks on real data"}
+    return [Head(title=title, before=None, after=run.evaluated[split]) for split, title in titles.items() if split in run.evaluated]
 
 
 def _tiles(summary: Summary) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
+from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
 
 Line = dict[str, Any]
@@ -31,6 +32,7 @@ class RunData:
     setbacks: tuple[Line, ...]  # what was not trained on, and why
     left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
     compute: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # of the last evaluation: split, attempts, (tokens, success)
+    evaluated: dict[str, Rate]  # split -> what `agentrl eval` found; empty for a training run
     failures: Line  # what `failures/failures.json` says; empty without one
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
@@ -48,16 +50,18 @@ def read_run(run_dir: Path) -> RunData:
     lines = _read_lines(run_dir / "metrics.jsonl", {"step": int}, notes)
     by_step = {line["step"]: line for line in lines}  # a step made again by a resumed run counts once
     evaluations = _read_object(run_dir / "evaluations.json", notes)
+    evaluated = dict(_read_rates(evaluations))
     episodes = {path.stem: _read_episodes(path, notes) for path in sorted((run_dir / "episodes").glob("*.jsonl"))}
     return RunData(
         name=run_dir.name,
         recipe=_read_object(run_dir / "recipe.json", notes),
-        summary=_read_summary(run_dir, notes),
+        summary=_read_summary(run_dir, [] if evaluated else notes),
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
         setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
         left_out=tuple(_read_left_out(evaluations)),
         compute=tuple(_read_compute(evaluations)),
+        evaluated=evaluated,
         failures=_read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )
@@ -79,6 +83,13 @@ def _read_compute(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, f
             pairs = tuple((point[0], point[1]) for point in points if isinstance(point, list) and len(point) == 2)
             if isinstance(attempts, int) and pairs and all(_finite(value) for pair in pairs for value in pair):
                 yield split, attempts, pairs
+
+
+def _read_rates(phases: Line) -> Iterator[tuple[str, Rate]]:
+    for phase, split, result in _results(phases):
+        value, low, high, count = (result.get(name) for name in ("value", "ci_low", "ci_high", "n"))
+        if phase == "eval" and isinstance(count, int) and _finite(value) and _finite(low) and _finite(high):
+            yield split, Rate(value=value, ci_low=low, ci_high=high, n=count)
 
 
 def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:

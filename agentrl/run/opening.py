@@ -178,8 +178,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 faults,
                 tools,
                 group_judge=checked.group_judge,
-                memory=None if memory is None else memory.of,
                 cache_use=lambda: served.cache_use,
+                memory=None if memory is None else memory.of,
             ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
             learner=learner,
@@ -201,8 +201,8 @@ def group_runner(
     tools: ToolSource | None = None,
     *,
     group_judge: GroupJudge | None = None,
-    memory: MemoryOf | None = None,
     cache_use: Callable[[], CacheUse | None] = lambda: None,
+    memory: MemoryOf | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight

@@ -26,7 +26,7 @@ from agentrl.memory import check_search, scope_of
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
 from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
-from agentrl.recipe import PolicyConfig, Recipe
+from agentrl.recipe import PolicyConfig, Recipe, RolloutConfig
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
@@ -136,6 +136,19 @@ def check_parts(recipe: Recipe) -> None:
         raise PluginError("\n".join(map(str, wrong)))
     if wrong:
         raise wrong[0]
+    _check_captures(recipe.rollout)
+
+
+def _check_captures(rollout: RolloutConfig) -> None:
+    """Raises `UserError` where the recipe asks for states between turns, and its agent says that it has none."""
+    wanted = {"branching": rollout.branching is not None, "checkpoint_turns": rollout.checkpoint_turns}
+    key = next((f"rollout.{key}" for key, value in wanted.items() if value), None)
+    if key is None or rollout.agent in parts.AGENT.shipped:
+        return
+    agent = parts.load(parts.AGENT, rollout.agent, rollout.agent_options)
+    if not getattr(getattr(agent, "func", agent), "boundaries", True):
+        why = f"{key} does nothing with rollout.agent={rollout.agent}: what that agent keeps between two turns cannot be captured"
+        raise UserError(why, fix=f"leave {key} out")
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:

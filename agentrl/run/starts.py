@@ -220,7 +220,7 @@ def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSourc
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
         memory = None if start.memory is None else Forgotten(start.memory)
-        schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory).values()]
+        schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
         if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegation.SCHEMA])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):

@@ -154,6 +154,13 @@ def test_a_run_cut_short_shows_what_there_is(run_dir: Path) -> None:
     assert "before, step 0" in page.shown, "episodes of the one phase there is"
 
 
+def test_the_folder_of_an_evaluation_shows_its_rates(tmp_path: Path) -> None:
+    found = evaluation(0.5) | {"ci_low": 0.41, "ci_high": 0.59, "n": 96}
+    (tmp_path / "evaluations.json").write_text(json.dumps({"eval": {"heldout": found}}))
+    shown = Page(write_report(tmp_path)).shown
+    assert "evaluated" in shown and "50.0%" in shown and "n = 96" in shown and "no summary" not in shown and "n/a" not in shown
+
+
 def test_a_damaged_summary_is_said_not_hidden(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text("{")
     (run_dir / "recipe.json").write_text("[]")
