@@ -89,8 +89,8 @@ def peer_python(work: Path) -> str:
     return str(python)
 
 
-def turns(given: argparse.Namespace) -> dict[str, Any]:
-    """Sides in turn, each in a process of its own."""
+def turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Sides in turn, each in a process of its own; the results after each repeat."""
     python, folder = peer_python(given.work), given.work / "turns"
     amount = ["--turns", str(TURNS), "--episodes", str(given.episodes), "--alone", str(max(1, given.episodes // 8))]
     found: dict[str, list[dict[str, float]]] = {"agentrl": [], "verifiers train": [], "verifiers eval": []}
@@ -105,7 +105,7 @@ def turns(given: argparse.Namespace) -> dict[str, Any]:
                 command = [python, str(ROOT / "benchmarks" / "load" / "peer.py"), *own, "--port", str(port), *amount]
                 found[f"verifiers {client}"].append(told(command, env=environment, cwd=folder))
             bare.append(_bare_ms(port, tokens))
-    return {"sides": found, "bare_ms": bare, "tokens": tokens, "turns": TURNS, "episodes": given.episodes}
+            yield {"sides": found, "bare_ms": bare, "tokens": tokens, "turns": TURNS, "episodes": given.episodes}
 
 
 def _bare_ms(port: int, tokens: int) -> float:
@@ -121,7 +121,7 @@ def _bare_ms(port: int, tokens: int) -> float:
     return 1000 * statistics.median(took)
 
 
-def crowd(given: argparse.Namespace) -> dict[str, Any]:
+def crowd(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     found = []
     cores = sorted(os.sched_getaffinity(0))
     for number in (FEW, CROWD):
@@ -129,21 +129,21 @@ def crowd(given: argparse.Namespace) -> dict[str, Any]:
         times = ["--delay", *map(str, DELAY_S), "--ramp", str(RAMP_S), "--window", str(WINDOW_S)]
         with serving(given.work / "crowd", core=cores[-1], delay_s=DELAY_S) as (port, _):
             found.append(ours("crowd", port, "--episodes", str(number), "--core", str(cores[0]), *times))
-    return {"runs": found, "delay_s": DELAY_S}
+    yield {"runs": found, "delay_s": DELAY_S}
 
 
-def idle(given: argparse.Namespace) -> dict[str, Any]:
+def idle(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     print(f"idle: {', '.join(map(str, IDLE))} episodes", file=sys.stderr)
     with serving(given.work / "idle", delay_s=(86400.0, 86400.0), delay_from=IDLE_AFTER) as (port, tokens):
         found = ours("idle", port, "--episodes", *map(str, IDLE), "--after", str(IDLE_AFTER))
     slope = statistics.linear_regression(found["episodes"], found["rss_kib"]).slope
-    return {**found, "kib_an_episode": slope, "after": IDLE_AFTER, "tokens": tokens * IDLE_AFTER // TURNS}
+    yield {**found, "kib_an_episode": slope, "after": IDLE_AFTER, "tokens": tokens * IDLE_AFTER // TURNS}
 
 
-def prefix(given: argparse.Namespace) -> dict[str, Any]:
+def prefix(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from benchmarks.load.prefix import measured
 
-    return measured(given.work / "prefix")
+    yield measured(given.work / "prefix")
 
 
 def main() -> int:
@@ -161,12 +161,9 @@ def main() -> int:
     results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
     machine = f"{len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}"
     for part in given.only:
-        results[part] = {
-            **{"turns": turns, "crowd": crowd, "idle": idle, "prefix": prefix}[part](given),
-            "machine": machine,
-            "note": given.note,
-        }
-        kept.write_text(json.dumps(results, indent=1))
+        for found in {"turns": turns, "crowd": crowd, "idle": idle, "prefix": prefix}[part](given):
+            results[part] = {**found, "machine": machine, "note": given.note}
+            kept.write_text(json.dumps(results, indent=1))
     text, met = page(results)
     print(text)
     begin, end = "<!-- made by benchmarks/rollout.py: begin -->", "<!-- made by benchmarks/rollout.py: end -->"
