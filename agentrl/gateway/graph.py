@@ -70,6 +70,7 @@ class Place:
     lengths: Mapping[bytes, int]
     tools: bytes
     system_changed: bool = False
+    quotes: bool = False  # whether it is tied to its parent by words alone, which its texts quote
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class Graph:
     _by_answer: dict[str, Node] = field(default_factory=dict)
     _last: dict[int, Node] = field(default_factory=dict)  # by trajectory
     _waiting: dict[Node, set[int]] = field(default_factory=dict)  # its calls that nothing has answered, and no sub-agent has begun at
+    _answered: dict[Node, set[int]] = field(default_factory=dict)  # those that were answered first, of the newest turns
 
     def place(self, asked: Asked) -> Place:
         """Where a request belongs. Takes time in proportion to its size."""
@@ -97,8 +99,8 @@ class Graph:
                 return Place(
                     kind="next", before=node, parent=node.parent, new=new, digests=digests, system_changed=changed and bool(system), **found
                 )
-        kind, parent = ("restart", node.parent) if node is not None else self._origin(asked)
-        return Place(kind=kind, before=None, parent=parent, new=asked.messages, digests=digests, **found)
+        kind, parent, quotes = ("restart", node.parent, False) if node is not None else self._origin(asked)
+        return Place(kind=kind, before=None, parent=parent, new=asked.messages, digests=digests, quotes=quotes, **found)
 
     def add(self, node: Node, *, calls: int) -> None:
         self._by_digest.setdefault(node.digest, []).append(node)
@@ -113,8 +115,11 @@ class Graph:
         return answer_id in self._by_answer
 
     def answered(self, node: Node) -> None:
-        """The conversation goes on after this turn: none of its calls is running any more."""
-        self._waiting.pop(node, None)
+        """The conversation goes on after this turn: none of its calls is running any more, but for what they started to go on beside it."""
+        if free := self._waiting.pop(node, None):
+            self._answered[node] = free
+            while len(self._answered) > MAX_CALLING:
+                self._answered.pop(next(iter(self._answered)))
 
     def last(self, line: LiveTrajectory) -> Node | None:
         return self._last.get(line.index)
@@ -128,33 +133,47 @@ class Graph:
                 return at, (same or nodes)[-1]
         return 0, start
 
-    def _origin(self, asked: Asked) -> tuple[str, Parent | None]:
-        """Where a context comes from that is none of ours: a call that is running, or a completion that it holds."""
+    def _origin(self, asked: Asked) -> tuple[str, Parent | None, bool]:
+        """Where a context comes from that is none of ours: a call that is running, or a completion that it holds; whether as words."""
         _, most, chars = MAX_SEARCHED
         texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
-        if (called := self._calling(texts)) is not None:
-            return "sub_agent", called
-        if (node := self._quoted(asked, texts)) is not None:
-            return "restart", node.parent
+        if (called := self._calling(texts) or self._started(texts)) is not None:
+            return "sub_agent", called, False
+        if node := next((self._by_call[name] for one in reversed(asked.messages) for name in one.call_ids if name in self._by_call), None):
+            return "restart", node.parent, False
+        if (node := self._quoted(texts)) is not None:
+            return "restart", node.parent, True
         if asked.tools and (called := self._calling(None)) is not None:
-            return "sub_agent", called
-        return "root", None
+            return "sub_agent", called, False
+        return "root", None, False
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
-        """The call that is running and holds one of the texts; without texts, the first one that is running. It begins one sub-agent."""
+        """The call that is running and holds one of the texts; without texts, the first one that is running. It begins one sub-agent.
+
+        A text that quotes the turn itself, as one that asks for a title does, tells of the conversation, and is nobody's task.
+        """
         for node, free in islice(reversed(self._waiting.items()), MAX_CALLING):
             calls = node.line.turns[node.turn].message.tool_calls
+            tasks = None if texts is None else [text for text in texts if not _tells_of(node, text)]
             for index in sorted(free):
-                if texts is None or _told(calls[index], texts):
+                if tasks is None or _told(calls[index], tasks):
                     free.discard(index)
                     return Parent(trajectory=node.line.index, turn=node.turn, call=index)
         return None
 
-    def _quoted(self, asked: Asked, texts: Sequence[str]) -> Node | None:
-        """The newest turn whose call the request holds, or else one whose words it quotes: a context that was cut, or summed up."""
-        for one in reversed(asked.messages):
-            if node := next((self._by_call[name] for name in one.call_ids if name in self._by_call), None):
-                return node
+    def _started(self, texts: Sequence[str]) -> Parent | None:
+        """A call that was answered at once, with no more than the name of a sub-agent, whose task is the whole of a message here."""
+        whole = {text.strip() for text in texts}
+        for node, free in reversed(self._answered.items()):
+            calls = node.line.turns[node.turn].message.tool_calls
+            for index in sorted(free):
+                if whole & {word for word in _strings(calls[index].arguments)[:MAX_CALLING] if len(word) >= QUOTED // 2}:
+                    free.discard(index)
+                    return Parent(trajectory=node.line.index, turn=node.turn, call=index)
+        return None
+
+    def _quoted(self, texts: Sequence[str]) -> Node | None:
+        """A turn whose words are quoted, of those the one with the longest context: it was summed up, or is told of."""
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
         for node in sorted(newest, key=lambda one: one.tokens, reverse=True):
             words = node.parsed.answer.strip()
@@ -210,6 +229,11 @@ def _alike(node: Node, system: frozenset[bytes], lengths: Mapping[bytes, int]) -
 
 def _tool_name(tool: Mapping[str, Any]) -> str:
     return str(tool["function"]["name"])
+
+
+def _tells_of(node: Node, text: str) -> bool:
+    words = node.parsed.answer.strip()
+    return any(name in text for name in node.call_ids) or (len(words) >= QUOTED // 2 and words in text)
 
 
 def _told(call: ToolCall, texts: Sequence[str]) -> bool:

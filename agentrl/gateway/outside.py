@@ -54,6 +54,8 @@ class Outside:
     - at the task's `wall_s`: `wall_limit`, the policy's doing where the program itself took at least half of that.
     """
 
+    boundaries = False  # a program's own state is nobody's to capture
+
     def __init__(
         self,
         *,
@@ -96,6 +98,9 @@ class Outside:
             raise UserError(f"rollout.agent_options: host and port: {error}", fix="host is a literal address, such as 127.0.0.1") from None
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
             raise UserError(f"the gateway needs {' and '.join(missing)}", fix="pip install 'agentrl[gateway]'")
+        import starlette.applications  # noqa: F401  # here, so that no episode waits for it
+        import uvicorn.server  # noqa: F401
+
         self._rewarded = bool(reward_key_file)
         if reward_key_file:
             REWARDS.make_key(reward_key_file)
@@ -110,6 +115,11 @@ class Outside:
         if self.address not in episode.task.sandbox.network:
             raise TaskError(
                 f"task {episode.task.id!r}: its sandbox cannot reach the gateway", fix=f'put "{self.address}" into sandbox.network'
+            )
+        if episode.turn_count:
+            raise TaskError(
+                f"task {episode.task.id!r} begins after turn {episode.turn_count}, and an outside program only at its own beginning",
+                fix="use cases that begin at the start",
             )
         sandbox = await episode.sandbox()
         for name, content in self._files.items():

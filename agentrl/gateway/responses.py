@@ -47,6 +47,8 @@ FIELDS = (
     *HINTS,
 )
 _PREFIX = "resp_"
+_IN = "__"
+"""Between a namespace and the name of a tool in it, as the policy sees it: a word in every chat format."""
 
 error = chat_completions.error
 
@@ -62,7 +64,7 @@ def read(body: Any) -> Asked:
     heads, rest = split_system(messages)
     instructions = asked.get("instructions")
     system = (*([text(instructions, "instructions")] if instructions else []), *heads)
-    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(listed(asked.get("tools") or [], "tools", most=MAX_TOOLS))]
+    tools, spaces = _tools(listed(asked.get("tools") or [], "tools", most=MAX_TOOLS))
     after = asked.get("previous_response_id")
     return Asked(
         model=text(asked.get("model"), "model"),
@@ -72,13 +74,13 @@ def read(body: Any) -> Asked:
         max_tokens=whole(asked.get("max_output_tokens"), "max_output_tokens"),
         after=text(after, "previous_response_id").removeprefix(_PREFIX) if after is not None else "",
         stream=flag(asked.get("stream"), "stream"),
-        options={"previous_response_id": after},
+        options={"previous_response_id": after, "spaces": spaces},
     )
 
 
 def write(answer: Answer, asked: Asked) -> dict[str, Any]:
     done = _response(answer, asked, status="incomplete" if answer.cut else "completed")
-    return {**done, "output": _items(answer), "usage": _usage(answer)}
+    return {**done, "output": _items(answer, asked), "usage": _usage(answer)}
 
 
 def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
@@ -91,7 +93,7 @@ def _events(answer: Answer, asked: Asked) -> Iterator[tuple[str, dict[str, Any]]
     begun = _response(answer, asked, status="in_progress")
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
-    for index, item in enumerate(_items(answer)):
+    for index, item in enumerate(_items(answer, asked)):
         at: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
             [part] = item["content"]
@@ -137,7 +139,8 @@ def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
     }
 
 
-def _items(answer: Answer) -> list[dict[str, Any]]:
+def _items(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
+    spaces = asked.options.get("spaces") or {}
     items: list[dict[str, Any]] = []
     if answer.reasoning:
         items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [{"type": "summary_text", "text": answer.reasoning}]})
@@ -146,7 +149,9 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         status = "incomplete" if answer.cut else "completed"
         items.append({"type": "message", "id": f"msg_{answer.id}", "status": status, "role": "assistant", "content": [part]})
     for one in answer.calls:
-        about = {"call_id": one.id, "name": one.call.name, "arguments": one.arguments, "status": "completed"}
+        space, name = spaces.get(one.call.name, (None, one.call.name))
+        about = {"call_id": one.id, "name": name, "arguments": one.arguments, "status": "completed"}
+        about |= {"namespace": space} if space else {}
         items.append({"type": "function_call", "id": f"fc_{one.id}", **about})
     return items
 
@@ -181,7 +186,10 @@ def _messages(items: Sequence[Any]) -> list[Said]:
         if kind == "reasoning":
             continue
         if kind == "function_call":
-            calls.append((text(item.get("call_id"), f"{where}.call_id"), call(item.get("name"), item.get("arguments"), where)))
+            name = text(item.get("name"), f"{where}.name")
+            if item.get("namespace"):
+                name = text(item["namespace"], f"{where}.namespace") + _IN + name
+            calls.append((text(item.get("call_id"), f"{where}.call_id"), call(name, item.get("arguments"), where)))
             continue
         if kind == "message" and item.get("role") == "assistant":
             if words is not None or calls:
@@ -212,8 +220,33 @@ def _content(value: Any, where: str) -> str:
     return "".join(parts)
 
 
-def _tool(value: Any, where: str) -> dict[str, Any]:
-    about = mapping(value, where)
+def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """The tools of a request, and of those in a namespace, which the policy knows by both names in one, the two names."""
+    tools: list[dict[str, Any]] = []
+    spaces: dict[str, tuple[str, str]] = {}
+    for at, value in enumerate(values):
+        where = f"tools[{at}]"
+        about = mapping(value, where)
+        if about.get("type") != "namespace":
+            tools.append(_tool(about, where))
+            continue
+        space = fields(about, ("type", "name", "description", "tools"), where=where)
+        about_all = text(space.get("description") or "", f"{where}.description")
+        name, inner = text(space.get("name"), f"{where}.name"), listed(space.get("tools"), f"{where}.tools", most=MAX_TOOLS)
+        for place, one in enumerate(inner):
+            made = _tool(mapping(one, f"{where}.tools[{place}]"), f"{where}.tools[{place}]")
+            own = made["function"]["name"]
+            told = "\n".join(filter(None, (about_all, made["function"]["description"])))
+            made["function"] |= {"name": name + _IN + own, "description": told}
+            spaces[name + _IN + own] = (name, own)
+            tools.append(made)
+    names = [tool["function"]["name"] for tool in tools]
+    if len(tools) > MAX_TOOLS or any(names.count(name) > 1 for name in spaces):
+        raise Refused("invalid", f"tools: more than {MAX_TOOLS} of them, or two that have one name.", param="tools")
+    return tools, spaces
+
+
+def _tool(about: dict[str, Any], where: str) -> dict[str, Any]:
     if about.get("type") != "function":
         raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
     named = fields(about, ("type", "name", "description", "parameters", "strict"), where=where)

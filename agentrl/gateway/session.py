@@ -63,6 +63,7 @@ class Session:
     _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
     _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> tools and messages of its first request
     _names: dict[int, str] = field(default_factory=dict)  # of trajectories
+    _asides: set[int] = field(default_factory=set)  # trajectories without tools that quote another one
     _answered_at: dict[int, float] = field(default_factory=dict)
 
     async def ask(self, asked: Asked, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
@@ -160,6 +161,8 @@ class Session:
             self._describe(line, MAIN, messages)
         else:
             line = self._open(place, messages, place.parent)
+            if place.quotes and not asked.tools:
+                self._asides.add(line.index)
         if place.kind != "root":
             self.counts[place.kind] += 1
         self._shown[line.index] = (len(asked.tools), len(messages))
@@ -260,6 +263,8 @@ class Session:
             if not given.task.done():
                 self.counts["client_gone"] += 1
                 raise Refused("failed", "The client has gone away.")
+            if given.task.cancelled():
+                raise Refused("ended", "This session has ended.")
             return given.task.result(), delivered
         finally:
             given.waiting -= 1
@@ -286,13 +291,20 @@ class Session:
         self._seal()
 
     def _seal(self) -> None:
-        """Contexts of one turn without tools, which nothing goes on from, are calls beside the work: titles, summaries for a screen."""
+        """Contexts of one turn without tools, which nothing goes on from, are calls beside the work: titles, summaries for a screen.
+
+        So are those that quote a conversation with tools; one that goes on after a summary is shown tools, or goes on.
+        """
         lines = self.episode.trajectories
         roots = [line for line in lines if line.index in self._shown and line.parent is None]
         parents = {line.parent.trajectory for line in lines if line.parent is not None}
         work = [line for line in roots if self._shown[line.index][0] or len(line.turns) > 1 or line.index in parents]
         for line in roots if work else ():
             self._describe(line, MAIN if line in work else AUXILIARY)
+        for line in lines:
+            quoted = None if line.parent is None else self._shown.get(line.parent.trajectory)
+            if line.index in self._asides - parents and len(line.turns) == 1 and quoted is not None and quoted[0]:
+                self._describe(line, AUXILIARY)
         theirs = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
         refused = {name: count for name, count in theirs.items() if name not in ("failed", "ended")}
         if refused:

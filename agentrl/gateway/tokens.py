@@ -27,6 +27,11 @@ class Parsed(Protocol):
         """The message without what was thought."""
         ...
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """What the model calls each of the message's tool calls; empty where its form has no ids."""
+        ...
+
 
 class Chat(Protocol):
     """The part of a chat format that the gateway needs."""
@@ -85,6 +90,8 @@ class Tokens:
         answers = {one.call_id: one.message.content for one in new if one.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
+        if answers and any(after.ids):  # results beside a word of the user's would come under other ids than the model gave
+            raise NotAppended
         calls = after.message.tool_calls if answers else ()
         turn = [*self._asked, Message(role="assistant", content="-", tool_calls=calls)]
         messages = [one.message for one in new]

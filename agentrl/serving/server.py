@@ -69,6 +69,7 @@ class VLLMServer(ServerProcess):
             "--dtype": policy.dtype,
             "--max-model-len": str(policy.max_model_len),
             "--max-num-seqs": str(serving.max_num_seqs),
+            "--scheduling-policy": "priority",  # of a request's own (`agentrl.serving.client.priority`)
             "--seed": str(self.recipe.seed),
             "--weight-transfer-config": json.dumps({"backend": backend}),
             # Logprobs of the distribution that is sampled from: after temperature and truncation.

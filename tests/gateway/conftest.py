@@ -74,9 +74,14 @@ def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
     roomy = replace(task, tools=(), limits=Limits(turns=40, turn_tokens=400, episode_tokens=20000, wall_s=30.0))
 
     async def led(
-        program: Program, *said: str, script: Callable[[int, str], str] | None = None, gateway: Gateway | None = None, **limits: Any
+        program: Program,
+        *said: str,
+        script: Callable[[int, str], str] | None = None,
+        gateway: Gateway | None = None,
+        kind: type[ScriptedPolicy] = ScriptedPolicy,
+        **limits: Any,
     ) -> Outcome:
-        policy = ScriptedPolicy(tokenizer, script or (lambda turn, _: said[turn]))
+        policy = kind(tokenizer, script or (lambda turn, _: said[turn]))
         agent = Led(Tokens(chat), program, gateway or Gateway())
         runner = EpisodeRunner(
             agent=agent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from agentrl.gateway import Session
 from agentrl.records import Parent
+from agentrl.testing import ScriptedPolicy
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}}
 ASK = {
@@ -129,6 +131,33 @@ async def test_sub_agents_compaction_branches_and_titles_are_told_apart(lead: An
     assert outcome.episode.answer == "12 cm2"
 
 
+async def test_a_sub_agent_that_was_started_in_the_background_is_one(lead: Any) -> None:
+    """As a coding agent does whose tool answers with the sub-agent's name alone: the main agent is at another call when that one begins."""
+    task = "look at the file and say what is wrong"
+
+    async def program(url: str, key: str) -> None:
+        async with client(url, key) as sdk:
+
+            async def ask(messages: list[Any], tools: Any) -> Any:
+                made = await sdk.chat.completions.create(model="policy", messages=messages, tools=list(tools))
+                return made.choices[0].message.model_dump(exclude_none=True)
+
+            main: list[Any] = [{"role": "system", "content": "You work on code."}, user("Mend it.")]
+            for output in ('{"agent_id": "7"}', "done"):
+                said = await ask(main, (ASK, LOOK))
+                main += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": output}]
+                if output == "done":
+                    await ask([main[0], user("It is 10:00."), user(task)], (LOOK,))
+            await ask(main, (ASK, LOOK))
+            await ask([main[0], user("It is 10:00."), user(task)], (LOOK,))
+
+    outcome = await lead(program, calls("ask", question=task), calls("look"), "the sum", "Mended.", "the sum")
+    assert outcome.trained_once() and outcome.counts["sub_agent"] == 1
+    first, *others = outcome.episode.trajectories
+    assert [(line.agent, line.parent) for line in others][:1] == [("sub-agent", Parent(trajectory=0, turn=0, call=0))]
+    assert len(first.turns) == 3 and len(others) == 2
+
+
 async def test_a_retry_is_answered_once_and_another_attempt_is_sampled(lead: Any) -> None:
     answers: list[str] = []
 
@@ -218,6 +247,103 @@ async def test_hostile_requests_are_counted_and_stop_nothing(lead: Any) -> None:
     assert statuses == [400, 400, 400, 413, 400, 200, 401, 404]
     assert outcome.counts == {"answered": 1, "refused_invalid": 4, "refused_too_large": 1} and outcome.trained_once()
     assert outcome.policy.tokenizer.decode(outcome.policy.prompts[0]).count("<|im_start|>") == 2
+
+
+def posed(*messages: str, **more: str) -> str:
+    """A request as the text of its JSON, in which escapes of halves of characters and numbers of any size can stand."""
+    fields = {"model": '"policy"', "messages": f"[{', '.join(messages)}]", **more}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+
+
+HALF, ONE = r'"\ud800"', '{"role": "user", "content": "a"}'
+
+
+def called(arguments: str, name: str = '"f"', number: str = '"a"') -> str:
+    call = f'{{"id": {number}, "type": "function", "function": {{"name": {name}, "arguments": {json.dumps(arguments)}}}}}'
+    return f'{{"role": "assistant", "tool_calls": [{call}]}}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        posed(f'{{"role": "user", "content": {HALF}}}'),
+        posed(f'{{"role": "system", "content": {HALF}}}', r'{"role": "user", "content": "\u0000 \u001b[2J"}'),
+        posed(ONE, tools=f'[{{"type": "function", "function": {{"name": {HALF}}}}}]'),
+        posed(ONE, tools=f'[{{"type": "function", "function": {{"name": "f", "parameters": {"[" * 200 + "]" * 200}}}}}]'),
+        posed(ONE, tools='[{"type": "function", "function": {"name": "f", "parameters": %s}}]' % ('{"a": ' * 200 + "{}" + "}" * 200)),
+        posed(ONE, called('{"a": 1e999}')),
+        posed(ONE, called("{}", name=HALF)),
+        posed(ONE, called("{}", number=HALF), f'{{"role": "tool", "tool_call_id": {HALF}, "content": {HALF}}}'),
+        posed('{"role": "tool", "tool_call_id": "nobody", "content": "a"}', ONE),
+        posed(ONE, metadata="1" + "0" * 400),
+        posed(ONE, model=HALF),
+        posed(ONE, **{r"\ud800": "1"}),
+        posed(*[ONE] * 4097),
+    ],
+    ids=["text", "system", "tool", "list", "deep", "infinite", "name", "ids", "nobodys", "large", "model", "field", "many"],
+)
+async def test_odd_letters_and_numbers_are_answered_or_refused_and_no_fault_of_ours(lead: Any, body: str) -> None:
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
+            answer = await http.post("/v1/chat/completions", content=body.encode())
+            assert answer.status_code in (200, 400, 404), answer.text
+            assert (await http.post("/v1/chat/completions", json={"model": "policy", "messages": [user("one?")]})).status_code == 200
+
+    outcome = await lead(program, "1", "2")
+    assert outcome.session.fault is None and outcome.trained_once()
+
+
+async def test_so_many_requests_at_once_and_a_body_that_never_comes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.gateway.session.MAX_AT_ONCE", 2)
+    go_on, under_way = asyncio.Event(), asyncio.Semaphore(0)
+
+    class Held(ScriptedPolicy):
+        async def generate(self, *given: Any, **named: Any) -> Any:
+            under_way.release()
+            await go_on.wait()
+            return await super().generate(*given, **named)
+
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60) as http:
+
+            async def ask(text: str) -> int:
+                return (await http.post("/v1/chat/completions", json={"model": "policy", "messages": [user(text)]})).status_code
+
+            held = [asyncio.create_task(ask(text)) for text in ("one?", "two?")]
+            for _ in held:
+                await under_way.acquire()
+            assert await ask("three?") == 429
+            monkeypatch.setattr("agentrl.gateway.server.BODY_S", 0.2)
+            host, _, port = url.removeprefix("http://").partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\nContent-Length: 99\r\n\r\n"
+            writer.write(head.encode() + b'{"model": ')
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+            writer.close()
+            go_on.set()
+            assert [await one for one in held] == [200, 200]
+
+    outcome = await lead(program, "1", "2", kind=Held)
+    assert outcome.trained_once() and outcome.counts == {"answered": 2, "refused_too_many": 1, "refused_invalid": 1}
+
+
+async def test_a_session_that_ends_while_it_samples_drops_what_it_sampled(lead: Any, caplog: pytest.LogCaptureFixture) -> None:
+    under_way, asking = asyncio.Event(), list[asyncio.Task[Any]]()
+
+    class Endless(ScriptedPolicy):
+        async def generate(self, *given: Any, **named: Any) -> Any:
+            under_way.set()
+            return await asyncio.Event().wait()
+
+    async def program(url: str, key: str) -> None:
+        body, headers = {"model": "policy", "messages": [user("one?")]}, {"authorization": f"Bearer {key}"}
+        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=60)
+        asking.append(asyncio.create_task(http.post("/v1/chat/completions", json=body)))
+        await under_way.wait()
+
+    outcome = await lead(program, kind=Endless)
+    assert outcome.counts["dropped"] == 1 and not outcome.episode.completion_tokens and outcome.session.fault is None
+    assert (await asking[0]).status_code == 403 and not [one for one in caplog.records if one.name == "uvicorn.error"]
 
 
 async def test_a_program_that_is_refused_too_often_has_had_its_chances(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,6 +102,52 @@ async def test_openai_responses(lead: Any, streams: bool, refers: bool) -> None:
     assert [(one.name, one.output) for one in results[1]] == [("user", "sure?")]
 
 
+@pytest.mark.parametrize("words", ["I look at it first.", "I look at what is there before I change anything in it."], ids=["short", "long"])
+async def test_a_title_that_quotes_a_running_call_is_no_sub_agent(lead: Any, words: str) -> None:
+    """As an agent asks that names its conversations: for a title, while the first call runs, with all that was said so far."""
+
+    async def program(url: str, key: str) -> None:
+        async with claude(url, key) as sdk:
+            given: Any = {"model": "policy", "max_tokens": 300, "system": "You help.", "tools": [LOOK]}
+            messages: list[Any] = [{"role": "user", "content": "Mend area.py."}]
+            made = await sdk.messages.create(messages=messages, **given)
+            said, call = made.content
+            told = f"Conversation:\nUser: Mend area.py.\nAssistant: {said.text}\n@look({call.id}): {json.dumps(call.input)}\n"
+            asked: Any = [{"role": "user", "content": f"Your task: a title for this.\n{told}"}]
+            await sdk.messages.create(model="policy", max_tokens=300, messages=asked, system="Titles.")
+            messages += [{"role": "assistant", "content": [one.model_dump() for one in made.content]}]
+            messages += [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "seen"}]}]
+            await sdk.messages.create(messages=messages, **given)
+
+    outcome = await lead(program, words + calls("look", at="the file area.py and its test"), "Mending area", "Done.")
+    assert outcome.trained_once() and outcome.episode.answer == "Done."
+    assert [(line.agent, len(line.turns)) for line in outcome.episode.trajectories] == [("main", 2), ("auxiliary", 1)]
+
+
+async def test_tools_in_a_namespace_are_called_by_both_names(lead: Any) -> None:
+    """As a coding agent asks that offers sub-agents: its calls come back with the namespace apart, and go on from what was sampled."""
+    spawn = {"type": "function", "name": "spawn", "description": "Starts one.", "parameters": SCHEMA, "strict": False}
+    team: Any = {"type": "namespace", "name": "team", "description": "Sub-agents.", "tools": [spawn]}
+
+    async def program(url: str, key: str) -> None:
+        async with client(url, key, max_retries=0) as sdk:
+            items: list[Any] = [{"role": "user", "content": "go"}]
+            made = await sdk.responses.create(model="policy", input=items, tools=[CALLABLE, team], store=False)
+            in_team, plain = made.output
+            assert (in_team.namespace, in_team.name) == ("team", "spawn") and (plain.namespace, plain.name) == (None, "look")
+            items += [one.model_dump(exclude_none=True, exclude={"status"}) for one in made.output]
+            items += [{"type": "function_call_output", "call_id": one.call_id, "output": one.name} for one in made.output]
+            await sdk.responses.create(model="policy", input=items, tools=[CALLABLE, team], store=False)
+            for bad in ([team, team], [team, {**CALLABLE, "name": "team__spawn"}], [{**team, "tools": [{"type": "custom", "name": "x"}]}]):
+                with pytest.raises(openai.BadRequestError):
+                    await sdk.responses.create(model="policy", input=items, tools=bad)
+
+    outcome = await lead(program, calls("team__spawn", at="a") + calls("look"), "done")
+    assert outcome.trained_once() and len(outcome.episode.trajectories) == 1
+    assert [one.output for one in outcome.episode.trajectories[0].turns[0].tool_results] == ["spawn", "look"]
+    assert outcome.counts == {"answered": 2, "refused_invalid": 2, "refused_unsupported": 1}
+
+
 async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with claude(url, key) as sdk:

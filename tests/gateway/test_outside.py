@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import runpy
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,8 +22,10 @@ from agentrl.errors import ServingError, UserError
 from agentrl.gateway import Gateway, Outside, posted_reward
 from agentrl.gateway.asked import Refused
 from agentrl.gateway.rewards import REWARDS
+from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Task
 from agentrl.rollout import EpisodeRunner
+from agentrl.run.preflight import check_parts
 from agentrl.sampling import Sampling
 from agentrl.sandbox import BubblewrapBackend
 from agentrl.testing import ScriptedPolicy
@@ -141,6 +145,16 @@ async def test_a_program_of_the_standard_library(run: Run) -> None:
     looked(await run(AGENTS / "tables_stdlib.py", *LOOKS))
 
 
+async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "bring-your-own-agent.md").read_text()
+    blocks = dict(re.findall(r"```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "mine.py").write_text(blocks["agents/mine.py"])
+    looked(await run(tmp_path / "mine.py", *LOOKS))
+    (tmp_path / "recipe.py").write_text(blocks["recipes/mine.py"])
+    options = runpy.run_path(str(tmp_path / "recipe.py"))["recipe"].rollout.agent_options
+    assert options == {"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}}
+
+
 @pytest.mark.slow
 async def test_a_program_of_the_openai_sdk(run: Run) -> None:
     looked(await run(AGENTS / "tables_sdk.py", *LOOKS))
@@ -225,6 +239,19 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
 def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         Outside(chat=ChatFormat(tokenizer), **{"command": ["true"], **options})
+
+
+@pytest.mark.parametrize("key", ["branching", "checkpoint_turns"])
+def test_states_between_turns_are_refused_for_a_program_has_none(key: str, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("print()")
+    options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
+    base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
+    asked: Any = {"branching": {"turn": 1, "branches": 2}, "checkpoint_turns": True}
+    check_parts(base.but({f"rollout.{key}": asked[key]}))  # it does something with the agent that ships
+    outside = base.but({"rollout.agent": "agentrl.gateway:Outside", "rollout.agent_options": options})
+    check_parts(outside)
+    with pytest.raises(UserError, match=rf"rollout\.{key} does nothing with rollout\.agent=agentrl\.gateway:Outside"):
+        check_parts(outside.but({f"rollout.{key}": asked[key]}))
 
 
 async def test_a_reward_is_posted_by_the_host_and_never_by_the_agent(run: Run, task: Task, tmp_path: Path) -> None:

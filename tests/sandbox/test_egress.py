@@ -21,10 +21,10 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
 class Server:
-    """A server of the host: notes what it is sent on each connection, and answers each head with `answer`."""
+    """A server of the host: notes what it is sent on each connection, and answers each head with `answer`, after some thought."""
 
-    def __init__(self, answer=ANSWER, *, hang_up=True):
-        self.seen, self._answer, self._hang_up = [], answer, hang_up
+    def __init__(self, answer=ANSWER, *, hang_up=True, thinks_s=0.0):
+        self.seen, self._answer, self._hang_up, self._thinks_s = [], answer, hang_up, thinks_s
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -42,6 +42,7 @@ class Server:
                 answered = b"\r\n\r\n" in self.seen[place]
                 self.seen[place] += data
                 if b"\r\n\r\n" in self.seen[place] and not answered:
+                    await asyncio.sleep(self._thinks_s)
                     writer.write(self._answer)
                     await writer.drain()
                     if self._hang_up:
@@ -348,6 +349,21 @@ async def test_a_connection_without_traffic_ends_and_so_does_one_that_drips(tmp_
                         await asyncio.sleep(0.05)
             assert said - start > 2.5 or widest > 1.5, "it was ended for being idle, though it was not"
             writer.close()
+
+
+async def test_a_server_listed_by_its_address_may_think_longer_than_a_connection_may_idle(tmp_path, monkeypatch):
+    """A model's server says nothing before its answer is whole. One that only a name leads to is no server of the operator's."""
+    monkeypatch.setattr(addresses, "look_up", lambda host, port: ["127.0.0.1"])
+    async with Server(thinks_s=0.6) as server:
+        own = f"127.0.0.1:{server.port}"
+        async with proxied(tmp_path, own, f"other.example:{server.port}", idle_s=0.2) as listener:
+            head = "HTTP/1.1\r\nHost: h\r\n"
+            plain = f"POST http://{{}}/ {head}Content-Length: 2\r\n\r\nhi"
+            tunnel = f"CONNECT {{}} {head}\r\nGET / {head}\r\n"
+            other = f"other.example:{server.port}"
+            asked = [form.format(where).encode() for form in (plain, tunnel) for where in (own, other)]
+            answers = await asyncio.gather(*(say(listener, one) for one in asked))
+    assert [answer.endswith(ANSWER) for answer in answers] == [True, False, True, False]
 
 
 async def test_all_connections_together_may_move_so_many_bytes(tmp_path):

@@ -32,6 +32,11 @@ class AddressBook:
         self._network = tuple(network)
         self._lookup_slots = asyncio.Semaphore(2)
 
+    def lists_address(self, host: str, port: int) -> bool:
+        """Whether `host` is an address, and on the list as such: a server that whoever made the list runs."""
+        address = literal(host)
+        return address is not None and self._listed(address, port)
+
     async def connect(self, host: str, port: int) -> socket.socket:
         """Connects to `host`. Raises `Refusal`; the caller sets the deadline."""
         if not any(entry.covers(host, port) for entry in self._network):

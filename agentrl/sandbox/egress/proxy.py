@@ -35,7 +35,7 @@ class Bounds:
     head_bytes: int = 16384
     head_s: float = 10.0
     connect_s: float = 15.0  # including the name look-up
-    idle_s: float = 60.0
+    idle_s: float = 60.0  # a server that is listed by its address may take longer over an answer
     total_s: float = 900.0  # of one connection
     total_bytes: int = 1 << 30  # of all connections, both ways, as long as the sandbox lives
 
@@ -45,18 +45,23 @@ class BudgetSpent(Exception):
 
 
 class _Clock:
-    """The deadline of a connection: `idle_s` after the last byte, and `total_s` after the first."""
+    """The deadline of a connection: `idle_s` after the last byte, and `total_s` after the first.
 
-    def __init__(self, bounds: Bounds) -> None:
-        self._idle_s = bounds.idle_s
+    A `patient` one is for a server of the operator's own, such as a model's: while that has the last word of a program to answer, only
+    `total_s` counts.
+    """
+
+    def __init__(self, bounds: Bounds, *, patient: bool) -> None:
+        self._idle_s, self._patient = bounds.idle_s, patient
         self._end = asyncio.get_running_loop().time() + bounds.total_s
         self.deadline = asyncio.timeout_at(self._next())
 
     def _next(self) -> float:
         return min(self._end, asyncio.get_running_loop().time() + self._idle_s)
 
-    def moved(self) -> None:
-        self.deadline.reschedule(self._next())
+    def moved(self, *, asked: bool) -> None:
+        """Bytes have moved: of the program where it `asked`, else of the server."""
+        self.deadline.reschedule(self._end if asked and self._patient else self._next())
 
 
 class Proxy:
@@ -122,22 +127,25 @@ class Proxy:
 
     async def _carry(self, wanted: Wanted, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: socket.socket) -> None:
         server_reader, server_writer = await _streams(link, CHUNK)
-        clock = _Clock(self._bounds)
+        clock = _Clock(self._bounds, patient=self._book.lists_address(wanted.host, wanted.port))
         try:
             async with clock.deadline:
                 if wanted.head:
                     server_writer.write(wanted.head)
-                    await _first(self._pump(server_reader, writer, clock), self._body(reader, server_writer, clock, wanted.body))
+                    clock.moved(asked=not wanted.body)
+                    await _first(
+                        self._pump(server_reader, writer, clock, asked=False), self._body(reader, server_writer, clock, wanted.body)
+                    )
                 else:
                     writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                    await _both(self._pump(server_reader, writer, clock), self._pump(reader, server_writer, clock))
+                    await _both(self._pump(server_reader, writer, clock, asked=False), self._pump(reader, server_writer, clock, asked=True))
         finally:
             server_writer.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, *, asked: bool) -> None:
         """Forwards bytes until the end of the reader, and forwards that end."""
         while data := await reader.read(CHUNK):
-            await self._move(data, writer, clock)
+            await self._move(data, writer, clock, asked=asked)
         writer.write_eof()
 
     async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
@@ -145,17 +153,17 @@ class Proxy:
         with contextlib.suppress(ConnectionError):  # a server may answer before it has read everything
             while size and (data := await reader.read(min(size, CHUNK))):
                 size -= len(data)
-                await self._move(data, writer, clock)
+                await self._move(data, writer, clock, asked=not size)
         await reader.read(1)
 
-    async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock) -> None:
+    async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock, *, asked: bool) -> None:
         self._left -= len(data)
         if self._left < 0:
             raise BudgetSpent
-        clock.moved()
+        clock.moved(asked=False)  # the other side must take it in time
         writer.write(data)
         await writer.drain()
-        clock.moved()
+        clock.moved(asked=asked)
 
     def _note(self, refusal: Refusal, wanted: Wanted | None) -> None:
         if not self.refused:
