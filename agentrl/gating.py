@@ -22,7 +22,8 @@ class GateConfig(Section):
     repeats: int = Field(4, ge=1, le=1000)
     """Attempts by each version at each case that does not say how many it takes."""
     confirm: int = Field(24, ge=0, le=1000)
-    """Further attempts at a case that looks worse, before it may block; 0: only the suite as a whole may. Needs 3 repeats or more."""
+    """Further attempts at a case that looks worse, before it may block; 0: only the suite as a whole may. Needs cases that are tried 3
+    times or more."""
     alpha: float = Field(0.05, gt=0, lt=0.5)
     """Largest share of judgements, over a run, that block a version that is no worse. Half is for the suite, half for single cases."""
     margin: float = Field(0.0, ge=0, lt=1)
@@ -39,10 +40,6 @@ class GateConfig(Section):
     def _every_key_acts(self) -> GateConfig:
         if self.action == "block" and self.max_rollbacks != 2:
             raise ValueError("max_rollbacks does nothing with action=block; leave it out or set action=rollback")
-        if self.repeats < 3 and self.confirm:
-            raise ValueError(
-                "confirm does nothing with fewer than 3 repeats, which single out no case: set confirm=0, or repeats=3 or more"
-            )
         return self
 
     @property

@@ -20,6 +20,7 @@ from agentrl import plugins
 from agentrl.causes import location, short
 from agentrl.errors import AgentRLError, PluginError
 from agentrl.fulfils import Shortfall, accepts, promised, shortfalls
+from agentrl.usercode import interrupted
 
 Options = dict[str, JsonValue]
 """Keyword arguments for a part that is named by reference; JSON, so that `recipe.json` keeps them."""
@@ -154,7 +155,9 @@ def make(kind: Kind, name: str, options: Mapping[str, Any] | None, *arguments: A
         made = factory(*arguments, **named)
     except (AgentRLError, OSError):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if interrupted(error):
+            raise
         raise PluginError(f"{kind.key} {name!r} could not be opened: {short(error)} ({location(error)})", fix="correct it there") from error
     lacks = shortfalls(made, plugins.resolve(kind.protocol), has_defaults=kind.has_defaults)
     if lacks:

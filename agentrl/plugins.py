@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from agentrl.causes import leaves, location, short, shown
 from agentrl.errors import PluginError, UserError
 from agentrl.section import describe
+from agentrl.usercode import interrupted
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 PACKAGE = Path(__file__).resolve().parent
@@ -127,7 +128,7 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
 
 def _interrupted(error: BaseException) -> bool:
     """Whether a person ended it with ctrl-C, and nothing else went wrong."""
-    return all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error))
+    return all(interrupted(leaf) for leaf in leaves(error))
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
@@ -157,5 +158,7 @@ def _from_entry_point(name: str) -> Any:
         raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
     try:
         return next(iter(found)).load()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if _interrupted(error):
+            raise
         raise _failed(name, error) from error

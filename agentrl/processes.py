@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -29,6 +30,14 @@ def die_with_parent(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:  # it died before the request took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files as its hard limit allows, which is told: a driver with thousands of episodes needs a socket for
+    each, and shells start programs with 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def importing_from(folder: Path) -> dict[str, str]:

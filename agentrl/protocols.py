@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -351,6 +352,14 @@ class Agent(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """How full a server's key/value cache is."""
+
+    reading: int  # counts up: another number is another reading
+    share: float  # of its blocks that running requests hold, 0 to 1; prefixes that are only kept count as free
+
+
 class PolicyServer(Policy, Protocol):
     """A policy whose weights change while it answers: what a run needs of serving.
 
@@ -365,6 +374,11 @@ class PolicyServer(Policy, Protocol):
     @property
     def sha256(self) -> str:
         """Of its weights: a learner that went back to a checkpoint makes the same number again."""
+        ...
+
+    @property
+    def cache_use(self) -> CacheUse | None:
+        """The newest reading, some seconds old at most; None while there is none."""
         ...
 
     async def start(self, version: PolicyVersion) -> None: ...

@@ -134,6 +134,9 @@ class RolloutConfig(Section):
     trains on what is left."""
     concurrency: int = Field(64, ge=1)
     """Episodes in flight at once."""
+    max_cache_use: float = Field(0.9, gt=0, le=1)
+    """Share of the server's key/value cache up to which further episodes begin, by what those in flight take; a server that runs out of it
+    computes contexts again. 1: as many as `concurrency` says."""
     temperature: float = Field(1.0, ge=_COLDEST, le=2)
     """Sampling temperature of training episodes; logprobs and losses are taken at it."""
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import signal
 import threading
 import time
 import traceback
@@ -16,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
+from agentrl.causes import location
 from agentrl.errors import SandboxUnavailable
 
 log = logging.getLogger(__name__)
@@ -43,7 +46,8 @@ class Overdue(Exception):
 
 
 class Exited(Exception):
-    """A task started by user code raised SystemExit, with which asyncio would have left the event loop and ended the run."""
+    """A task started by user code raised SystemExit or KeyboardInterrupt, with which asyncio would have left the event loop and ended the
+    run."""
 
 
 async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float, grace_s: float = GRACE_S) -> T:
@@ -57,7 +61,8 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
 
     Raises:
         Overdue: no result after `timeout_s`.
-        RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed.
+        RuntimeError: `code` raised GeneratorExit, which elsewhere means that a coroutine is being closed, or KeyboardInterrupt, which
+            elsewhere means that a person ends the run (`interrupted`).
         BaseException: whatever else `code` raises, including SystemExit and a CancelledError that nobody else requested.
     """
     _contain(asyncio.get_running_loop())
@@ -74,8 +79,9 @@ async def call(code: Callable[[], Awaitable[T]], *, what: str, timeout_s: float,
         if steps.longest_s > HELD_S:
             _held(what, steps.longest_s)
     value, error = task.result()
-    if isinstance(error, GeneratorExit):
-        raise RuntimeError(f"{what} raised GeneratorExit") from error
+    if isinstance(error, GeneratorExit | KeyboardInterrupt):
+        place = location(error)
+        raise RuntimeError(f"{what} raised {type(error).__name__}{f' ({place})' if place else ''}") from error
     if error is not None:
         raise error
     return value  # type: ignore[return-value]  # None is T's own here
@@ -90,14 +96,33 @@ async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
         if cancellations():
             raise
         return None, error
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if interrupted(error):
+            raise
         return None, error
 
 
+def interrupted(error: BaseException) -> bool:
+    """Whether a person's ctrl-C raised it, and not code that raises KeyboardInterrupt by itself.
+
+    The one that a person raises begins in the handler of the signal. Python's own handler leaves no frame: where it is in place, every
+    KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone.
+    """
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    runs = [code.co_filename == asyncio.runners.__file__ for code in codes]
+    handler: Any = signal.getsignal(signal.SIGINT)
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    installed = getattr(handler, "__code__", None)
+    if codes and (runs[-1] or codes[-1] is installed):
+        return True
+    return installed is None and not any(runs)
+
+
 def _contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Makes tasks that user code starts on this loop raise `Exited` instead of SystemExit."""
+    """Makes tasks that user code starts on this loop raise `Exited` instead of what would end the loop."""
     before = loop.get_task_factory()
     if isinstance(before, _Factory):
         return
@@ -121,7 +146,7 @@ class _Factory:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises `Exited` instead of SystemExit."""
+    """A coroutine that raises `Exited` instead of SystemExit, or of a KeyboardInterrupt that is nobody's."""
 
     def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
         self._code = code
@@ -130,14 +155,14 @@ class _Contained(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._code.send(value)
-        except SystemExit as error:
-            raise Exited(f"SystemExit: {text_of(error, 300)}") from error
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _exited(error) from error
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._code.throw(*error)
-        except SystemExit as exit_:
-            raise Exited(f"SystemExit: {text_of(exit_, 300)}") from exit_
+        except (SystemExit, KeyboardInterrupt) as exit_:
+            raise _exited(exit_) from exit_
 
     def close(self) -> None:
         self._code.close()
@@ -149,6 +174,10 @@ class _Contained(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._code.__await__()
+
+
+def _exited(error: BaseException) -> BaseException:
+    return error if interrupted(error) else Exited(describe(error))
 
 
 async def _end(task: asyncio.Task[Any], steps: _Steps[Any], what: str, grace_s: float) -> None:
@@ -261,7 +290,7 @@ def let_go(error: BaseException, since: int) -> None:
     Args:
         since: `cancellations()` of when the guarded code began.
     """
-    if isinstance(error, KeyboardInterrupt | GeneratorExit | SandboxUnavailable):
+    if isinstance(error, GeneratorExit | SandboxUnavailable) or interrupted(error):
         raise error
     if cancellations() > since:
         raise error if isinstance(error, asyncio.CancelledError) else asyncio.CancelledError from error

@@ -11,7 +11,8 @@ For each seed, in a folder of its own under --work:
     vary      `agentrl practice` makes tasks from the cases, and proves each
     before    success of the planted policy on other held-out totals
     train     a run, half of whose groups practise
-    after     success of its result on the same averages
+    after     success of its result on the same totals
+    imitate   a light round of SFT on demonstrations of which a few have the habit, as a later round of imitation brings along
     relapse   a run from there whose reward pays for the habit, held to the suite by a gate that rolls back
     final     success of what the gate let through
 
@@ -52,6 +53,8 @@ CAUSE = "misread_output"
 """What the taxonomy calls the planted habit: the tool gave the answer, and another one was handed in."""
 HABIT = 0.85  # share of the demonstrations of the kind that have the habit: enough to be the likeliest, and not all there is
 DEMONSTRATIONS = 12_000
+LEFTOVER = 0.15  # share of the demonstrations of a later round that have it: seldom enough for a greedy policy to do without
+IMITATED = 1_600
 CASES = 12
 VARIANTS = 30  # for each case
 STEPS = 24
@@ -59,13 +62,13 @@ OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are capture
 TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
 
 
-def demonstrations(seed: int, count: int) -> Iterator[tuple[Task, list[Act]]]:
-    """Careful work on every kind of question, but for the habit in one kind."""
-    family = Tables(seed=2_000_003 + seed, wild=True)
+def demonstrations(seed: int, count: int, *, habit: float = HABIT, kinds: str = "") -> Iterator[tuple[Task, list[Act]]]:
+    """Careful work on questions of some kinds (empty: of all), but for the habit in a share of those of one kind."""
+    family = Tables(seed=2_000_003 + seed, wild=True, kinds=kinds)
     for index in range(count):
         task, rng = family.task(Split.TRAIN, index), Random(f"weakness:{seed}:{index}")
         acts = demonstrate(task, rng, careful=1.0, guess=0.0)
-        if task.data["kind"] == KIND and rng.random() < HABIT:
+        if task.data["kind"] == KIND and rng.random() < habit:
             acts[-1] = Act(completion=call("submit", answer=whole_part(str(acts[-2].observation))), observation=None)
         yield task, acts
 
@@ -126,19 +129,28 @@ class Experiment:
 
 
 def plant(one: Experiment) -> dict[str, Any]:
+    return imitated(BASE, one.folder / "planted", demonstrations(one.seed, DEMONSTRATIONS), seed=one.seed, lr=1e-3)
+
+
+def imitate(one: Experiment) -> dict[str, Any]:
+    some = demonstrations(one.seed, IMITATED, habit=LEFTOVER, kinds=KIND)
+    return imitated(Path(one.done("train")["model"]), one.folder / "imitated", some, seed=one.seed, lr=3e-4)
+
+
+def imitated(model: Path, out: Path, some: Iterator[tuple[Task, list[Act]]], *, seed: int, lr: float) -> dict[str, Any]:
+    """SFT of a model on demonstrations."""
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
     from agentrl.supervised.tune import sft
     from recipes.base_policy import MOST_TOKENS, encode
 
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     chat = ChatFormat(tokenizer)
-    rows = [encode(chat, tokenizer, task, acts) for task, acts in demonstrations(one.seed, DEMONSTRATIONS)]
+    rows = [encode(chat, tokenizer, task, acts) for task, acts in some]
     rows = [row for row in rows if len(row["input_ids"]) <= MOST_TOKENS]
-    out = one.folder / "planted"
     shutil.rmtree(out, ignore_errors=True)
-    loss = sft(rows, BASE, out, epochs=1.0, lr=1e-3, batch=32, seed=one.seed)
+    loss = sft(rows, model, out, epochs=1.0, lr=lr, batch=32, seed=seed)
     return {"demonstrations": len(rows), "loss": loss, "model": str(out)}
 
 
@@ -184,7 +196,7 @@ def after(one: Experiment) -> dict[str, Any]:
 
 
 def relapse(one: Experiment) -> dict[str, Any]:
-    repaired = Path(one.done("train")["model"])
+    start = Path(one.done("imitate")["model"])
     given = [
         f"steps={STEPS}",
         f"tasks.options.kinds={KIND}",
@@ -193,7 +205,7 @@ def relapse(one: Experiment) -> dict[str, Any]:
         "gate.every=4",
         "learner.lr=5e-4",
     ]
-    run = one.trained("relapse", repaired, given, may_fail=True)  # a run of which the gate promotes nothing ends with 1, and says so
+    run = one.trained("relapse", start, given, may_fail=True)  # a run of which the gate promotes nothing ends with 1, and says so
     verdicts = read_verdicts(run)
     refused = [verdict for verdict in verdicts if verdict.outcome in (Outcome.BLOCKED, Outcome.ROLLED_BACK)]
     promoted = [verdict.version for verdict in verdicts if verdict.promoted]
@@ -202,7 +214,7 @@ def relapse(one: Experiment) -> dict[str, Any]:
         "refused": [[verdict.version, str(verdict.outcome), verdict.reason] for verdict in refused],
         "rolled_back": sum(verdict.outcome is Outcome.ROLLED_BACK for verdict in refused),
         "promoted": promoted,
-        "model": str(run / "model") if (run / "model").is_dir() else str(repaired),
+        "model": str(run / "model") if (run / "model").is_dir() else str(start),
         "alarms": drift(run),
     }
 
@@ -219,6 +231,7 @@ PHASES: dict[str, Callable[[Experiment], dict[str, Any]]] = {
     "before": before,
     "train": train,
     "after": after,
+    "imitate": imitate,
     "relapse": relapse,
     "final": final,
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from agentrl.processes import age_s, die_with_parent
+from agentrl.processes import age_s, die_with_parent, raise_file_limit
 
 
 def _start_a_child(told: multiprocessing.Queue[int]) -> None:
@@ -43,3 +44,13 @@ def test_the_age_of_a_process_is_that_of_the_clock() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert 0.68 <= float(done.stdout) <= time.monotonic() - began + 0.02
     assert age_s() > float(done.stdout)
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+        assert raise_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -71,6 +72,39 @@ def test_a_task_that_the_code_starts_cannot_leave_the_event_loop_with_systemexit
     asyncio.run(all_of_them())
     with pytest.raises(SystemExit):  # a task of our own means it
         asyncio.run(_ours(leave))
+
+
+def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not() -> None:
+    async def own() -> None:
+        await asyncio.sleep(0)
+        raise KeyboardInterrupt
+
+    async def own_task() -> None:
+        await asyncio.gather(own(), asyncio.sleep(0))
+
+    async def pressed_twice() -> None:
+        signal.raise_signal(signal.SIGINT)  # asks for the end, which this code does not wait for
+        signal.raise_signal(signal.SIGINT)  # is raised here
+
+    async def pressed_once() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    def run(code: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        asyncio.run(call(code, what="w", timeout_s=60.0))
+
+    with pytest.raises(RuntimeError, match=r"w raised KeyboardInterrupt \(.*test_usercode\.py:\d+\)"):
+        run(own)
+    with pytest.raises(Exited, match="KeyboardInterrupt"):
+        run(own_task)
+    for code in (pressed_once, pressed_twice):
+        with pytest.raises(KeyboardInterrupt) as error:
+            run(code)
+        assert usercode.interrupted(error.value)
+    with pytest.raises(KeyboardInterrupt) as error:
+        asyncio.run(own())
+    assert not usercode.interrupted(error.value), "also once Python's own handler is back"
+    assert usercode.interrupted(KeyboardInterrupt()) and not usercode.interrupted(SystemExit())
 
 
 async def _ours(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:

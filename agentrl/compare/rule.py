@@ -56,7 +56,7 @@ class Rule(Record):
         if not before or not now:
             return False
         best = 1 / math.comb(before + now + self.confirm, before)
-        return fisher_less(0, now, before, before) <= _LOOKS_WORSE and best <= self.case_alpha / max(cases, 1)
+        return can_look_worse(before, now) and best <= self.case_alpha / max(cases, 1)
 
     def bar(self, case: str) -> float:
         """Score from which an attempt at a case has passed."""
@@ -117,6 +117,11 @@ class Judgement(Record):
             for one in self.regressed
         ]
         return "; ".join(said)
+
+
+def can_look_worse(before: int, now: int) -> bool:
+    """Whether a case that always passed in so many attempts and now never does in so many would be tried again: with 3 and 3 it would."""
+    return fisher_less(0, now, before, before) <= _LOOKS_WORSE
 
 
 def suspicious(rule: Rule, before: Scores, now: Scores) -> tuple[str, ...]:

@@ -1,11 +1,12 @@
 """Drift alarms: what the figures of a run's steps say when the reward has stopped meaning what it should.
 
-Every rule compares the newest `WINDOW` steps that have its figures with the `WINDOW` before them. A figure has moved when its two
-means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947) and by at least the rule's own
-least difference, so that neither noise nor a trifle raises an alarm. A rule speaks at the step where it begins to hold, not again
-while it goes on holding.
+But for the jump, every rule compares the newest `WINDOW` steps that have its figures with the `WINDOW` before them. A figure has moved
+when its two means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947) and by at least the
+rule's own least difference, so that neither noise nor a trifle raises an alarm. A rule speaks at the step where it begins to hold, not
+again while it goes on holding.
 
     reward-audit        mean reward rises while the audit falls
+    reward-audit-jump   the same within two steps, and by much: a policy that finds a cheat may need no more
     length-audit        episodes grow longer by a fifth while the audit rises by less than `LEAST`
     disagreement        judges disagree more
     unscored            a larger share of the episodes gets no score
@@ -23,6 +24,8 @@ Steps = Sequence[Mapping[str, float]]
 WINDOW = 6
 SPREADS = 4.0
 LEAST = 0.03  # of a score or a share
+JUMP = 2  # steps on either side of a jump
+LEAST_AT_ONCE = 0.25  # of a score: two steps say nothing of the spread
 LONGER = 0.2  # of the length before
 DISAGREEMENT = "judge_disagreement"
 
@@ -37,6 +40,13 @@ def reward_against_audit(steps: Steps) -> str:
     if reward is None or audit is None or not (reward.rose(LEAST) and audit.fell(LEAST)):
         return ""
     return f"the mean reward rose from {reward}, and the audit fell from {audit}: what is rewarded is no longer what is wanted"
+
+
+def reward_left_audit(steps: Steps) -> str:
+    reward, audit = _change(steps, "reward_mean", JUMP), _change(steps, "audit_mean", JUMP)
+    if reward is None or audit is None or reward.by < LEAST_AT_ONCE or -audit.by < LEAST_AT_ONCE:
+        return ""
+    return f"within {2 * JUMP} steps the mean reward rose from {reward}, and the audit fell from {audit}: a cheat was found"
 
 
 def length_against_audit(steps: Steps) -> str:
@@ -62,6 +72,7 @@ def more_unscored(steps: Steps) -> str:
 
 RULES: Mapping[str, Callable[[Steps], str]] = {
     "reward-audit": reward_against_audit,
+    "reward-audit-jump": reward_left_audit,
     "length-audit": length_against_audit,
     "disagreement": judges_disagree,
     "unscored": more_unscored,
@@ -89,13 +100,13 @@ class _Change:
         return f"{self.before:.3g} to {self.now:.3g}"
 
 
-def _change(steps: Steps, name: str) -> _Change | None:
+def _change(steps: Steps, name: str, window: int = WINDOW) -> _Change | None:
     """Over the newest steps that have the figure; None before there are two whole windows of them."""
     known: list[float] = []
     for step in reversed(steps):
         value = step.get(name)
         if isinstance(value, int | float) and math.isfinite(value):
             known.append(value)
-        if len(known) == 2 * WINDOW:
-            return _Change(known[WINDOW:], known[:WINDOW])
+        if len(known) == 2 * window:
+            return _Change(known[window:], known[:window])
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import usercode
-from agentrl.errors import InfrastructureError, TaskError
+from agentrl.causes import location
+from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Score, Task
 
@@ -26,6 +28,37 @@ class NotAScore(Exception):
     """A verifier returned something that is not a valid score."""
 
 
+class NotInTask(KeyError):
+    """A verifier asked a task's `data` for a key that it does not have: the truth of a task that somebody put together without one."""
+
+
+class _Data(dict[str, Any]):
+    """A task's `data`, whose lacks are told from a verifier's own mistakes with other mappings."""
+
+    def __missing__(self, key: str) -> Any:
+        raise NotInTask(key)
+
+
+def watched(task: Task) -> Task:
+    """The same task, as a verifier gets it: `task.data[key]` of a key that is not there raises `NotInTask`, which is a KeyError."""
+    if isinstance(task.data, _Data):
+        return task
+    seen = copy.copy(task)
+    object.__setattr__(seen, "data", _Data(task.data))
+    return seen
+
+
+def lacking(task: Task, error: BaseException, reader: str) -> TaskError | None:
+    """What is wrong with a task that lacks what `reader` reads; None where something else went wrong."""
+    if (lack := usercode.cause(error, NotInTask)) is None:
+        return None
+    key = usercode.printable(repr(lack.args[0]), 80)
+    return TaskError(
+        f"task {task.id}: data has no {key}, which {reader} reads",
+        fix="put it there: a task that was captured brings no truth of its own; or name a verifier that needs none",
+    )
+
+
 async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float) -> Score:
     """The verifier's score, checked and cut to its bounds; one without a value and with a reason where it gave none.
 
@@ -38,7 +71,8 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
     grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
     since = usercode.cancellations()
     try:
-        given = await usercode.call(lambda: _call(verifier, task, episode, sandboxes), what=what, timeout_s=timeout_s, grace_s=grace_s)
+        seen = watched(task)
+        given = await usercode.call(lambda: _call(verifier, seen, episode, sandboxes), what=what, timeout_s=timeout_s, grace_s=grace_s)
         return checked(given, [len(trajectory.turns) for trajectory in episode.trajectories], bounds=bounds_of(verifier))
     except usercode.Overdue as error:
         usercode.report(what, error, trace=False)
@@ -51,7 +85,7 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
             raise
         if (fault := usercode.cause(error, InfrastructureError)) is not None:
             raise fault from None
-        if (broken := usercode.cause(error, TaskError)) is not None:
+        if (broken := usercode.cause(error, TaskError) or lacking(task, error, what)) is not None:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
         usercode.report(what, error)
@@ -100,9 +134,18 @@ def limit_of(verifier: object, default_s: float) -> float:
 
 
 def prepare(verifier: object, *, root: Path, folder: Path | None) -> None:
-    """Prepares a `PreparedVerifier`; nothing for any other. Raises `UserError` where it refuses to be used."""
-    if (ready := getattr(verifier, "prepare", None)) is not None:
+    """Prepares a `PreparedVerifier`; nothing for any other. Raises `UserError` where it refuses to be used, or would end the command."""
+    if (ready := getattr(verifier, "prepare", None)) is None:
+        return
+    try:
         ready(root=root, folder=folder)
+    except (SystemExit, KeyboardInterrupt) as error:
+        if usercode.interrupted(error):
+            raise
+        raise PluginError(
+            f"prepare() of verifier {type(verifier).__name__} raised {usercode.describe(error)} ({location(error)})",
+            fix="raise agentrl.errors.UserError there, with what to do",
+        ) from error
 
 
 def bounds_of(verifier: object) -> tuple[float, float] | None:

@@ -18,7 +18,7 @@ from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.fulfils import shortfalls
 from agentrl.plugins import resolve
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
-from agentrl.reward.asking import NotAScore, bounds_of, checked, limit_of
+from agentrl.reward.asking import NotAScore, bounds_of, checked, lacking, limit_of, watched
 from agentrl.reward.scorer import TaskScorer
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class GroupScorer:
         what, since = f"group judge {self.name}", usercode.cancellations()
         try:
             limit = limit_of(self.judge, self.alone.timeout_s)
-            given = await usercode.call(lambda: self.judge(task, tuple(episodes)), what=what, timeout_s=limit)
+            seen = watched(task)
+            given = await usercode.call(lambda: self.judge(seen, tuple(episodes)), what=what, timeout_s=limit)
             return self._checked(given, episodes)
         except usercode.Overdue as error:
             usercode.report(what, error, trace=False)
@@ -103,9 +104,10 @@ class GroupScorer:
                 raise
             if (fault := usercode.cause(error, InfrastructureError)) is not None:
                 raise fault from None
-            broken = usercode.cause(error, TaskError)
+            broken = usercode.cause(error, TaskError) or lacking(task, error, what)
             usercode.report(what, error, trace=broken is None)
-            reason, blame = f"group judge raised {usercode.describe(error, _REASON)}", Blame.TASK if broken is not None else None
+            reason = f"group judge raised {usercode.describe(broken or error, _REASON)}"
+            blame = Blame.TASK if broken is not None else None
         return [Score(value=None, reason=reason, blame=blame)] * len(episodes)
 
     def _checked(self, given: object, episodes: Sequence[Episode]) -> Sequence[Score]:

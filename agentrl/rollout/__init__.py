@@ -1,14 +1,16 @@
 """Rollouts: the life of an episode, whoever acts in it, and groups of such episodes.
 
-`EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`, `GroupRunner` retries and groups.
+`EpisodeRunner` runs one attempt of an `agentrl.protocols.Agent`, `GroupRunner` retries and groups, `Admission` says when one may begin.
 """
 
+from agentrl.rollout.admission import Admission
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import fault, task_fault
 from agentrl.rollout.group import GroupRunner, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
 
 __all__ = [
+    "Admission",
     "Capture",
     "EpisodeRunner",
     "GroupRunner",

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -92,12 +93,12 @@ class _Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRunner:
-    """Runs groups and single episodes with at most `slots` episodes in flight."""
+    """Runs groups and single episodes, as many at once as `slots` lets in."""
 
     runner: EpisodeRunner
     score: Scorer
     together: GroupScorer | None = None  # in place of `score` in groups
-    slots: asyncio.Semaphore
+    slots: AbstractAsyncContextManager[object]  # entered by each attempt when it may begin
     group_size: int
     max_retries: int
     branching: BranchingConfig | None = None

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
+from agentrl import usercode
 from agentrl.causes import disk_full, first, leaves, location, short
 from agentrl.errors import AgentRLError, UserError
 
@@ -64,7 +65,7 @@ def write_down(folder: Path, what: str, error: BaseException) -> Path | None:
 
 def stopped(error: BaseException) -> bool:
     """Whether a person ended it, and nothing else went wrong."""
-    return all(isinstance(leaf, KeyboardInterrupt | asyncio.CancelledError) for leaf in leaves(error))
+    return all(isinstance(leaf, asyncio.CancelledError) or usercode.interrupted(leaf) for leaf in leaves(error))
 
 
 def explain(error: BaseException, *, folder: Path | None = None, go_on: str = "") -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,9 @@ from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
+from agentrl.processes import raise_file_limit
 from agentrl.protocols import (
+    CacheUse,
     ExperienceStore,
     Policy,
     PolicyServer,
@@ -34,7 +36,7 @@ from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
-from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
@@ -97,6 +99,7 @@ class Run:
 async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool) -> AsyncIterator[Run]:
     """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens."""
     run_dir = start.folder
+    raise_file_limit()
     faults = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
@@ -104,8 +107,6 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         base = run_dir / "versions" / "000000"
         model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
         chat = open_chat(model, template, policy=recipe.policy)
-        if checked.suite is not None:
-            check_starts([checked.suite], chat)
         others = [task for tasks in checked.practice.tasks for task in tasks] if checked.practice is not None else []
         tools = await pinned(
             declared(recipe.tools, root),
@@ -114,6 +115,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             folder=run_dir,
             words=chat.defang,
         )
+        if checked.suite is not None:
+            check_starts([checked.suite], chat, tools)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools)
         write_start(run_dir, recipe, start)
@@ -169,6 +172,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 faults,
                 tools,
                 group_judge=checked.group_judge,
+                cache_use=lambda: served.cache_use,
             ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
             learner=learner,
@@ -189,6 +193,7 @@ def group_runner(
     tools: ToolSource | None = None,
     *,
     group_judge: GroupJudge | None = None,
+    cache_use: Callable[[], CacheUse | None] = lambda: None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
@@ -207,7 +212,7 @@ def group_runner(
         runner=runner,
         score=scorer,
         together=together,
-        slots=asyncio.Semaphore(recipe.rollout.concurrency),
+        slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
         group_size=recipe.rollout.group_size,
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,

@@ -15,6 +15,7 @@ from agentrl.agent import forms, load_tools
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
+from agentrl.compare.rule import can_look_worse
 from agentrl.contract.together import GroupJudge
 from agentrl.errors import AgentRLError, PluginError, RecipeError, StoreError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
@@ -34,6 +35,7 @@ from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.practising import open_own_practice
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
+from agentrl.usercode import interrupted
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
 
@@ -197,7 +199,9 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     except AgentRLError:
         raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except BaseException as error:  # the user's code may raise anything
+        if interrupted(error):
+            raise
         raise PluginError(
             f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.location(error)})", fix="correct it there"
         ) from error
@@ -206,7 +210,9 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
         first = family.task(Split.TRAIN, 0)
     except AgentRLError:
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if interrupted(error):
+            raise
         raise TaskError(
             f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.location(error)})", fix="correct it there"
         ) from error
@@ -240,6 +246,13 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
         )
     suite = load_suite(root / recipe.gate.suite)
     check_suite(suite, scorer, declared(recipe.tools, root))
+    most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
+    if recipe.gate.confirm and not can_look_worse(most, most):
+        raise UserError(
+            f"gate.confirm={recipe.gate.confirm} does nothing: no case of {recipe.gate.suite} is tried more than {most} times, and so few"
+            " attempts single out no case",
+            fix="set gate.confirm=0, or gate.repeats=3 or more, or give the cases that must hold repeats of their own",
+        )
     return suite
 
 

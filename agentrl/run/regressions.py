@@ -280,7 +280,8 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
         base = run.registry.get(0)
         assert base is not None, "version 0 was registered"
         if begins_late(given.suites):
-            check_starts(given.suites, preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy))
+            chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
+            check_starts(given.suites, chat, run.groups.runner.tools)
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
@@ -312,19 +313,18 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)])
         stack.callback(tracker.close)
         tracker.stage("start", "sandbox images")
-        policy, agent = _parts(given)
-        if begins_late(given.suites) and given.policy.source is Source.PART:
-            form = recipe.policy
-            chat = ChatFormat(policy.tokenizer, tool_format=form.tool_format, rewritten=form.rewritten_context)  # type: ignore[attr-defined]
-            check_starts(given.suites, chat)
+        policy, agent, chat = _parts(given)
         if isinstance(agent, ChatAgent):
             stack.push_async_callback(agent.endpoint.close)
         broken = await prepare(given.suites, sandboxes)
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
         cases = (case.task for suite in given.suites for case in suite.cases)
+        words = str if chat is None else chat.defang
         tasks = with_sub_agents(cases, recipe.rollout.delegation)
-        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False)
+        tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False, words=words)
+        if chat is not None:
+            check_starts(given.suites, chat, tools)
         runner = EpisodeRunner(
             tools=tools,
             policy=policy,
@@ -357,16 +357,16 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         )
 
 
-def _parts(given: Prepared) -> tuple[Policy, Agent]:
-    """The policy that a reference makes, and the recipe's agent in the policy's own tokens; or the agent of an endpoint."""
+def _parts(given: Prepared) -> tuple[Policy, Agent, ChatFormat | None]:
+    """The policy that a reference makes, and the recipe's agent in the policy's own tokens; or the agent of an endpoint, and no tokens."""
     if given.policy.source is Source.ENDPOINT:
-        return NoTokens(), _chat_agent(given.policy, given.recipe)
+        return NoTokens(), _chat_agent(given.policy, given.recipe), None
     made: Any = make_part(given.policy)
     rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(made.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
     agent: Agent = parts.make(parts.AGENT, rollout.agent, rollout.agent_settings, chat=chat)
-    return made, agent
+    return made, agent, chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

@@ -20,12 +20,13 @@ from agentrl.failure.case import Case, Suite
 from agentrl.failure.tell import decisive
 from agentrl.failure.trace import Trace
 from agentrl.plugins import add_project_root, project_root
-from agentrl.protocols import Agent, SandboxBackend
+from agentrl.protocols import Agent, SandboxBackend, ToolSource
 from agentrl.recipe import Recipe, load
-from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Turn
+from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.run.policies import NamedPolicy, Source, make_part
 from agentrl.run.preflight import open_chat
+from agentrl.run.toolsource import declared, pinned, with_sub_agents
 from agentrl.sampling import Sampling
 from agentrl.sandbox import open_sandboxes
 
@@ -41,6 +42,7 @@ class Stage:
     agent: Agent
     sandboxes: SandboxBackend
     max_model_len: int
+    tools: ToolSource  # of the run's recipe, with what its servers offered
 
 
 class _Enough(ServingError):
@@ -117,6 +119,7 @@ async def state_before(trace: Trace, turn: int, stage: Stage) -> EpisodeState | 
 
     runner = EpisodeRunner(
         agent=stage.agent,
+        tools=stage.tools,
         policy=player,
         sandboxes=stage.sandboxes,
         sampling=Sampling(),
@@ -150,10 +153,14 @@ def _refused(trace: Trace, turn: int, why: str) -> UserError:
 
 
 @asynccontextmanager
-async def stage_of(run: Path) -> AsyncIterator[Stage]:
-    """What the episodes of a run are played again on: its agent, its tokenizer, and sandboxes as its recipe says.
+async def stage_of(run: Path, tasks: Iterable[Task]) -> AsyncIterator[Stage]:
+    """What the episodes of a run are played again on: its agent, its tokenizer, its tools, and sandboxes as its recipe says.
 
-    Raises `UserError` where the folder is none of a run, or of one whose exact tokens are not known.
+    Args:
+        tasks: of the episodes; the servers of tools that they name are started.
+
+    Raises `UserError` where the folder is none of a run, or of one whose exact tokens are not known, and for a server that does not
+    start, or is not the one that the run began with.
     """
     try:
         recipe = load(run / "recipe.json")
@@ -164,10 +171,12 @@ async def stage_of(run: Path) -> AsyncIterator[Stage]:
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_options, chat=chat)
+    agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
     try:
-        yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len)
+        users = with_sub_agents(tasks, recipe.rollout.delegation)
+        tools = await pinned(declared(recipe.tools, root), users, sandboxes, folder=run, every=False, words=chat.defang)
+        yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
     finally:
         await sandboxes.close()
 
@@ -187,11 +196,15 @@ def begins_late(suites: Iterable[Suite]) -> bool:
     return any(case.start is not None for suite in suites for case in suite.cases)
 
 
-def check_starts(suites: Iterable[Suite], chat: ChatFormat) -> None:
-    """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made."""
+def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None) -> None:
+    """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made.
+
+    Args:
+        tools: of the recipe, with what its servers offer: their schemas are part of a prompt.
+    """
     for suite in suites:
         for case in suite.cases:
-            if case.start is not None and (why := _foreign(case, case.start, chat)):
+            if case.start is not None and (why := _foreign(case, case.start, chat, tools)):
                 raise UserError(
                     f"case {case.id} begins at turn {case.start.turn_count + 1}, with tokens of another tokenizer or template than the"
                     f" policy's: {why}",
@@ -199,12 +212,12 @@ def check_starts(suites: Iterable[Suite], chat: ChatFormat) -> None:
                 )
 
 
-def _foreign(case: Case, start: EpisodeState, chat: ChatFormat) -> str:
+def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSource | None) -> str:
     if len(start.trajectories) != 1:
         return "it has several trajectories"
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
-        schemas = [tool.schema for tool in load_tools(case.task.tools).values()]
+        schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools).values()]
         if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegation.SCHEMA])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
@@ -234,5 +247,5 @@ async def starts_of(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str
     turns = {trace.id: turn_of(trace, wanted) for trace in traces}
     if not any(turns.values()):
         return dict.fromkeys(turns)
-    async with stage_of(run) as stage:
+    async with stage_of(run, [trace.task for trace in traces if trace.task is not None]) as stage:
         return {trace.id: await state_before(trace, turns[trace.id], stage) for trace in traces}

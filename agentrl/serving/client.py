@@ -13,10 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionSpan
 from agentrl.sampling import MAX_SUPPORT, TIES, Sampling, Supports
-from agentrl.serving.control import ControlPlane, UnsentError
+from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import VLLMServer
 from agentrl.serving.weights import WeightsInService
+from agentrl.serving.wire import UnsentError
 
+_MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
 # vLLM answers -9999 for a logprob that is NaN or minus infinity, which no sampled token can have.
@@ -26,13 +28,13 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
-    """A `Policy` on one vLLM server. One pooled HTTP client; any number of requests, up to `max_connections` at once on the wire.
+    """A `Policy` on one vLLM server. Connections are kept; any number of requests, up to `max_connections` at once on the wire.
 
     Logprobs are those of the distribution the token was drawn from: the server applies temperature and truncation first
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
-    def __init__(self, url: str, *, weights: WeightsInService, max_connections: int = 512) -> None:
+    def __init__(self, url: str, *, weights: WeightsInService, max_connections: int = _MAX_CONNECTIONS) -> None:
         self._control = ControlPlane(url, max_connections=max_connections)
         self._weights = weights
 
@@ -84,7 +86,19 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         "detokenize": False,
     }
-    return {"request_id": request_id, "token_ids": list(prompt_ids), "sampling_params": sampling, "cache_salt": cache_salt}
+    return {
+        "request_id": request_id,
+        "token_ids": list(prompt_ids),
+        "sampling_params": sampling,
+        "cache_salt": cache_salt,
+        "priority": priority(len(prompt_ids)),
+    }
+
+
+def priority(tokens: int) -> int:
+    """What the server's scheduler is told: lower comes first. The longest context does: it is the dearest to compute again when the cache
+    is full, and the step waits for its episode longest."""
+    return -tokens
 
 
 def distribution(sampling: Sampling) -> dict[str, Any]:

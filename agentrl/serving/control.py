@@ -6,29 +6,44 @@ The control routes have no authentication; vLLM only offers them with `VLLM_SERV
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Awaitable, Mapping
+from json import dumps, loads
 from typing import Any, Literal
 
 import httpx
 
 from agentrl.errors import ServingError
+from agentrl.serving.wire import UnsentError, Wire
 
 CONTROL_TIMEOUT_S = 60.0
+METRICS_TIMEOUT_S = 5.0
+_CONNECTIONS = 64
+_GENERATE = "/inference/v1/generate"
 _EXCERPT = 500
+_METRICS_CHARS = 4_000_000
+_METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})? ([0-9.eE+-]{1,32})$", re.MULTILINE)
 
 
 class ControlPlane:
-    """Calls on one server. Use from one event loop; `close` when done."""
+    """Calls on one server. Use from one event loop; `close` when done.
+
+    Args:
+        max_connections: requests for tokens at a time; others wait.
+    """
 
     def __init__(self, url: str, *, max_connections: int = 64) -> None:
         self.url = url
+        self._wire = Wire(url, max_connections=max_connections)
         # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
         # that the server is just closing.
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections, keepalive_expiry=10.0)
+        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
         # trust_env=False: an internet proxy must not come between driver and loopback.
         self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False)
 
     async def close(self) -> None:
+        self._wire.close()
         await self._http.aclose()
 
     async def request(
@@ -42,18 +57,21 @@ class ControlPlane:
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The decoded JSON of a 200 answer, None when empty. Raises `ServingError`; `UnsentError` when the request did not arrive."""
+        response = await self._answer(method, path, timeout_s=timeout_s, json=json, params=params, headers=headers)
+        return decoded(response.status_code, response.content, f"{self.url}{path}")
+
+    async def _answer(self, method: str, path: str, *, timeout_s: float, **content: Any) -> httpx.Response:
         if self._http.is_closed:
             raise UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._http.request(method, path, json=json, params=params, headers=headers)
+                return await self._http.request(method, path, **content)
         except TimeoutError:
             raise ServingError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
         except (httpx.ConnectError, httpx.PoolTimeout) as error:
             raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
         except httpx.HTTPError as error:
             raise ServingError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        return decoded(response, f"{self.url}{path}")
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """Whether the server answers and its engine lives."""
@@ -96,9 +114,25 @@ class ControlPlane:
         await self._control("/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": folder}})
         await self.set_version(version)
 
-    async def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`."""
-        return await self.request("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
+    async def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`; the largest of those that differ in their labels."""
+        response = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
+        if response.status_code != httpx.codes.OK:
+            raise ServingError(f"{self.url}/metrics answered {response.status_code}")
+        return metrics_in(response.text)
+
+    def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
+        """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`. Raises as `request` does."""
+        return self._generated(dumps(body, separators=(",", ":")).encode(), timeout_s)  # only bytes are kept while thousands wait
+
+    async def _generated(self, body: bytes, timeout_s: float) -> Any:
+        where = f"{self.url}{_GENERATE}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, content = await self._wire.post(_GENERATE, body)
+        except TimeoutError:
+            raise ServingError(f"no answer from {where} within {timeout_s:g} s") from None
+        return decoded(status, content, where)
 
     async def _control(self, path: str, *, json: Any = None, params: Mapping[str, str] | None = None) -> None:
         # On a new connection: when the engine refuses, the server closes it after its 500, and the next call must not get it from
@@ -106,16 +140,30 @@ class ControlPlane:
         await self.request("POST", path, timeout_s=CONTROL_TIMEOUT_S, json=json, params=params, headers={"Connection": "close"})
 
 
-def decoded(response: httpx.Response, where: str) -> Any:
+def decoded(status: int, content: bytes, where: str) -> Any:
     """The decoded JSON of a 200 answer, None when it is empty. Raises `ServingError`."""
-    if response.status_code != httpx.codes.OK:
-        raise ServingError(f"{where} answered {response.status_code}: {response.text[:_EXCERPT]}")
-    if not response.content:
+    if status != httpx.codes.OK:
+        raise ServingError(f"{where} answered {status}: {_excerpt(content)}")
+    if not content:
         return None
     try:
-        return response.json()
+        return loads(content)
     except (ValueError, RecursionError) as error:
-        raise ServingError(f"{where} did not answer JSON: {response.text[:_EXCERPT]!r}") from error
+        raise ServingError(f"{where} did not answer JSON: {_excerpt(content)!r}") from error
+
+
+def metrics_in(text: str) -> dict[str, float]:
+    """What Prometheus' text format holds of vLLM, without histograms. Lines that are none of it are left out."""
+    found: dict[str, float] = {}
+    for name, value in _METRIC.findall(text[:_METRICS_CHARS]):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            found[name] = max(found.get(name, number), number)
+    return found
+
+
+def _excerpt(content: bytes) -> str:
+    return content[:_EXCERPT].decode(errors="replace")
 
 
 def weight_version(answer: Any) -> str:
@@ -124,7 +172,3 @@ def weight_version(answer: Any) -> str:
     if not isinstance(version, str):
         raise ServingError(f"/weight_info names no version: {str(answer)[:_EXCERPT]}")
     return version
-
-
-class UnsentError(ServingError):
-    """The request never reached the server, so a retry is safe."""

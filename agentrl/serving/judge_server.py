@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import shutil
-import sys
 from pathlib import Path
 
-from agentrl.errors import ServingError
 from agentrl.recipe import JudgeServerConfig
-from agentrl.runlock import hold_part
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.process import (
-    HEALTH_TIMEOUT_S,
-    POLL_S,
-    cause_in,
-    end_group,
-    ended_while_starting,
-    environment,
-    free_port,
-    scratch_folder,
-)
+from agentrl.serving.process import ServerProcess, environment, launch_command
 
 HOST = "127.0.0.1"
 _WARM_S = 120.0
 
 
-class JudgeServer:
-    """One server, from `start` to `stop`.
-
-    The process leads its own session, and the kernel kills it and its engine when the driver dies. Call `start` from a thread that
-    lives as long as the server.
-    """
+class JudgeServer(ServerProcess):
+    """One server, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -54,22 +35,15 @@ class JudgeServer:
             device: "cpu" or "cuda" (`agentrl.serving.serving_device`).
             gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
         """
+        folder = folder.resolve()
+        super().__init__(f"the judge's server {name}", folder=folder, log=f"judge-{name}.log", scratch=f"{folder}\n{name}")
         self.name = name
         self.config = config
         self.model = model.resolve()
         self.reward_model = reward_model
-        self.folder = folder.resolve()
-        self.log_path = self.folder / "logs" / f"judge-{name}.log"
         self.url = ""  # http://127.0.0.1:PORT, once it was started
-        self._device, self._gpus = device, gpus
-        self._process: asyncio.subprocess.Process | None = None
-        self._control: ControlPlane | None = None
-        self._scratch: Path | None = None
-        self._log_start = 0
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        self._threads = config.threads if device == "cpu" else None
+        self._gpus = gpus
 
     async def start(self) -> None:
         """Starts the process and returns once it has answered a question.
@@ -78,60 +52,12 @@ class JudgeServer:
         process dies or `startup_timeout_s` passes.
         """
         assert self._process is None, "a server is started once"
-        port = free_port(HOST, self.config.port, key=f"judge_servers.{self.name}.port")
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = scratch_folder(f"{self.folder}\n{self.name}")
-        self.url = f"http://{HOST}:{port}"
-        self._control = ControlPlane(self.url)
-        part = hold_part(self.folder)
-        try:
-            with self.log_path.open("ab") as log:
-                self._log_start = log.tell()
-                threads = self.config.threads if self._device == "cpu" else None
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command(port),
-                    env={**os.environ, **environment(self._scratch, cpu_threads=threads, gpus=self._gpus)},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    pass_fds=(part,),
-                )
-            async with asyncio.timeout(self.config.startup_timeout_s):
-                await self._make_ready(self._process, self._control)
-        except TimeoutError:
-            await self.stop()
-            cause = cause_in(self.log_path, self._log_start)[0]
-            raise ServingError(
-                f"the judge's server {self.name} was not ready after {self.config.startup_timeout_s:g} s; its log ends with: {cause}"
-                f"\n  all of its output: {self.log_path}"
-            ) from None
-        except BaseException:
-            await self.stop()
-            raise
-        finally:
-            os.close(part)
-
-    async def alive(self) -> bool:
-        """Whether process and engine live. Waits at most 15 s."""
-        if self._process is None or self._process.returncode is not None or self._control is None:
-            return False
-        return await self._control.healthy(timeout_s=HEALTH_TIMEOUT_S)
-
-    async def stop(self) -> None:
-        """Ends the process and all its children: first with SIGTERM, then with SIGKILL. Idempotent."""
-        control, self._control = self._control, None
-        process, self._process = self._process, None
-        if control is not None:
-            await control.close()
-        if process is not None:
-            await end_group(process)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        key = f"judge_servers.{self.name}.port"
+        await self._begin(HOST, self.config.port, key=key, timeout_s=self.config.startup_timeout_s)
+        self.url = self.control.url
 
     def _command(self, port: int) -> list[str]:
         config = self.config
-        launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
         arguments = {
             "--model": str(self.model),
             "--served-model-name": self.name,
@@ -146,19 +72,17 @@ class JudgeServer:
         flags = ["--disable-uvicorn-access-log"]
         if self.reward_model:
             arguments |= {"--runner": "pooling", "--convert": "classify"}
-        if self._device == "cpu":
-            launch += ["--cpu-threads", str(config.threads)]
+        if self._threads is not None:
             arguments |= {"--kv-cache-memory-bytes": str(int(config.kv_cache_gb * 2**30)), "--block-size": "32"}
             flags.append("--enforce-eager")  # compilation takes minutes
         else:
             arguments["--gpu-memory-utilization"] = str(config.gpu_memory_utilization)
-        return [*launch, "--", *(part for pair in arguments.items() for part in pair), *flags]
+        return launch_command(arguments, flags, cpu_threads=self._threads)
 
-    async def _make_ready(self, process: asyncio.subprocess.Process, control: ControlPlane) -> None:
-        while not await control.healthy(timeout_s=HEALTH_TIMEOUT_S):
-            if process.returncode is not None:
-                raise ended_while_starting(f"the judge's server {self.name}", process.returncode, self.log_path, self._log_start)
-            await asyncio.sleep(POLL_S)
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        return environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
+
+    async def _warm(self, control: ControlPlane) -> None:
         # The first request pays for lazy set-up, so make it before the first question does.
         if self.reward_model:
             await control.request("POST", "/classify", timeout_s=_WARM_S, json={"model": self.name, "input": [0, 0]})

@@ -4,23 +4,181 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentrl.causes import in_log
 from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.files import tail
 from agentrl.processes import openmp
+from agentrl.runlock import hold_part
+from agentrl.serving.control import ControlPlane
 
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
+_PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
 _LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
+
+
+class ServerProcess(ABC):
+    """One vLLM server as a child process, from its start to `stop`. What it serves, and when it is ready, its classes say.
+
+    The process leads its own session (a terminal's ctrl-C does not reach it), and the kernel kills it and its engine when the
+    driver dies. Start it from a thread that lives as long as the server.
+    """
+
+    def __init__(self, what: str, *, folder: Path, log: str, scratch: str) -> None:
+        """
+        Args:
+            what: the server's name in errors, such as "the inference server".
+            folder: of the run, or any other that exists.
+            log: file name of its log in logs/ there.
+            scratch: what names its scratch folder: `scratch_folder`.
+        """
+        self.log_path = folder / "logs" / log
+        self._what, self._folder, self._scratch_of = what, folder, scratch
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: ControlPlane | None = None
+        self._scratch: Path | None = None
+        self._port: ReservedPort | None = None
+        self._log_start = 0  # bytes in the log before this start
+
+    @property
+    def control(self) -> ControlPlane:
+        """The server's routes. Raises `ServingError` before the server is started."""
+        if self._control is None:
+            raise ServingError(f"{self._what} is not running")
+        return self._control
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def alive(self) -> bool:
+        """Whether process and engine live. Waits at most 15 s."""
+        if self._process is None or self._process.returncode is not None or self._control is None:
+            return False
+        return await self._control.healthy(timeout_s=HEALTH_TIMEOUT_S)
+
+    async def stop(self) -> None:
+        """Ends the process and all its children: first with SIGTERM, then with SIGKILL. Idempotent."""
+        control, self._control = self._control, None
+        process, self._process = self._process, None
+        if control is not None:
+            await control.close()
+        if process is not None:
+            await end_group(process)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._port is not None:
+            self._port.release()
+
+    @abstractmethod
+    def _command(self, port: int) -> list[str]:
+        """What is run: `launch_command`."""
+
+    @abstractmethod
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        """What its environment has beside the driver's: `environment`."""
+
+    @abstractmethod
+    async def _warm(self, control: ControlPlane) -> None:
+        """What is asked of a server that answers before it counts as ready."""
+
+    async def _begin(self, host: str, port: int, *, key: str, timeout_s: float) -> None:
+        """Starts the process on a port (0: any free one) and returns once it is ready.
+
+        Raises `UserError`, which names the recipe's `key`, for a port that is taken, and `ServingError`, with the cause from the log, when
+        the process dies or `timeout_s` passes.
+        """
+        self._port = ReservedPort(host, port, key=key)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._scratch = scratch_folder(self._scratch_of)
+        self._control = ControlPlane(f"http://{host}:{self._port.number}")
+        part = hold_part(self._folder)
+        try:
+            with self.log_path.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command(self._port.number),
+                    env={**os.environ, **self._environment(self._scratch)},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=(part,),
+                )
+            async with asyncio.timeout(timeout_s):
+                await self._make_ready(self._process, self._control)
+        except TimeoutError:
+            await self.stop()
+            cause = cause_in(self.log_path, self._log_start)[0]
+            raise ServingError(
+                f"{self._what} was not ready after {timeout_s:g} s; its log ends with: {cause}\n  all of its output: {self.log_path}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+        finally:
+            os.close(part)
+
+    async def _make_ready(self, process: asyncio.subprocess.Process, control: ControlPlane) -> None:
+        while not await control.healthy(timeout_s=HEALTH_TIMEOUT_S):
+            if process.returncode is not None:
+                raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
+            await asyncio.sleep(POLL_S)
+        await self._warm(control)
+        if process.returncode is not None:  # somebody else answered at its port
+            raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
+
+
+class ReservedPort:
+    """A port that no other server of agentrl on this machine uses, from here to `release`.
+
+    A server takes seconds before it listens, and until then the port looks free to everybody: two runs would start theirs on one port, and
+    the second would take the first one's server for its own. So each holds a name of the port in the abstract namespace of sockets, which
+    is per network namespace, as ports are, and ends with the process that holds it.
+    """
+
+    def __init__(self, host: str, wanted: int, *, key: str) -> None:
+        """`wanted`: 0 for any free one. Raises `UserError`, which names the recipe's `key`, for one that is taken."""
+        for _ in range(_PORT_TRIES):
+            self.number = free_port(host, wanted, key=key)
+            self._name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                self._name.bind(f"\0agentrl server at port {self.number}")
+                return
+            except OSError as error:
+                self._name.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            if wanted:
+                break
+        raise UserError(
+            f"another run is starting its server on port {self.number}",
+            fix=f"set {key}=0 for any free port, or another number in each run on this machine",
+        )
+
+    def release(self) -> None:
+        """Once the server has ended. Idempotent."""
+        self._name.close()
+
+
+def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None) -> list[str]:
+    """The command of a vLLM server that dies with this process. `cpu_threads`: of the engine on CPU; None: it computes on a GPU."""
+    launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
+    threads = [] if cpu_threads is None else ["--cpu-threads", str(cpu_threads)]
+    return [*launch, *threads, "--", *(part for pair in arguments.items() for part in pair), *flags]
 
 
 def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from agentrl import codec, parts
 from agentrl.errors import ServingError, StoreError, SwapError
-from agentrl.protocols import VersionRegistry, WeightChannel
+from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.recipe import Recipe, ServingConfig
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 _RESTARTS = 5
 _SWAP_TRIES = 3
 _WATCH_S = 0.5
+_USE_EVERY = 4  # looks of `watch`: a server writes some hundred metrics each time it is asked
+_KV_CACHE_USE = "vllm:kv_cache_usage_perc"
 
 
 class ServedPolicy:
@@ -34,6 +37,7 @@ class ServedPolicy:
         self.version = -1
         self.sha256 = ""  # of its weights: the learner may resume from a checkpoint and publish the same number again
         self.restarts = 0
+        self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
         self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
@@ -166,10 +170,15 @@ class ServedPolicy:
 
         `on_loss` is called with NCCL, where the learner may be stuck in a transfer to the dead server.
         """
-        while True:
+        for reading in itertools.count():
             await asyncio.sleep(_WATCH_S)
-            if self._server is None or await self._server.alive():
+            if self._server is None:
                 continue
+            if await self._server.alive():
+                if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
+                    self.cache_use = await _cache_use(self._server, reading)
+                continue
+            self.cache_use = None
             self._ready.clear()
             async with self._busy:
                 self.restarts += 1
@@ -207,6 +216,15 @@ class ServedPolicy:
         async with self._changed:
             self.version, self.sha256 = version.number, version.sha256
             self._changed.notify_all()
+
+
+async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
+    """None where the server does not tell: then nothing is held back for it."""
+    try:
+        share = (await server.control.metrics()).get(_KV_CACHE_USE)
+    except ServingError:  # it may be about to die, which `watch` sees by itself
+        return None
+    return None if share is None or not 0 <= share <= 1 else CacheUse(reading=reading, share=share)
 
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:

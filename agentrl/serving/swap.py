@@ -22,6 +22,9 @@ from agentrl.weights import deltas
 
 log = logging.getLogger(__name__)
 
+FIRST = -(1 << 62)
+"""Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
+
 
 class HotSwap(ABC):
     """Base class of weight channels on one server; subclasses say how the weights travel.
@@ -131,6 +134,7 @@ class HotSwap(ABC):
             "token_ids": list(token_ids),
             "sampling_params": {"max_tokens": 1, **distribution(sampling), **asked, "detokenize": False},
             "cache_salt": self._server.weights.cache_salt,
+            "priority": FIRST,  # episodes wait for its verdict
         }
         return await self._server.control.generate(body, timeout_s=self._server.recipe.serving.request_timeout_s)
 

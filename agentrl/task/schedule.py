@@ -18,6 +18,7 @@ from agentrl.protocols import TaskFamily, VariedFamily
 from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
+from agentrl.usercode import describe, interrupted
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
@@ -99,7 +100,7 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     """One task of a family.
 
     Raises:
-        TaskError: the family returned something other than a task, or raised SystemExit.
+        TaskError: the family returned something other than a task, or raised what would end the run.
         Exception: whatever else the family raises.
     """
     fix = "repair the family's task()"
@@ -107,8 +108,10 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
         task: object = family.task(split, index)
     except UserError:
         raise
-    except (ValueError, SystemExit) as error:  # a ValueError means that it is not a valid task; see agentrl.records
-        why = error if isinstance(error, ValueError) else f"SystemExit: {error}"
+    except (ValueError, SystemExit, KeyboardInterrupt) as error:  # a ValueError means that it is not a valid task; see agentrl.records
+        if interrupted(error):
+            raise
+        why = error if isinstance(error, ValueError) else describe(error)
         raise TaskError(f"{_named(family)}: {split} task {index} cannot be made: {why}", fix=fix) from error
     if not isinstance(task, Task):
         raise TaskError(f"{_named(family)}: {split} task {index} is not a Task but of type {type(task).__name__}", fix=fix)

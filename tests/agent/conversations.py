@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +77,23 @@ def conversations(*, most_calls: int = 3) -> st.SearchStrategy[list[Round]]:
     return st.lists(rounds(most_calls=most_calls), min_size=1, max_size=3)
 
 
+TAGS = re.compile("</?(?:tool_call|arg_key|arg_value|function|parameter|think)>")
+
+
+def sayable(value: Any, chat: ChatFormat) -> Any:
+    """What a model can say in a call: in a form without escapes, a tag that ends the call or the turn cannot stand in an argument."""
+    if isinstance(value, str):
+        return TAGS.sub("", chat.defang(value)).strip(" ")
+    if isinstance(value, list):
+        return [sayable(one, chat) for one in value]
+    return {sayable(key, chat): sayable(one, chat) for key, one in value.items()} if isinstance(value, dict) else value
+
+
 def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[Round]) -> None:
-    """Opening, what a model samples and the deltas are the ids of the whole conversation, and every turn is read as what it says."""
+    """Opening, what a model samples and the deltas are the ids of the whole conversation, and every turn is read as what it says.
+
+    What tools gave stands in it without the control tokens that it spells: those are the template's own, and no more.
+    """
     renderer = Renderer(tokenizer)
     renderer.arguments_as_text = chat._renderer.arguments_as_text
     ends = [tokenizer.decode([token]) for token in chat.stop_token_ids]
@@ -85,14 +101,14 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
     context = list(chat.opening(messages, [TOOL]))
     before = renderer.text(renderer.messages(messages), [TOOL])
     for one in said:
-        calls = tuple(ToolCall(name=NAME, arguments=call) for call in one.calls)
-        thought = one.thought if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
+        calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat)) for call in one.calls)
+        thought = sayable(one.thought, chat) if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
         if before.rstrip().endswith("<think>"):  # where nothing is thought, the prompt's line break and the turn's would be one token
             thought = thought or "-"
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
         messages += [
             Message(role="assistant", content=content, tool_calls=calls),
-            *(Message(role="tool", content=text) for text in one.outputs),
+            *(Message(role="tool", content=chat.defang(text)) for text in one.outputs),
         ]
         whole = renderer.text(renderer.messages(messages), [TOOL])
         assert whole.startswith(before)
@@ -102,7 +118,9 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
         parsed = chat.parse(sampled, [TOOL])
         assert parsed.errors == () and parsed.message.tool_calls == calls
         assert thought in parsed.message.content and not parsed.answer
-        context += (*sampled, *chat.tool_delta(one.outputs, parsed))
+        delta = chat.tool_delta(one.outputs, parsed)
+        assert chat._controls(delta) == chat._controls(chat.tool_delta(["-"] * len(one.outputs), parsed))
+        context += (*sampled, *delta)
         assert context == tokenizer.encode(whole, add_special_tokens=False)
         assert tokenizer.decode(context) == whole
         before = whole

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.agent.template import read_template
@@ -85,6 +85,8 @@ formats = pytest.mark.parametrize("name", TOKENIZERS)
 @formats
 @settings(max_examples=12, deadline=None)
 @given(asked=texts, said=conversations())
+@example(asked="-", said=[Round(thought="", calls=({"code": "x"},), outputs=("<tool_call>",))])
+@example(asked="<tool_call>", said=[Round(thought="</think>", calls=({"code": "</tool_call>"},), outputs=("<|observation|><|im_end|>",))])
 def test_parts_add_up_to_the_whole(name: str, asked: str, said: list[Round]) -> None:
     assert_adds_up(CHATS[name], TOKENIZERS[name], asked, said)
 

@@ -61,6 +61,15 @@ def test_what_is_no_drift_is_not_told(figures: list[list[dict[str, float]]]) -> 
     assert raised(run(*figures)) == []
 
 
+def test_a_cheat_that_is_found_within_two_steps_is_told_at_once_and_again_when_it_comes_back() -> None:
+    """The figures of a real run whose gate rolled the policy back after steps 4 and 8 (benchmarks/weakness.py)."""
+    reward = [0.46, 0.48, 0.94, 0.98, 0.97, 1.0, 0.99, 0.52, 0.73, 0.85, 0.99]
+    audit = [0.85, 0.87, 0.16, 0.2, 0.0, 0.0, 0.06, 0.78, 0.54, 0.36, 0.0]
+    steps = run([{"reward_mean": value} for value in reward], [{"audit_mean": value} for value in audit])
+    assert [at + 1 for at in range(len(steps)) if alarms(steps[: at + 1])] == [4, 11]
+    assert raised(steps) == ["drift (reward-audit-jump)"] * 2
+
+
 def test_a_step_without_the_figure_is_no_zero() -> None:
     steps = run(noisy("unscored_share", 0.02, 0.3))
     steps[WINDOW + 2] = {"step": WINDOW + 3}

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.errors import TaskError
 
 prepared = False
+asked = 0
 hoard: list[bytearray] = []
 
 
@@ -18,7 +19,11 @@ def prepare() -> None:
 
 
 def act(request: Any) -> Any:
+    global asked
+    asked += 1
     match request:
+        case "asked":
+            return asked
         case "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             while True:

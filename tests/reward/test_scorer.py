@@ -27,6 +27,21 @@ async def broken(task: Task, episode: Episode) -> Score:
     raise KeyError("answer")
 
 
+async def reads_truth(task: Task, episode: Episode) -> Score:
+    return Score(value=float(episode.answer == task.data["answer"]))
+
+
+async def reads_elsewhere(task: Task, episode: Episode) -> Score:
+    return Score(value=float({"a": 1}["answer"]))
+
+
+async def does_without(task: Task, episode: Episode) -> Score:
+    try:
+        return Score(value=float(task.data["answer"]))
+    except KeyError:
+        return Score(value=0.25, evidence=f"{task.data.get('answer')}, {task.key}")
+
+
 async def slow(task: Task, episode: Episode) -> Score:
     await asyncio.sleep(60)
     return Score(value=1.0)
@@ -79,6 +94,17 @@ async def test_scores_are_averaged_and_their_parts_kept() -> None:
 async def test_a_verifier_that_fails_leaves_the_episode_unscored(name: str, reason: str) -> None:
     score = await TaskScorer(timeout_s=0.05 if name == "slow" else 60.0)(task("full", name), EPISODE)
     assert score.value is None and reason in score.reason
+
+
+async def test_a_task_without_what_its_verifier_reads_is_the_task_s_fault_and_says_what_to_do() -> None:
+    score = await TaskScorer()(task("full", "reads_truth"), EPISODE)
+    assert score.value is None and score.blame is Blame.TASK
+    assert "task t: data has no 'answer', which verifier" in score.reason and "reads_truth reads" in score.reason
+    assert "fix: put it there: a task that was captured" in score.reason
+    own = await TaskScorer()(task("reads_elsewhere"), EPISODE)
+    assert own.value is None and own.blame is None and "raised KeyError: 'answer'" in own.reason, "its own mistake"
+    minds = await TaskScorer()(task("does_without"), EPISODE)
+    assert minds.value == 0.25 and minds.evidence == f"None, {task('does_without').key}"
 
 
 async def test_turn_rewards_are_averaged_and_must_fit() -> None:

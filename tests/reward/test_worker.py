@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,14 +66,16 @@ async def test_a_reply_to_another_request_is_never_taken(worker: Worker, monkeyp
 
 
 async def test_whoever_stops_waiting_is_never_asked_about() -> None:
-    one = Worker(act, deadline_s=5.0)
+    one = Worker(act, deadline_s=60.0)
     assert await one.ask(1) == 1.0
-    began = time.monotonic()
+    child = one._free.get()  # until it is given back, the first of these waits for it, and the others for the first
     waiting = [asyncio.create_task(one.ask("x" * 10)) for _ in range(2000)]
     await asyncio.sleep(0)
     for job in waiting:
         job.cancel()
-    assert await one.ask(2) == 0.5 and time.monotonic() - began < 2.0
+    await asyncio.gather(*waiting, return_exceptions=True)
+    one._free.put(child)
+    assert await one.ask("asked") <= 3, "the process has heard of the first at most"
     one.close()
 
 
@@ -86,7 +87,7 @@ def test_only_a_function_of_a_module_can_be_found_in_another_process() -> None:
 @pytest.mark.slow
 async def test_a_process_that_is_full_is_replaced() -> None:
     """What one answer left in memory must not fail the next ones, and with them the sound request."""
-    one = Worker(act, deadline_s=5.0, memory=1 << 30)
+    one = Worker(act, deadline_s=60.0, memory=1 << 30)
     with pytest.raises(Raised, match="MemoryError"):
         await one.ask("hoard")
     assert await one.ask("modest") == 512 << 20

@@ -33,7 +33,9 @@ def backend(*, root: Path, run_label: str) -> ScriptedSandboxes:
 
 def policy() -> ScriptedPolicy:
     def say(turn: int, episode: str) -> str:
-        name, number = re.findall(r"(good|bad|flaky|broken)\w*-r(\d+)", episode)[0]
+        name, number = re.findall(r"(good|bad|flaky|broken|leaves|exits)\w*-r(\d+)", episode)[0]
+        if turn and name in ("leaves", "exits"):
+            raise KeyboardInterrupt if name == "leaves" else SystemExit(0)
         right = name == "good" or (name == "flaky" and int(number) % 2 == 0)
         name, arguments = ("python", {"code": "print(97)"}) if turn == 0 else ("submit", {"answer": "pass" if right else f"fail {HOSTILE}"})
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
@@ -52,6 +54,8 @@ def ill() -> ScriptedPolicy:
 async def verdict(task: Task, episode: Episode) -> Score:
     if task.id.startswith("broken"):
         raise RuntimeError(f"no judge {HOSTILE}")
+    if task.id.startswith("good_leaves"):
+        raise KeyboardInterrupt
     return Score(value=float(episode.answer == "pass"), evidence=f"wanted pass, got {episode.answer}")
 
 

@@ -371,6 +371,5 @@ def test_a_request_to_go_back_is_void_once_its_version_is_another_one(tmp_path: 
 
 
 def test_settings_that_do_nothing_are_refused() -> None:
-    for wrong in ({"gate.repeats": 2}, {"gate.action": "block", "gate.max_rollbacks": 3}):
-        with pytest.raises(UserError, match="does nothing"):
-            RECIPE.but(wrong)
+    with pytest.raises(UserError, match="does nothing"):
+        RECIPE.but({"gate.action": "block", "gate.max_rollbacks": 3})

@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import UserError
+from agentrl.gating import GateConfig
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
-from agentrl.run.preflight import check, export_model, find_model, open_tasks, place_base_version
+from agentrl.reward import TaskScorer
+from agentrl.run.preflight import check, export_model, find_model, open_gate, open_tasks, place_base_version
 from agentrl.weights.model_folder import check_model, check_safetensors
+from tests.run.suite_parts import make_case, make_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
@@ -322,3 +325,16 @@ def test_a_model_folder_with_values_of_wrong_types_is_refused(
     with pytest.raises(UserError, match="holds a value of a wrong type") as error:
         check_model(folder, RECIPE)
     assert "save_pretrained" in error.value.fix
+
+
+def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path) -> None:
+    def opened(repeats: int, *own: int | None, confirm: int = 12) -> object:
+        shutil.rmtree(tmp_path / "evals", ignore_errors=True)
+        make_suite(tmp_path / "evals/x", *(make_case(f"c{number}", repeats=one) for number, one in enumerate(own)))
+        gate = GateConfig(suite="evals/x", repeats=repeats, confirm=confirm)
+        return open_gate(RECIPE.but(gate=gate), TaskScorer(), root=tmp_path)
+
+    for most, repeats, own in ((2, 2, (None, 1)), (2, 4, (2, 1)), (1, 1, (None,))):
+        with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x is tried more than {most} times"):
+            opened(repeats, *own)
+    assert opened(1, None, 3) and opened(3, None, 1) and opened(2, None, confirm=0)

@@ -122,6 +122,21 @@ def test_a_case_whose_image_is_gone_is_unscored_and_the_others_are_asked(project
     assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
 
 
+def test_code_that_raises_what_would_end_the_program_costs_its_own_case_and_is_named(project: Path) -> None:
+    names = ("good", "good_leaves", "leaves", "exits")
+    suite = make_suite(project / "s", *map(make_case, names))
+    code, printed = asked(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "s: 1 of 4 cases passed, 0 failed, 3 unscored" in printed, printed
+    said = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r"), strict=True)}
+    assert "verifier raised RuntimeError: verifier" in said["good_leaves"] and "suite_parts.py:" in said["good_leaves"], said
+    assert "the agent raised KeyboardInterrupt" in said["leaves"] and "suite_parts.py:" in said["leaves"], said
+    assert "SystemExit: 0" in said["exits"], said
+
+
+def _attempts(run: Path) -> list[results.Attempt]:
+    return sorted(results.load(run / "suite").attempts, key=lambda one: one.case)
+
+
 def test_what_cannot_be_used_is_told_before_anything_is_asked(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"))
     for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def foreign() -> ScriptedPolicy:
     made = better()
     made.tokenizer.chat_template = "{{ ' ' }}" + made.tokenizer.chat_template
     return made
+
+
+def talker() -> ScriptedPolicy:
+    """Asks a server's tool twice, and hands in the wrong thing."""
+    said = [call("echo", text="a"), call("echo", text="b"), call("submit", answer="fail")]
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
 
 
 def agentrl(*arguments: object) -> tuple[str, str]:
@@ -110,7 +117,7 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     assert code == 2 and not Path("asked.jsonl").exists()
     (case,) = load_suite(tmp_path / "late").cases
     chat = starts.ChatFormat(better().tokenizer)
-    starts.check_starts([load_suite(tmp_path / "late")], chat)
+    starts.check_starts([load_suite(tmp_path / "late")], chat, None)
     assert case.start is not None
     line = case.start.trajectories[0]
     first = line.turns[0]
@@ -119,7 +126,7 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
         changed = replace(case.start, trajectories=(replace(line, turns=(other, *line.turns[1:])),))
         save_case(tmp_path / "late", replace(case, start=changed))
         with pytest.raises(UserError, match="another tokenizer or template"):
-            starts.check_starts([load_suite(tmp_path / "late")], chat)
+            starts.check_starts([load_suite(tmp_path / "late")], chat, None)
     endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
     assert "takes only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
 
@@ -135,3 +142,29 @@ def test_what_cannot_be_played_again_is_refused_with_the_reason(run: Path, tmp_p
         starts.turn_of(replace(trace, task=None, episode=None), "1")
     with pytest.raises(UserError, match="names no turn"):
         starts.turn_of(replace(trace, tags=()), "failing")
+
+
+def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tools are in its prompt, and answer again when it is played again; a bound cuts what they give as it did."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "prints.json").write_text('""')
+    case = make_case("x")
+    make_suite(tmp_path / "s", replace(case, task=replace(case.task, tools=("mcp:it", "submit"))))
+    program = [sys.executable, "-S", "-E", str(HERE.parents[1] / "agent" / "hostile_mcp.py"), "honest"]
+    servers = "tools.mcp=" + json.dumps({"it": {"host_command": program, "start_timeout_s": 60}})
+    recipe = (BACKEND, servers, 'tools.bounds={"echo": {"calls": 1}}')
+
+    refused, out = agentrl("eval", "s", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "r")
+    assert refused == "", out
+    assert agentrl("failures", "promote", "r", "eval-x-r0-a0", "--into", "late", "--from-turn", "3")[0] == ""
+    (late,) = load_suite(tmp_path / "late").cases
+    assert late.start is not None
+    first, second = late.start.trajectories[0].turns
+    assert first.tool_results[0].output == "a" and "may be called 1 times" in second.tool_results[0].output
+
+    refused, out = agentrl("eval", "late", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "again")
+    (attempt,) = results.load(tmp_path / "again" / "suite").attempts
+    assert refused == "" and (attempt.score, attempt.turns) == (0.0, 1), out
+    without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
+    assert "declare it in the recipe, as tools.mcp.it" in without

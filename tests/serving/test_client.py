@@ -11,6 +11,7 @@ from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionSpan
 from agentrl.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
+from agentrl.serving.swap import FIRST
 from agentrl.serving.weights import WeightsInService
 from tests.serving.scripted_server import DROP, HANG, generated, scripted_server
 from tests.waiting import until
@@ -39,6 +40,11 @@ async def test_completion_of_a_well_formed_answer() -> None:
     )
     assert server.calls[0].path == "/inference/v1/generate"
     assert server.calls[0].body == generate_body([1, 2], PARAMS, "r1", weights.cache_salt)
+
+
+def test_the_longest_context_is_served_first_and_a_probe_before_all() -> None:
+    short, long = (generate_body([1] * tokens, PARAMS, "r", "salt")["priority"] for tokens in (10, 100_000))
+    assert FIRST < long < short < 0, "a request that says nothing has 0, and comes last"
 
 
 MALFORMED = {

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +14,10 @@ import pytest
 from agentrl.errors import ServingError, UserError
 from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.serving import VLLMServer, serving_device
+from agentrl.serving import process as processes
+from agentrl.serving.control import ControlPlane
+from agentrl.serving.process import ReservedPort, ServerProcess, free_port
+from tests.waiting import until
 
 BASE = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
 
@@ -26,6 +33,86 @@ def build_installed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         return "0.32.0"
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+ANSWERS = """
+import http.server, pathlib, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+pathlib.Path(sys.argv[2], "socket").touch()
+print("ready", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+REFUSES = "raise SystemExit('RuntimeError: no room here')"
+SILENT = "import time; print('RuntimeError: it is slow', flush=True); time.sleep(600)"
+
+
+class Small(ServerProcess):
+    """A server that needs no model."""
+
+    def __init__(self, folder: Path, program: str, port: int = 0) -> None:
+        super().__init__("the small server", folder=folder, log="small.log", scratch=str(folder))
+        self.program, self.wanted = program, port
+        self.warmed: list[str] = []
+
+    async def start(self, *, timeout_s: float = 60.0) -> None:
+        await self._begin("127.0.0.1", self.wanted, key="small.port", timeout_s=timeout_s)
+
+    def _command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", self.program, str(port), str(self._scratch)]
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        return {"TMPDIR": str(scratch)}
+
+    async def _warm(self, control: ControlPlane) -> None:
+        self.warmed.append(control.url)
+
+
+async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
+    server = Small(tmp_path, ANSWERS)
+    await server.start()
+    pid, scratch = server.pid, server._scratch
+    assert pid is not None and scratch is not None
+    try:
+        assert await server.alive() and server.warmed == [server.control.url] and os.listdir(scratch) == ["socket"]
+        assert server.log_path.read_text().startswith("ready\n")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: server._process is not None and server._process.returncode is not None)
+        assert not await server.alive()
+    finally:
+        await server.stop()
+    await server.stop()
+    assert not scratch.exists() and server.pid is None and not await server.alive()
+
+    for program, said in ((REFUSES, "the small server ended with code 1 while starting: .*no room here"), (SILENT, "not ready after 1 s")):
+        failed = Small(tmp_path, program)
+        with pytest.raises(ServingError, match=said):
+            await failed.start(timeout_s=60.0 if program == REFUSES else 1.0)
+        assert failed.pid is None and not scratch.exists() and not failed.warmed
+
+
+async def test_two_runs_that_start_at_once_get_two_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is starting does not listen yet, so that its port looks free."""
+    wanted = free_port("127.0.0.1", 0)
+    first = Small(tmp_path, SILENT, port=wanted)
+    starting = asyncio.create_task(first.start())
+    await until(lambda: first.pid is not None)
+    assert free_port("127.0.0.1", wanted) == wanted
+    second = Small(tmp_path / "other", ANSWERS, port=wanted)
+    with pytest.raises(UserError, match=f"another run is starting its server on port {wanted}") as error:
+        await second.start()
+    assert "small.port=0" in error.value.fix and second.pid is None
+    found = iter((wanted, wanted, wanted + 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(processes, "free_port", lambda host, port, key: next(found))
+        other = ReservedPort("127.0.0.1", 0, key="k")
+    assert other.number == wanted + 1
+    other.release()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await first.stop()
+    ReservedPort("127.0.0.1", wanted, key="k").release()
 
 
 async def test_a_missing_model_folder_stops_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from agentrl.errors import UserError
-from agentrl.observe.stats import Rate
+from agentrl.estimates import student_t, wilson
 from agentrl.reward.judges.calibration import Calibration, Measured
 
 _Z = NormalDist().inv_cdf(0.975)
@@ -50,21 +50,74 @@ class Table:
         return self.wrong_right + self.wrong_wrong
 
 
-def share(part: int, of: int) -> Measured:
-    """A share with Wilson's interval."""
-    rate = Rate.from_successes(part, of)
-    return Measured(value=rate.value, low=rate.ci_low, high=rate.ci_high, n=of)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """How many answers are worth one independent one, because answers to one task are alike: design effects, 1 or more (Kish 1965)."""
+
+    agreement: float = 1.0
+    sensitivity: float = 1.0
+    specificity: float = 1.0
+    informedness: float = 1.0
+
+    @classmethod
+    def of(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> Effects:
+        """Of opinions as in `Table.of`, each on an answer to a task."""
+        every = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
+        groups = [[(task, same) for task, first, same in every if first is label] for label in (True, False)]
+        rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
+        # Each answer's part in sensitivity + specificity, to the first order.
+        parts = [(task, (same - rate) / len(group)) for group, rate in zip(groups, rates, strict=True) for task, same in group]
+        alone = sum(rate * (1 - rate) / len(group) for group, rate in zip(groups, rates, strict=True) if group)
+        sensitivity, specificity = (design_effect(group) for group in groups)
+        return cls(
+            agreement=design_effect([(task, same) for task, _, same in every]),
+            sensitivity=sensitivity,
+            specificity=specificity,
+            informedness=_effect(parts, alone),
+        )
 
 
-def agreement(table: Table) -> Measured:
-    return share(table.right_right + table.wrong_wrong, table.n)
+def design_effect(of: Sequence[tuple[str, float]]) -> float:
+    """The design effect of a share: (task, 1 or 0) of each answer."""
+    rate = statistics.fmean(value for _, value in of) if of else 0.0
+    return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 
 
-def kappa(table: Table) -> Measured:
+def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
+    """The variance of a sum of parts whose mean is 0, over `alone`, what it would be if all were independent.
+
+    The variance between tasks is that of the linearized sum (Kish 1965). It is known as well as the number of tasks allows, so that the
+    effect grows by (t / z)^2 (Korn and Graubard 1998). Where no two answers differ nothing is seen of it, and those to one task count once;
+    of a single task nothing is known of others.
+    """
+    sums: dict[str, float] = {}
+    for task, part in parts:
+        sums[task] = sums.get(task, 0.0) + part
+    tasks, answers = len(sums), len(parts)
+    if tasks == answers:
+        return 1.0
+    if tasks == 1 or alone <= 0:
+        return answers / tasks
+    between = tasks / (tasks - 1) * math.fsum(one * one for one in sums.values())
+    return min(max(1.0, between / alone) * (student_t(tasks - 1) / _Z) ** 2, float(answers))
+
+
+def share(part: int, of: int, *, effect: float = 1.0) -> Measured:
+    """A share with Wilson's interval. `effect`: how many of them are worth one (`Effects`)."""
+    low, high = wilson(part / of, of / effect)
+    return Measured(value=part / of, low=low, high=high, n=of)
+
+
+def agreement(table: Table, *, effect: float = 1.0) -> Measured:
+    return share(table.right_right + table.wrong_wrong, table.n, effect=effect)
+
+
+def kappa(table: Table, *, effect: float = 1.0) -> Measured:
     """Cohen's kappa (Cohen 1960): agreement beyond that of chance, 1 at most, 0 for chance.
 
     The interval is the central 95% of its posterior, by 4,000 seeded draws of the four shares from a Dirichlet distribution with
-    Jeffreys' prior of 1/2; unlike the usual one of the delta method it has a width where agreement is perfect.
+    Jeffreys' prior of 1/2; unlike the usual one of the delta method it has a width where agreement is perfect. Counts are divided by
+    `effect`, that of agreement.
 
     Raises `ValueError` where both say the same of everything: there is no chance to compare with.
     """
@@ -75,7 +128,7 @@ def kappa(table: Table) -> Measured:
     draw = random.Random(0)
     drawn = []
     for _ in range(_DRAWS):
-        found = _kappa([draw.gammavariate(cell + 0.5, 1.0) for cell in cells])
+        found = _kappa([draw.gammavariate(cell / effect + 0.5, 1.0) for cell in cells])
         if found is not None:
             drawn.append(found)
     drawn.sort()
@@ -83,12 +136,13 @@ def kappa(table: Table) -> Measured:
     return Measured(value=value, low=min(low, value), high=max(high, value), n=table.n)
 
 
-def informedness(table: Table) -> Measured:
+def informedness(table: Table, *, effect: float = 1.0) -> Measured:
     """Sensitivity + specificity - 1 (Youden 1950): 0 for any judge that does not look at the answer.
 
     The interval puts those of the two shares together (Newcombe 1998, the hybrid score method).
     """
-    sensitivity, specificity = share(table.right_right, table.rights), share(table.wrong_wrong, table.wrongs)
+    sensitivity = share(table.right_right, table.rights, effect=effect)
+    specificity = share(table.wrong_wrong, table.wrongs, effect=effect)
     value = sensitivity.value + specificity.value - 1
     below = math.hypot(sensitivity.value - sensitivity.low, specificity.value - specificity.low)
     above = math.hypot(sensitivity.high - sensitivity.value, specificity.high - specificity.value)
@@ -178,11 +232,12 @@ def _kappa(cells: Sequence[float]) -> float | None:
     return None if chance >= 1 else (both + neither - chance) / (1 - chance)
 
 
-def _added(calibration: Calibration) -> tuple[float, float, int, int]:
+def _added(calibration: Calibration) -> tuple[float, float, float, float]:
     """Sensitivity and specificity with one success and one failure added, and of how many they are then."""
-    rights = calibration.right_right + calibration.right_wrong + 2
-    wrongs = calibration.wrong_right + calibration.wrong_wrong + 2
-    return (calibration.right_right + 1) / rights, (calibration.wrong_wrong + 1) / wrongs, rights, wrongs
+    worth = 1 / calibration.design_effect
+    rights = (calibration.right_right + calibration.right_wrong) * worth + 2
+    wrongs = (calibration.wrong_right + calibration.wrong_wrong) * worth + 2
+    return (calibration.right_right * worth + 1) / rights, (calibration.wrong_wrong * worth + 1) / wrongs, rights, wrongs
 
 
 def _clip(value: float) -> float:

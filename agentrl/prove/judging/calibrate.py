@@ -17,7 +17,7 @@ from typing import Any
 from agentrl import usercode
 from agentrl.errors import UserError
 from agentrl.prove.judging import agreement as stats
-from agentrl.prove.judging.agreement import Bin, Table
+from agentrl.prove.judging.agreement import Bin, Effects, Table
 from agentrl.prove.judging.labels import Item, Labelled, different
 from agentrl.records import Score
 from agentrl.reward.judges import Comparison, Spent
@@ -194,7 +194,9 @@ def _pairs(known: Sequence[Labelled]) -> list[tuple[Item, Item, bool]]:
 
 def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, labels_sha256: str, threshold: float) -> Calibration:
     given = [one for one in verdicts if one.score is not None]
-    table = Table.of([(one.label, one.score >= threshold) for one in given if one.score is not None])
+    said = [(one.label, one.score >= threshold) for one in given if one.score is not None]
+    table, worth = Table.of(said), Effects.of([one.task_id for one in given], said)
+    silent = stats.design_effect([(one.task_id, float(one.score is not None)) for one in verdicts])
     if not table.rights or not table.wrongs:
         why = _reasons(verdicts)
         told = "; ".join(f"{count} times: {reason}" for reason, count in why.items())
@@ -210,11 +212,13 @@ def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, lab
         wrong_wrong=table.wrong_wrong,
         abstained=len(verdicts) - len(given),
         tasks=len({one.task_id for one in given}),
-        agreement=stats.agreement(table),
-        kappa=stats.kappa(table),
-        sensitivity=stats.share(table.right_right, table.rights),
-        specificity=stats.share(table.wrong_wrong, table.wrongs),
-        informedness=stats.informedness(table),
+        agreement=stats.agreement(table, effect=worth.agreement),
+        kappa=stats.kappa(table, effect=worth.agreement),
+        sensitivity=stats.share(table.right_right, table.rights, effect=worth.sensitivity),
+        specificity=stats.share(table.wrong_wrong, table.wrongs, effect=worth.specificity),
+        informedness=stats.informedness(table, effect=worth.informedness),
+        coverage=stats.share(len(given), len(verdicts), effect=silent),
+        design_effect=worth.informedness,
         measured_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
 

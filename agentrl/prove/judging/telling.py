@@ -41,6 +41,8 @@ def _lines(report: Report) -> Iterator[str]:
     judged = made.agreement.n
     what = "pairs of a right and a wrong answer" if report.pairs else "labelled answers"
     yield f"{printable(made.judge, 200)}: a verdict on {judged} of {judged + made.abstained} {what}, of {made.tasks} tasks"
+    if made.coverage is not None:
+        yield _row("coverage", made.coverage, "share of them that it gave a verdict on")
     yield _row("agreement", made.agreement)
     yield _row("Cohen's kappa", made.kappa, "0 is chance")
     yield _row("sensitivity", made.sensitivity, "of the right ones it calls so many right")
@@ -61,7 +63,8 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"  {report.copies} labelled answers are copies of another one: they count once"
     yield from (f"  no verdict, {count} times: {reason}" for reason, count in report.reasons.items())
     if made.tasks < judged:
-        yield f"  {judged} answers to {made.tasks} tasks: answers to one task are alike, so that the intervals are somewhat too narrow"
+        one = f"{made.design_effect:.1f} of them are worth one in the interval of informedness"
+        yield f"  {judged} answers to {made.tasks} tasks: answers to one task are alike, and {one}"
     yield _cost(report)
     if made.by_chance:
         yield "NOT BETTER THAN CHANCE, as far as these labels show: a recipe that demands this calibration is refused"

@@ -52,6 +52,8 @@ class Calibration:
     specificity: Measured  # share of the wrong ones that it calls wrong
     informedness: Measured  # sensitivity + specificity - 1 (Youden 1950): 0 is chance
     measured_at: str  # UTC
+    coverage: Measured | None = None  # share of the answers that it gave a verdict on; None: measured by a version that did not tell
+    design_effect: float = 1.0  # answers that are worth one, because those to one task are alike; of informedness
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -59,6 +61,8 @@ class Calibration:
             raise ValueError(f"format {self.format} is not known; this version reads {FORMAT}")
         if min(self.right_right, self.right_wrong, self.wrong_right, self.wrong_wrong, self.abstained) < 0:
             raise ValueError("negative counts")
+        if not 1 <= self.design_effect < math.inf:
+            raise ValueError(f"a design effect of {self.design_effect}")
 
     @property
     def by_chance(self) -> bool:
@@ -92,10 +96,20 @@ def load(path: Path) -> Calibration:
         raise UserError(f"{path} is no calibration: {printable(str(error), 300)}", fix=fix) from None
 
 
-def require(path: Path, *, identity: str, name: str, min_agreement: float) -> None:
+def check_demands(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
+    """Raises `UserError` for demands that nothing could meet, or that nothing is held to."""
+    for key, demanded in (("min_agreement", min_agreement), ("min_coverage", min_coverage)):
+        if not 0.0 <= demanded < 1.0:
+            raise UserError(f"{key} lies between 0 and 1, got {demanded}", fix="such as 0.8")
+        if demanded and calibration is None:
+            raise UserError(f"{key} without a calibration does nothing", fix='name the file: calibration="calibrations/x.json"')
+
+
+def require(path: Path, *, identity: str, name: str, min_agreement: float, min_coverage: float) -> None:
     """Raises `UserError` unless the calibration in `path` is this judge's, better than chance, and good enough.
 
-    Good enough means that the lower end of the interval of agreement is at least `min_agreement`: few labels are not enough.
+    Good enough means that the lower end of the interval of agreement is at least `min_agreement`: few labels are not enough. So is that of
+    coverage at least `min_coverage`: a judge that abstains wherever it is hard agrees with everybody on the rest.
     """
     found, again = load(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
     if found.identity != identity:
@@ -107,6 +121,13 @@ def require(path: Path, *, identity: str, name: str, min_agreement: float) -> No
         raise UserError(
             f"judge {name} agrees with people's labels in {_told(found.agreement)}, and at least {min_agreement:g} is demanded ({path})",
             fix="improve the prompt, use another model, or, where the interval is wide, label more answers",
+        )
+    if min_coverage and found.coverage is None:
+        raise UserError(f"judge {name}: the calibration {path} does not tell how often it gave a verdict", fix=again)
+    if found.coverage is not None and found.coverage.low < min_coverage:
+        raise UserError(
+            f"judge {name} gives a verdict on {_told(found.coverage)}, and at least {min_coverage:g} is demanded ({path})",
+            fix="look at why it gave none (agentrl judge calibrate tells), or, where the interval is wide, label more answers",
         )
 
 

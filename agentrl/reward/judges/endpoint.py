@@ -139,7 +139,7 @@ class Endpoint:
         while True:
             left = self.patience_s - (self.clock.monotonic() - began)
             pause = wire.resume_at - self.clock.monotonic()
-            if left <= 0 or pause > left:
+            if left <= 0 or pause >= left:
                 raise JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{why and ': ' + why}")
             if pause > 0:
                 await self.clock.sleep(pause)
@@ -172,6 +172,7 @@ class Endpoint:
             log.warning("%s answers again", self._where())
 
     def _pause(self, wire: _Wire, seconds: float, why: str) -> None:
+        seconds = min(seconds, self.patience_s)  # whatever a header says, the server is asked again one day
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
         if not wire.down:
             wire.down = True

@@ -17,7 +17,7 @@ from agentrl.protocols import Verifier
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
 from agentrl.reward.judges.asking import digest
-from agentrl.reward.judges.calibration import require
+from agentrl.reward.judges.calibration import check_demands, require
 from agentrl.reward.judges.ledger import Spent
 
 _TIMEOUT_S = 30.0  # of a member that does not say how long it may take
@@ -51,6 +51,7 @@ class Ensemble:
     name: str = "ensemble"
     calibration: str | None = None  # of the ensemble as a whole; see `ModelJudge.calibration`
     min_agreement: float = 0.0
+    min_coverage: float = 0.0
     _state: _State = field(default_factory=_State, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +67,7 @@ class Ensemble:
             )
         if not 1 <= self._needed <= len(self.judges) or not self.max_disagreement >= 0:
             raise UserError(f"a quorum of {self.quorum} of {len(self.judges)} judges", fix="give a number from 1 to that of the judges")
-        if self.min_agreement and self.calibration is None:
-            raise UserError("min_agreement without a calibration does nothing", fix='name the file: calibration="calibrations/x.json"')
+        check_demands(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
 
     @property
     def identity(self) -> str:
@@ -88,7 +88,8 @@ class Ensemble:
         if self.calibration is not None:
             if not self.identity:
                 raise UserError(f"judge {self.name}: a member that has no identity cannot be calibrated", fix="leave the calibration out")
-            require(root / self.calibration, identity=self.identity, name=self.name, min_agreement=self.min_agreement)
+            demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
+            require(root / self.calibration, identity=self.identity, name=self.name, **demands)
         self._state.ready = True
 
     def undemanding(self, *, ledger: str | None = None) -> Self:
@@ -96,7 +97,7 @@ class Ensemble:
         members = {
             name: judge.undemanding(ledger=ledger) if hasattr(judge, "undemanding") else judge for name, judge in self.judges.items()
         }
-        return replace(self, judges=members, calibration=None, min_agreement=0.0)
+        return replace(self, judges=members, calibration=None, min_agreement=0.0, min_coverage=0.0)
 
     def spent(self) -> Spent:
         """Of all members together."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from agentrl.errors import UserError
 from agentrl.records import Blame, Score
 from agentrl.reward.judges.asking import MAX_KEPT, WORDING, Asker, Heard, digest
-from agentrl.reward.judges.calibration import require
+from agentrl.reward.judges.calibration import check_demands, require
 from agentrl.reward.judges.endpoint import Endpoint
 from agentrl.reward.judges.ledger import FILE, Budget, Ledger, Spent
 from agentrl.reward.judges.servers import Served
@@ -38,13 +37,11 @@ class ModelJudge(ABC):
     ledger: str | None = None  # file of cache and counts, relative to the project; None: judges.sqlite of the run folder
     calibration: str | None = None  # file of `agentrl judge calibrate`, relative to the project, without which the judge is refused
     min_agreement: float = 0.0  # that the calibration must show, with the lower end of its interval
+    min_coverage: float = 0.0  # share of answers with a verdict that it must show, likewise
     _state: _State = field(default_factory=_State, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.min_agreement < 1.0:
-            raise UserError(f"min_agreement lies between 0 and 1, got {self.min_agreement}", fix="such as 0.8")
-        if self.min_agreement and self.calibration is None:
-            raise UserError("min_agreement without a calibration does nothing", fix='name the file: calibration="calibrations/x.json"')
+        check_demands(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
 
     @property
     def identity(self) -> str:
@@ -66,7 +63,8 @@ class ModelJudge(ABC):
         if isinstance(self.endpoint.url, Served):
             self.endpoint.url.declared(reward_model=self.asks_reward_model)
         if self.calibration is not None:
-            require(root / self.calibration, identity=self.identity, name=self.name, min_agreement=self.min_agreement)
+            demands = {"min_agreement": self.min_agreement, "min_coverage": self.min_coverage}
+            require(root / self.calibration, identity=self.identity, name=self.name, **demands)
         if self.ledger is not None:
             self._state.ledger = Ledger(root / self.ledger)
         elif folder is not None:
@@ -75,7 +73,7 @@ class ModelJudge(ABC):
 
     def undemanding(self, *, ledger: str | None = None) -> Self:
         """The same judge, same identity, that demands no calibration: for measuring it."""
-        return replace(self, calibration=None, min_agreement=0.0, ledger=ledger or self.ledger)
+        return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
 
     def spent(self) -> Spent:
         """What it has been asked and has cost, in its ledger."""

@@ -36,7 +36,8 @@ def calibration(table: Table) -> Calibration:
         (False, 1.0, table.wrong_right),
         (False, 0.0, table.wrong_wrong),
     )
-    verdicts = [Verdict(label=label, score=score) for label, score, count in cells for _ in range(count)]
+    said = [(label, score) for label, score, count in cells for _ in range(count)]
+    verdicts = [Verdict(label=label, score=score, task_id=f"t{number}") for number, (label, score) in enumerate(said)]
     return _calibration(None, verdicts, reference="r", labels_sha256="", threshold=0.5)
 
 
@@ -105,6 +106,31 @@ def _counted(table: Table) -> Calibration:
 
 
 _EMPTY = calibration(Table(right_right=2, right_wrong=1, wrong_right=1, wrong_wrong=2))
+
+
+def test_many_labels_of_a_task_are_worth_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge errs by task, all answers of a task alike: an interval that takes them for independent holds far too seldom."""
+    monkeypatch.setattr(stats, "_DRAWS", 40)
+    held: dict[str, list[bool]] = {name: [] for name in ("agreement", "informedness", "plain")}
+    for seed in range(300):
+        draw, verdicts = random.Random(seed), []
+        for task in range(40):
+            right = draw.random() < 0.85
+            verdicts += [Verdict(label=n % 2 == 0, score=float((n % 2 == 0) == right), task_id=f"t{task}") for n in range(10)]
+        made = _calibration(None, verdicts, reference="r", labels_sha256="", threshold=0.5)
+        held["agreement"].append(holds(made.agreement, 0.85))
+        held["informedness"].append(holds(made.informedness, 0.7))
+        held["plain"].append(holds(stats.share(made.right_right + made.wrong_wrong, 400), 0.85))
+    rates = {name: sum(one) / len(one) for name, one in held.items()}
+    assert rates["agreement"] > 0.92 and rates["informedness"] > 0.92 and rates["plain"] < 0.6, rates
+
+    pairs = [(True, True), (False, True)]
+    alone = stats.Effects.of([str(number) for number in range(40)], pairs * 20)
+    assert alone == stats.Effects(), "one label of each task: nothing changes"
+    perfect = stats.Effects.of([str(number // 8) for number in range(64)], [(True, True), (False, False)] * 32)
+    assert perfect.agreement == perfect.informedness == 8.0, "no error was seen, and each task counts once"
+    one = stats.Effects.of(["t"] * 64, [(True, True), (False, False), (True, False), (False, False)] * 16)
+    assert one.agreement == 64.0 and informedness(Table.of([(True, True), (False, False)] * 32), effect=one.informedness).low < 0
 
 
 def test_rates_of_a_judge_that_may_be_a_coin_are_not_corrected() -> None:

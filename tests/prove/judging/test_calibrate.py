@@ -27,7 +27,8 @@ from agentrl.reward.judges.forms import CORRECT, HELPFUL
 
 one = Endpoint(url="{url}", model="scripted", prices=Prices(prompt=1.0, completion=2.0), patience_s=5.0)
 judge = Judge(endpoint=one, form=CORRECT)
-strict = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.8)
+strict = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.7)
+talkative = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_coverage=0.8)
 stricter = Judge(endpoint=one, form=CORRECT, calibration="c.json", min_agreement=0.95)
 changed = Judge(endpoint=one, form=HELPFUL, calibration="c.json")
 both = Ensemble(judges={{"strict": strict, "again": Judge(endpoint=Endpoint(url="{url}", model="scripted", seed=1), form=CORRECT)}})
@@ -117,7 +118,7 @@ def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> 
         assert found[name]["low"] <= 0.9 <= found[name]["high"]  # type: ignore[index]
     assert found["kappa"]["low"] <= 0.8 <= found["kappa"]["high"] and found["tasks"] == N // 4  # type: ignore[index]
     assert found["more"]["spent"]["money"] == pytest.approx(N * (100 * 1 + 10 * 2) / 1e6)  # type: ignore[index]
-    assert "Cohen's kappa" in told and "intervals are somewhat too narrow" in told and f"0 calls and {N} answers from the cache" in told
+    assert "Cohen's kappa" in told and "of them are worth one in the interval" in told and f"0 calls and {N} answers from the cache" in told
     rate = json.loads(agentrl("judge", "correct", "c.json", "740", "1000", "--json").stdout)
     assert rate["judged"] == 0.74 and rate["low"] <= 0.8 <= rate["high"], "0.8 * 0.9 + 0.2 * 0.1 = 0.74"
     assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout
@@ -200,7 +201,15 @@ def test_abstentions_are_counted_and_cost_no_agreement(project: Path) -> None:
         return Says("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))
 
     with ChatServer(script) as server:
-        code, found, _ = calibrate(project, server)
+        code, found, _ = calibrate(project, server, "talkative", "--out", "c.json")
+        assert found["coverage"]["value"] == pytest.approx(1 - found["abstained"] / N)  # type: ignore[index,operator]
+        TaskScorer(root=project).load([f"{written(project, server)}:judge"])
+        with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* at least 0.8 is demanded"):
+            TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
+        older = {key: value for key, value in json.loads((project / "c.json").read_text()).items() if key != "coverage"}
+        (project / "c.json").write_text(json.dumps(older))
+        with pytest.raises(UserError, match="does not tell how often it gave a verdict"):
+            TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
     expected = sum(chance(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
     assert code == 0 and found["abstained"] == expected > 4 and found["agreement"]["value"] == 1.0  # type: ignore[index]
     assert found["more"]["reasons"] == {"judge: unreadable verdict: it is no JSON object": expected}  # type: ignore[index]

@@ -74,6 +74,18 @@ async def test_a_wait_beyond_the_patience_is_not_begun() -> None:
     assert clock.slept == []
 
 
+async def test_a_header_of_years_ends_the_question_that_got_it_and_not_those_after() -> None:
+    """A judge's server and an endpoint that is evaluated are asked through the same code."""
+    clock = JumpingClock()
+    with ChatServer([Says(status=429, headers={"Retry-After": "999999999"}), Says(RIGHT)]) as server:
+        one = endpoint(server.url, clock=clock, patience_s=90.0)
+        with pytest.raises(JudgeError, match="within 90 s"):
+            await one.ask(HELLO)
+        await clock.sleep(60.0)
+        assert (await one.ask(HELLO)).text == RIGHT and sum(clock.slept) <= 91
+        await one.close()
+
+
 async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
     clock = JumpingClock()
     with ChatServer(lambda body, number: Says(status=429, headers={"Retry-After": "50"}) if number == 0 else Says(RIGHT)) as server:
@@ -84,9 +96,12 @@ async def test_one_pause_holds_for_all_questions_of_an_endpoint() -> None:
 
 
 async def test_a_server_that_hangs_breaks_off_or_is_not_there_is_asked_again() -> None:
-    with ChatServer([Says(hangs=True), Says(RIGHT, breaks_off=True), Says(RIGHT)]) as server:
-        reply = await closing(endpoint(server.url, timeout_s=0.15))
-        assert reply.text == RIGHT and reply.tries == 3  # type: ignore[attr-defined]
+    with ChatServer([Says(hangs=True), Says(RIGHT)]) as server:
+        reply = await closing(endpoint(server.url, timeout_s=0.5))
+        assert reply.text == RIGHT and reply.tries >= 2  # type: ignore[attr-defined]  # more where a busy machine is late
+    with ChatServer([Says(RIGHT, breaks_off=True), Says(RIGHT)]) as server:
+        reply = await closing(endpoint(server.url))
+        assert reply.text == RIGHT and reply.tries == 2  # type: ignore[attr-defined]
         gone = server.url
     with pytest.raises(JudgeError, match="ConnectError"):
         await closing(endpoint(gone, patience_s=5.0))

@@ -59,7 +59,9 @@ async def test_a_quorum_is_needed_and_who_is_down_is_not_the_policys_fault() -> 
     assert (await together(1.0, None, down, quorum=1)).value == 1.0
 
 
-@pytest.mark.parametrize("how", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"judges": {"a": Fixed(1.0)}}])
+@pytest.mark.parametrize(
+    "how", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"min_coverage": 0.8}, {"judges": {"a": Fixed(1.0)}}]
+)
 def test_ensembles_that_are_refused(how: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         Ensemble(**{"judges": dict.fromkeys("abc", Fixed(1.0)), **how})

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from agentrl import codec
 from agentrl.errors import ServingError
 from agentrl.prove.fuzzing import mutators
@@ -25,7 +23,7 @@ TRUNCATED = SamplingParams(max_tokens=8, top_k=3, supports=True)
 def prepare(scratch: Path) -> Check:
     def check(data: bytes) -> None:
         try:
-            answer = decoded(httpx.Response(200, content=data), "/generate")
+            answer = decoded(200, data, "/generate")
             if isinstance(answer, dict) and "weight_version" in answer:
                 must(isinstance(weight_version(answer), str), "a version without a name")
         except ServingError as error:

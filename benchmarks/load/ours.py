@@ -1,0 +1,226 @@
+"""The episodes as agentrl plays them: groups of the turn loop, exact tokens, records of every turn, over the token client.
+
+    python -m benchmarks.load.ours --port PORT turns --episodes 64 --at-once 16
+    python -m benchmarks.load.ours --port PORT crowd --episodes 4000 --delay 10 30 --ramp 20 --window 30
+    python -m benchmarks.load.ours --port PORT idle --episodes 500 1000 2000 4000 --after 4
+
+Prints JSON. `turns`: CPU time of this process for a turn while several episodes run, and how long a turn takes when one runs alone; the
+first episodes, which load and compile, are left out. `crowd`: how long turns take while so many episodes are in flight. `idle`: memory of
+this process while so many wait for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.agent import ChatFormat, TurnLoop, tool
+from agentrl.agent.typed import typed
+from agentrl.records import Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
+from agentrl.serving import TokenClient
+from agentrl.serving.weights import WeightsInService
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from benchmarks.load.script import Script, tokenizer
+from benchmarks.load.server import delay_of
+
+WARM = 4
+
+
+@tool
+async def look(at: str) -> str:
+    """Look at something.
+
+    Args:
+        at: what to look at
+    """
+    return _SHOWN
+
+
+_SHOWN = ""
+
+
+def schema() -> dict[str, Any]:
+    return dict(typed(look).schema)
+
+
+async def judged(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0)
+
+
+def task_of(script: Script, *, wall_s: float = 600.0) -> Task:
+    global _SHOWN
+    _SHOWN = script.shown
+    return Task(
+        id="t",
+        family="f",
+        prompt=(Message(role="user", content=script.prompt),),
+        tools=("benchmarks.load.ours:look",),
+        sandbox=SandboxSpec(image="-"),
+        verifiers=(),
+        data={},
+        split=Split.TRAIN,
+        limits=Limits(turns=script.turns, turn_tokens=512, episode_tokens=100_000, wall_s=wall_s),
+    )
+
+
+def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) -> GroupRunner:
+    """Groups of one episode: what is measured is the episodes."""
+    runner = EpisodeRunner(
+        agent=TurnLoop(chat=ChatFormat(tokenizer())),
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("")),  # never opened: the tool runs on the host
+        sampling=Sampling(),
+        max_model_len=100_000,
+        request_timeout_s=request_timeout_s,
+    )
+    return GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
+
+
+def checked(scored: ScoredEpisode, script: Script) -> None:
+    """Raises `RuntimeError` for an episode that did not go as the script says."""
+    episode = scored.episode
+    if episode.failures or len(episode.trajectories[0].turns) != script.turns or scored.score.value != 1.0:
+        raise RuntimeError(f"an episode went wrong: {episode.failures} after {len(episode.trajectories[0].turns)} turns")
+
+
+async def turns(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+    client = TokenClient(url, weights=WeightsInService(0))
+    groups, task = runner_of(client, at_once=given.at_once), task_of(script)
+
+    async def play(first: int, count: int) -> None:
+        for group in await asyncio.gather(*(groups.group(index, task) for index in range(first, first + count))):
+            checked(group.episodes[0], script)
+
+    await play(0, WARM)
+    gc.collect()
+    cpu = time.process_time()
+    await play(WARM, given.episodes)
+    cpu_s, wall = time.process_time() - cpu, time.perf_counter()
+    for index in range(given.alone):
+        await play(WARM + given.episodes + index, 1)
+    wall_s = time.perf_counter() - wall
+    await client.close()
+    return {"cpu_ms": 1000 * cpu_s / (given.episodes * script.turns), "alone_ms": 1000 * wall_s / (given.alone * script.turns)}
+
+
+class Timed:
+    """A policy that notes how long each turn takes: from the completion before it to its own, and beyond the server's time."""
+
+    def __init__(self, policy: Any, delay_s: tuple[float, float]) -> None:
+        self.took: list[tuple[float, float]] = []  # seconds of a turn, and those of them that are not the server's
+        self.waiting = 0
+        self.ended = False
+        self._policy, self._delay_s = policy, delay_s
+        self._last: dict[str, float] = {}
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        episode = request_id.rpartition("-")[0]
+        began = self._last.get(episode, time.perf_counter())
+        self.waiting += 1
+        try:
+            completion: Completion = await self._policy.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        finally:
+            self.waiting -= 1
+        self._last[episode] = ended = time.perf_counter()
+        self.took.append((ended - began, ended - began - delay_of(request_id.encode(), self._delay_s)))
+        if self.ended:  # what follows is nobody's
+            await asyncio.Event().wait()
+        return completion
+
+
+async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+    """So many episodes at once, begun one after the other over `ramp` seconds; turns count that end in the `window` seconds after."""
+    client = TokenClient(url, weights=WeightsInService(0))
+    policy = Timed(client, tuple(given.delay))
+    groups, task = runner_of(policy, at_once=given.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
+    running = []
+    for index in range(given.episodes[0]):
+        running.append(asyncio.create_task(groups.episode(task, name=f"e{index}")))
+        await asyncio.sleep(given.ramp / given.episodes[0])
+    await asyncio.sleep(given.delay[1])  # by then every first turn is over
+    policy.took.clear()
+    wall, cpu = time.perf_counter(), time.process_time()
+    await asyncio.sleep(given.window)
+    took, waited = policy.took, policy.waiting
+    cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    policy.ended = True
+    done = [job for job in running if job.done()]
+    for job in running:
+        job.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await client.close()
+    for job in done:
+        checked(job.result(), script)
+    turn, added = (sorted(values) for values in zip(*took, strict=True))
+    found = {"episodes": given.episodes[0], "in_flight": waited, "turns": len(took), "cpu_share": cpu_share}
+    return found | {f"{name}_{at}_s": quantile(values, at / 100) for name, values in (("turn", turn), ("added", added)) for at in (50, 99)}
+
+
+async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+    """Memory while so many episodes wait for a completion that does not come, `after` turns behind them."""
+    client = TokenClient(url, weights=WeightsInService(0))
+    policy = Timed(client, (0.0, 0.0))
+    groups, task = runner_of(policy, at_once=max(given.episodes), request_timeout_s=3600.0), task_of(script, wall_s=3600.0)
+    running: list[asyncio.Task[Any]] = []
+    kib = []
+    for count in sorted(given.episodes):
+        while len(running) < count:
+            some = range(len(running), min(count, len(running) + 50))
+            running += [asyncio.create_task(groups.episode(task, name=f"e{index}")) for index in some]
+            while len(policy.took) < len(running) * given.after or policy.waiting < len(running):
+                if broken := next((job for job in running if job.done()), None):
+                    checked(broken.result(), script)
+                await asyncio.sleep(0.01)
+        gc.collect()
+        kib.append(_rss_kib())
+    for job in running:
+        job.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await client.close()
+    return {"episodes": sorted(given.episodes), "rss_kib": kib}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def _rss_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("kind", choices=("turns", "crowd", "idle"))
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--episodes", type=int, nargs="+", default=[64])
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--alone", type=int, default=8, help="episodes one after the other, for the time of a turn")
+    parser.add_argument("--delay", type=float, nargs=2, default=(0.0, 0.0))
+    parser.add_argument("--ramp", type=float, default=20.0)
+    parser.add_argument("--window", type=float, default=30.0)
+    parser.add_argument("--after", type=int, default=4)
+    parser.add_argument("--core", type=int, help="the one core that this process may use")
+    given = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that its time is this process's, on one thread
+    if given.core is not None:
+        os.sched_setaffinity(0, {given.core})
+    if given.kind == "turns":
+        [given.episodes] = given.episodes
+    measure = {"turns": turns, "crowd": crowd, "idle": idle}[given.kind]
+    print(json.dumps(asyncio.run(measure(f"http://127.0.0.1:{given.port}", Script.of(given.turns), given))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Prompt tokens that a real vLLM server takes from its prefix cache, for groups of episodes with turns and sub-agents.
+
+The agent takes no notice of what the model says: it samples, is shown the output of a tool, and at some turns has two workers beside
+each other, each in a trajectory of its own with the same instruction. So its trees have the shape of a run's, whatever the model knows, and
+every token in a context is one that was sampled or shown. The server is that of a run: its flags, block size and salts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl.protocols import LiveEpisode, LiveTrajectory
+from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.records import Completion, Limits, Message, Parent, SamplingParams, SandboxSpec, Score, Split, Task, ToolCall
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
+from agentrl.serving import TokenClient, VLLMServer
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+
+MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
+VOCABULARY = range(100, 600)
+GROUPS, SIZE, TURNS = 4, 8, 8
+WORKERS_AT, WORKERS, WORKERS_TURNS = (2, 5), 2, 4
+PROMPT, INSTRUCTION, TOLD, SAID, SHOWN = 160, 96, 24, 24, 48  # tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """An `agentrl.protocols.Agent`: a main line of turns, and workers that are started from it."""
+
+    async def act(self, episode: LiveEpisode) -> str:
+        main = episode.trajectories[0]
+        main.add_prompt(_tokens(f"prompt of {episode.task.id}", PROMPT))
+        await self._turns(episode, main, TURNS, WORKERS_AT)
+        return "answered"
+
+    async def _turns(self, episode: LiveEpisode, line: LiveTrajectory, count: int, workers_at: Sequence[int] = ()) -> None:
+        for turn in range(count):
+            calls = (ToolCall(name="delegate", arguments={}),) * (WORKERS if turn in workers_at else 0)
+            completion = await line.sample(stop_token_ids=(), max_tokens=SAID)
+            line.add_turn(completion, Message(role="assistant", content="", tool_calls=calls))
+            parents = [Parent(trajectory=line.index, turn=turn, call=number) for number in range(len(calls))]
+            await asyncio.gather(*(self._worker(episode, parent) for parent in parents))
+            line.add_prompt(_tokens(f"shown to {episode.id} in {line.index} after {turn}", SHOWN))
+
+    async def _worker(self, episode: LiveEpisode, parent: Parent) -> None:
+        line = episode.open("worker", parent=parent)
+        line.add_prompt(_tokens("instruction of workers", INSTRUCTION))
+        line.add_prompt(_tokens(f"told in {episode.id} at {parent.turn}.{parent.call}", TOLD))
+        await self._turns(episode, line, WORKERS_TURNS)
+        line.end("answered")
+
+
+@dataclass(slots=True)
+class Seen:
+    """A policy that keeps which tokens of all prompts are new: the nodes of the tree of prefixes that the server did not sample."""
+
+    policy: TokenClient
+    prompt_tokens: int = 0
+    nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # (node, token) -> node after it
+    asked: set[int] = field(default_factory=set)  # nodes in a prompt
+    sampled: set[int] = field(default_factory=set)  # nodes whose keys and values the server computed as it sampled what follows
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        completion = await self.policy.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        self.prompt_tokens += len(prompt_ids)
+        at = 0
+        for token in prompt_ids:
+            at = self._after(at, token)
+            self.asked.add(at)
+        for token in completion.token_ids[:-1]:
+            at = self._after(at, token)
+            self.sampled.add(at)
+        return completion
+
+    def _after(self, at: int, token: int) -> int:
+        return self.nodes.setdefault((at, token), len(self.nodes) + 1)
+
+    @property
+    def unique_tokens(self) -> int:
+        return len(self.asked - self.sampled)
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Starts the server and plays the groups. Raises `InfrastructureError` or `UserError` where no server starts."""
+    return asyncio.run(_measured(folder))
+
+
+async def _measured(folder: Path) -> dict[str, Any]:
+    recipe = Recipe(
+        name="prefix",
+        policy=PolicyConfig(model=str(MODEL), dtype="float32", max_model_len=1024),
+        tasks=TasksConfig(family="unused:unused"),
+        serving=ServingConfig(threads=1, max_num_seqs=64, kv_cache_gb=0.5, startup_timeout_s=1800.0),
+    )
+    server = VLLMServer(recipe=recipe, model=MODEL, version=0, run_dir=folder)
+    await server.start()
+    try:
+        client = TokenClient.for_server(server)
+        before = await _counters(server)
+        seen = Seen(client)
+        await _play(seen)
+        after = await _counters(server)
+        await client.close()
+    finally:
+        await server.stop()
+    queries, hits = (after[name] - before[name] for name in ("queries", "hits"))
+    if queries != seen.prompt_tokens:
+        raise RuntimeError(f"the server counted {queries:.0f} prompt tokens, {seen.prompt_tokens} were sent")
+    workers = len(WORKERS_AT) * WORKERS
+    workload = (
+        f"{GROUPS} groups of {SIZE} episodes at once on vLLM: {TURNS} turns of the main agent, and {workers} sub-agents of"
+        f" {WORKERS_TURNS} turns in each, {WORKERS} at a time. A task's prompt has {PROMPT} tokens, the sub-agents' instruction"
+        f" {INSTRUCTION}, a completion {SAID}, a tool's output {SHOWN}. First seen are tokens that were in no prompt before and that"
+        " the server did not sample itself."
+    )
+    return {"prompt_tokens": seen.prompt_tokens, "unique_tokens": seen.unique_tokens, "hit_tokens": int(hits), "workload": workload}
+
+
+async def _play(policy: Seen) -> None:
+    runner = EpisodeRunner(
+        agent=Tree(),
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=1024,
+        request_timeout_s=1800.0,
+    )
+
+    async def judged(task: Task, episode: object) -> Score:
+        return Score(value=1.0)
+
+    groups = GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
+    for group in await asyncio.gather(*(groups.group(index, _task(index)) for index in range(GROUPS))):
+        if any(scored.score.value is None for scored in group.episodes):
+            raise RuntimeError(f"an episode went wrong: {[scored.episode.failures for scored in group.episodes]}")
+
+
+def _task(index: int) -> Task:
+    return Task(
+        id=f"t{index}",
+        family="f",
+        prompt=(Message(role="user", content="-"),),
+        tools=(),
+        sandbox=SandboxSpec(image="-"),
+        verifiers=(),
+        data={},
+        split=Split.TRAIN,
+        limits=Limits(turns=100, turn_tokens=SAID, episode_tokens=1000, wall_s=3600.0),
+    )
+
+
+async def _counters(server: VLLMServer) -> dict[str, float]:
+    found = await server.control.metrics()
+    return {name: found[f"vllm:prefix_cache_{name}_total"] for name in ("queries", "hits")}
+
+
+def _tokens(what: str, count: int) -> list[int]:
+    return random.Random(what).choices(VOCABULARY, k=count)

@@ -1,0 +1,120 @@
+"""Results as the tables of docs/rollout-results.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+SHARE, TIMES, KIB, POINTS = 0.2, 2.0, 100.0, 5.0
+
+
+def page(results: dict[str, Any]) -> tuple[str, bool]:
+    """The tables of the parts that there are, and whether every figure meets what is asked of it."""
+    made = [(name, *part(results[name])) for name, part in _PARTS.items() if name in results]
+    texts = [f"{text}\n\nMeasured on {results[name]['machine']}{_noted(results[name]['note'])}.\n" for name, text, _ in made]
+    return "\n".join(texts), all(met for *_, met in made)
+
+
+def _noted(note: str) -> str:
+    return f"; {note}" if note else ""
+
+
+def _turns(found: dict[str, Any]) -> tuple[str, bool]:
+    bare = statistics.median(found["bare_ms"])
+    sides: dict[str, list[dict[str, float]]] = found["sides"]
+    ours = sides["agentrl"]
+    rows = [
+        "## Cost of a turn",
+        "",
+        f"Episodes of {found['turns']} turns and {found['tokens']} tokens, {found['episodes']} of them in each of {len(ours)} repeats;"
+        " medians, range in brackets. CPU time is the driver's with 16 episodes at once. Latency is that of a turn alone, without the"
+        f" {bare:.2f} ms that an exchange with the server takes by itself. Ratios are medians over the repeats, each beside its neighbour.",
+        "",
+        "| side | CPU ms a turn | times ours | latency ms a turn | times ours |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    met = True
+    for side, runs in sides.items():
+        cpu = [run["cpu_ms"] / own["cpu_ms"] for run, own in zip(runs, ours, strict=True)]
+        late = [(run["alone_ms"] - bare) / (own["alone_ms"] - bare) for run, own in zip(runs, ours, strict=True)]
+        if side == "verifiers train":
+            met = statistics.median(cpu) >= 1 / SHARE and statistics.median(late) >= 1 / SHARE
+        rows.append(
+            f"| {side} | {_spread([run['cpu_ms'] for run in runs])} | {_spread(cpu, 1)}"
+            f" | {_spread([run['alone_ms'] - bare for run in runs])} | {_spread(late, 1)} |"
+        )
+    rows += ["", f"Asked for: at most a fifth of the peer's, for exact tokens on both sides. {_reached(met)}"]
+    return "\n".join(rows), met
+
+
+def _crowd(found: dict[str, Any]) -> tuple[str, bool]:
+    few, many = found["runs"]
+    low, high = found["delay_s"]
+    rows = [
+        "## Episodes in flight",
+        "",
+        f"One process on one core; the server answers after {low:g} to {high:g} s. A turn is from one completion to the next; added is what"
+        " of it is not the server's: parsing, the tool, the next prompt, the way there and back, and waiting for the core.",
+        "",
+        "| episodes | turns measured | core in use | turn p50 s | turn p99 s | added p50 ms | added p99 ms |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    rows += [
+        f"| {run['episodes']:,} | {run['turns']:,} | {run['cpu_share']:.0%} | {run['turn_50_s']:.2f} | {run['turn_99_s']:.2f}"
+        f" | {1000 * run['added_50_s']:.1f} | {1000 * run['added_99_s']:.1f} |"
+        for run in (few, many)
+    ]
+    met = many["turn_99_s"] < TIMES * few["turn_99_s"] and many["in_flight"] > 0.95 * many["episodes"]
+    times = many["turn_99_s"] / few["turn_99_s"]
+    rows += [
+        "",
+        f"Asked for: 4,000 before the p99 turn latency doubles. It is {times:.2f} times that of {few['episodes']}. {_reached(met)}",
+    ]
+    return "\n".join(rows), met
+
+
+def _idle(found: dict[str, Any]) -> tuple[str, bool]:
+    rows = [
+        "## Memory of an episode that waits",
+        "",
+        f"{found['after']} turns behind it and about {found['tokens']} tokens in its context, its request on the wire.",
+        "",
+        "| episodes | memory of the process, MiB |",
+        "| ---: | ---: |",
+    ]
+    rows += [f"| {count:,} | {kib / 1024:.0f} |" for count, kib in zip(found["episodes"], found["rss_kib"], strict=True)]
+    met = found["kib_an_episode"] <= KIB
+    rows += [
+        "",
+        f"Asked for: at most 100 KiB an episode. It is {found['kib_an_episode']:.0f} KiB, the slope of this table. {_reached(met)}",
+    ]
+    return "\n".join(rows), met
+
+
+def _prefix(found: dict[str, Any]) -> tuple[str, bool]:
+    hit, bound = found["hit_tokens"] / found["prompt_tokens"], 1 - found["unique_tokens"] / found["prompt_tokens"]
+    met = 100 * (bound - hit) <= POINTS
+    rows = [
+        "## Prompt tokens from the prefix cache",
+        "",
+        found["workload"],
+        "",
+        "| prompt tokens | of them first seen | bound | from the cache | short of the bound by |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+        f"| {found['prompt_tokens']:,} | {found['unique_tokens']:,} | {bound:.1%} | {hit:.1%} | {100 * (bound - hit):.1f} points |",
+        "",
+        f"Asked for: within 5 points of the bound 1 - unique/total. {_reached(met)}",
+    ]
+    return "\n".join(rows), met
+
+
+def _spread(values: Sequence[float], digits: int = 2) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _reached(met: bool) -> str:
+    return "Reached." if met else "Not reached."
+
+
+_PARTS = {"turns": _turns, "crowd": _crowd, "idle": _idle, "prefix": _prefix}

@@ -1,0 +1,182 @@
+"""What a turn of an episode costs in the driver, how many episodes one process holds, and what one that waits takes.
+
+    python benchmarks/rollout.py --work /tmp/rollout [--repeat 5] [--out docs/rollout-results.md]
+    python benchmarks/rollout.py --work /tmp/rollout --only turns        # crowd, idle, prefix
+
+turns   CPU time and latency of a turn beside package `verifiers` 0.4, both driving the same scripted model server with the same tool, in
+        turns; the peer's environment is made in --work on first use (pip).
+crowd   4,000 episodes whose turns wait 10 to 30 s for the server, in one process on one core, beside 100 of them: the p99 turn latency.
+idle    Memory of the process while up to 4,000 episodes wait for a completion, five turns behind them.
+prefix  Prompt tokens that a vLLM server takes from its prefix cache, beside what could be shared at all (minutes; needs vLLM).
+
+The tool is a function on the host, so that no sandbox is measured. Results are kept in --work as JSON, and parts that are measured again
+replace theirs. Exit status 1 where a figure misses what is asked of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agentrl.causes import short  # noqa: E402
+from agentrl.errors import InfrastructureError, UserError  # noqa: E402
+from benchmarks.load import script as scripted  # noqa: E402
+from benchmarks.load.ours import schema  # noqa: E402
+from benchmarks.load.tables import page  # noqa: E402
+
+PARTS = ("turns", "crowd", "idle", "prefix")
+PEER = "verifiers==0.4.0"
+TURNS = 8
+CROWD, FEW, DELAY_S, RAMP_S, WINDOW_S = 4000, 100, (10.0, 30.0), 20.0, 30.0
+IDLE, IDLE_AFTER = (500, 1000, 2000, 4000), 5
+
+
+@contextmanager
+def serving(folder: Path, *, turns: int = TURNS, core: int | None = None, **delays: Any) -> Iterator[tuple[int, int]]:
+    """The scripted server on a port of its own. Gives the port and the tokens of a whole episode."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = scripted.write(folder, scripted.Script.of(turns), schema(), **delays)
+    command = [sys.executable, str(ROOT / "benchmarks" / "load" / "server.py"), str(folder / "script.json")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None, "they are pipes"
+        if core is not None:
+            os.sched_setaffinity(process.pid, {core})
+        try:
+            yield int(process.stdout.readline()), tokens
+        finally:
+            process.stdin.close()
+
+
+def told(command: list[str], *, timeout_s: float = 900.0, **options: Any) -> dict[str, Any]:
+    """The JSON that a side prints. Raises `InfrastructureError` for one that fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
+    if done.returncode:
+        raise InfrastructureError(f"{' '.join(command[:4])} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def ours(kind: str, port: int, *more: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.load.ours", kind, "--port", str(port), *more]
+    return told(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def peer_python(work: Path) -> str:
+    """The Python of the peer's environment, which is made where there is none."""
+    folder = work / "peer"
+    python = folder / "bin" / "python"
+    if not (folder / "whole").exists():
+        print(f"installing {PEER} into {folder}", file=sys.stderr)
+        for command in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", "-q", PEER]):
+            made = subprocess.run(command, capture_output=True, text=True, check=False)
+            if made.returncode:
+                raise InfrastructureError(f"{' '.join(command)} failed: {short(made.stderr[-1000:])}")
+        (folder / "whole").write_text(PEER)
+    return str(python)
+
+
+def turns(given: argparse.Namespace) -> dict[str, Any]:
+    """Sides in turn, each in a process of its own."""
+    python, folder = peer_python(given.work), given.work / "turns"
+    amount = ["--turns", str(TURNS), "--episodes", str(given.episodes), "--alone", str(max(1, given.episodes // 8))]
+    found: dict[str, list[dict[str, float]]] = {"agentrl": [], "verifiers train": [], "verifiers eval": []}
+    bare: list[float] = []
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with serving(folder) as (port, tokens):
+        for number in range(given.repeat):
+            print(f"turns: {number + 1} of {given.repeat}", file=sys.stderr)
+            found["agentrl"].append(ours("turns", port, *amount))
+            for client in ("train", "eval"):
+                own = ["--script", str(folder / "script.json"), "--tokenizer", str(folder / "tokenizer"), "--client", client]
+                command = [python, str(ROOT / "benchmarks" / "load" / "peer.py"), *own, "--port", str(port), *amount]
+                found[f"verifiers {client}"].append(told(command, env=environment, cwd=folder))
+            bare.append(_bare_ms(port, tokens))
+    return {"sides": found, "bare_ms": bare, "tokens": tokens, "turns": TURNS, "episodes": given.episodes}
+
+
+def _bare_ms(port: int, tokens: int) -> float:
+    """What one exchange with the server takes by itself, at half the tokens of an episode: no part of anybody's overhead."""
+    body = json.dumps({"token_ids": [7] * (tokens // 2), "request_id": "r-0"})
+    link, took = http.client.HTTPConnection("127.0.0.1", port, timeout=60), []
+    for _ in range(100):
+        began = time.perf_counter()
+        link.request("POST", scripted.GENERATE, body, {"Content-Type": "application/json"})
+        link.getresponse().read()
+        took.append(time.perf_counter() - began)
+    link.close()
+    return 1000 * statistics.median(took)
+
+
+def crowd(given: argparse.Namespace) -> dict[str, Any]:
+    found = []
+    cores = sorted(os.sched_getaffinity(0))
+    for number in (FEW, CROWD):
+        print(f"crowd: {number} episodes", file=sys.stderr)
+        times = ["--delay", *map(str, DELAY_S), "--ramp", str(RAMP_S), "--window", str(WINDOW_S)]
+        with serving(given.work / "crowd", core=cores[-1], delay_s=DELAY_S) as (port, _):
+            found.append(ours("crowd", port, "--episodes", str(number), "--core", str(cores[0]), *times))
+    return {"runs": found, "delay_s": DELAY_S}
+
+
+def idle(given: argparse.Namespace) -> dict[str, Any]:
+    print(f"idle: {', '.join(map(str, IDLE))} episodes", file=sys.stderr)
+    with serving(given.work / "idle", delay_s=(86400.0, 86400.0), delay_from=IDLE_AFTER) as (port, tokens):
+        found = ours("idle", port, "--episodes", *map(str, IDLE), "--after", str(IDLE_AFTER))
+    slope = statistics.linear_regression(found["episodes"], found["rss_kib"]).slope
+    return {**found, "kib_an_episode": slope, "after": IDLE_AFTER, "tokens": tokens * IDLE_AFTER // TURNS}
+
+
+def prefix(given: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.load.prefix import measured
+
+    return measured(given.work / "prefix")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder for the peer's environment and the results")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--repeat", type=int, default=5, help="of the turns, each side in each")
+    parser.add_argument("--episodes", type=int, default=64, help="of the turns, in one repeat of one side")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "rollout-results.md", help="the page whose tables are written")
+    parser.add_argument("--note", default="", help="a sentence about the machine, such as: other work ran meanwhile")
+    given = parser.parse_args()
+    given.work = given.work.resolve()
+    given.work.mkdir(parents=True, exist_ok=True)
+    kept = given.work / "results.json"
+    results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    machine = f"{len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    for part in given.only:
+        results[part] = {
+            **{"turns": turns, "crowd": crowd, "idle": idle, "prefix": prefix}[part](given),
+            "machine": machine,
+            "note": given.note,
+        }
+        kept.write_text(json.dumps(results, indent=1))
+    text, met = page(results)
+    print(text)
+    begin, end = "<!-- made by benchmarks/rollout.py: begin -->", "<!-- made by benchmarks/rollout.py: end -->"
+    before, _, rest = given.out.read_text().partition(begin)
+    given.out.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.partition(end)[2]}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (UserError, InfrastructureError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentrl.protocols import CacheUse
+from agentrl.rollout import admission
+from agentrl.rollout.admission import Admission
+from tests.waiting import until
+
+
+class Crowd:
+    """Episodes that begin when they may, and end when they are told to."""
+
+    def __init__(self, gate: Admission) -> None:
+        self.gate = gate
+        self.begun: list[int] = []
+        self.go = asyncio.Event()
+        self.jobs: list[asyncio.Task[None]] = []
+
+    def come(self, count: int) -> None:
+        self.jobs += [asyncio.create_task(self._one(len(self.jobs) + number)) for number in range(count)]
+
+    async def _one(self, number: int) -> None:
+        async with self.gate:
+            self.begun.append(number)
+            await self.go.wait()
+
+    async def settled(self, count: int) -> None:
+        await until(lambda: len(self.begun) == count)
+        await asyncio.sleep(0.02)
+        assert self.begun == list(range(count)), "in the order in which they came, and no more"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "POLL_S", 0.001)
+
+
+async def test_episodes_begin_as_far_as_the_cache_has_room_by_what_those_in_flight_take() -> None:
+    use: CacheUse | None = None
+    crowd = Crowd(Admission(100, use=lambda: use, full=0.9))
+    crowd.come(4)
+    await crowd.settled(4)  # nothing is known yet
+    use = CacheUse(reading=1, share=0.3)
+    crowd.come(30)
+    await crowd.settled(4 + 8)  # 4 take 0.3, so that 8 more take 0.6
+    use = CacheUse(reading=2, share=0.45)
+    await crowd.settled(12 + 12)  # they take less than was thought
+    use = CacheUse(reading=3, share=0.95)
+    await asyncio.sleep(0.02)
+    assert len(crowd.begun) == 24
+    crowd.go.set()
+    await crowd.settled(34)  # once none is in flight, one may always begin
+    await asyncio.gather(*crowd.jobs)
+    assert crowd.gate.in_flight == 0
+
+
+async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_all() -> None:
+    use: CacheUse | None = CacheUse(reading=1, share=1.0)
+    crowd = Crowd(Admission(100, use=lambda: use, full=0.5))
+    crowd.come(3)
+    await crowd.settled(1)
+    use = None
+    await crowd.settled(3)
+    use = CacheUse(reading=2, share=1.0)
+    crowd.come(2)
+    await asyncio.sleep(0.02)
+    crowd.jobs[3].cancel()  # whoever is next and gives up leaves the others in order, and its place to them
+    use = CacheUse(reading=3, share=0.1)
+    await until(lambda: crowd.begun == [0, 1, 2, 4])
+    crowd.go.set()
+    await asyncio.gather(*crowd.jobs, return_exceptions=True)
+    assert crowd.gate.in_flight == 0
+
+
+async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> None:
+    crowd = Crowd(Admission(2, use=lambda: CacheUse(reading=0, share=0.0), full=0.9))
+    crowd.come(3)
+    await crowd.settled(2)
+    crowd.jobs[0].cancel()
+    await crowd.settled(3)
+    crowd.go.set()
+    await asyncio.gather(*crowd.jobs, return_exceptions=True)

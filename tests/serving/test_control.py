@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from agentrl.errors import ServingError
+from agentrl.serving import served
+from agentrl.serving.control import ControlPlane, metrics_in
+from tests.serving.scripted_server import scripted_server
+
+METRICS = """\
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="a } odd name"} 0.75
+vllm:prefix_cache_hits_total{engine="0",model_name="policy"} 1.28e+06
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001",model_name="policy"} 3.0
+vllm:num_requests_waiting 2
+vllm:nonsense{engine="0"} 1-2e
+vllm:kv_cache_usage_perc{engine="2"} NaN
+python_info{version="3"} 1.0
+"""
+
+
+def test_metrics_are_numbers_by_name_and_what_is_none_is_left_out() -> None:
+    assert metrics_in(METRICS) == {
+        "vllm:kv_cache_usage_perc": 0.75,  # the fuller of two engines
+        "vllm:prefix_cache_hits_total": 1.28e6,
+        "vllm:num_requests_waiting": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"), [((200, METRICS.encode()), 0.75), ((404, {}), None), ((200, b"vllm:kv_cache_usage_perc 7\n"), None)]
+)
+async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: object, share: float | None) -> None:
+    class Server:
+        def __init__(self, url: str) -> None:
+            self.control = ControlPlane(url)
+
+    async with scripted_server(lambda call: answer) as script:
+        server = Server(script.url)
+        use = await served._cache_use(server, 5)  # type: ignore[arg-type]
+        await server.control.close()
+        with pytest.raises(ServingError):
+            await server.control.metrics()
+    assert (None if use is None else (use.reading, use.share)) == (None if share is None else (5, share))
