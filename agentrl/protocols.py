@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from agentrl.learning import AdvantageEstimator as AdvantageEstimator
 from agentrl.learning import Loss as Loss
 from agentrl.learning import LossTokens as LossTokens
+from agentrl.memo import Memo
 from agentrl.records import (
     Completion,
     Episode,
@@ -266,6 +267,34 @@ class ToolSource(Protocol):
     bounds: Mapping[str, Any]
 
 
+class EpisodeMemory(Protocol):
+    """The memory of a run as one episode has it: notes to read, the same ones from its first turn to its last, and a place for its own.
+
+    Agents that work side by side share it. Where it cannot be read or written at all it raises `StoreError`.
+    """
+
+    @property
+    def memo(self) -> Memo:
+        """What was written and shown so far."""
+        ...
+
+    def note(self, text: str) -> tuple[bool, str]:
+        """Keeps a note for later episodes: whether it is kept, and what the agent is told."""
+        ...
+
+    def recall(self, query: str) -> tuple[bool, str]:
+        """Finds notes of earlier episodes by words, the newest without a word: whether the query can be looked for, and what is shown."""
+        ...
+
+
+class MemoryView(Protocol):
+    """One version of a run's memory as the attempts at one task have it."""
+
+    def begin(self, memo: Memo | None = None) -> EpisodeMemory:
+        """For one episode. `memo`: what one wrote and was shown up to the state that this one goes on from."""
+        ...
+
+
 class LiveEpisode(Protocol):
     """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
 
@@ -279,6 +308,7 @@ class LiveEpisode(Protocol):
     stage: str  # what is going on, for a fault that does not tell by itself: chat, tool, ...
     sandbox_lost: bool  # whether a tool was cut short while it used the sandbox, whose files then mean nothing any more
     tools: ToolSource | None  # what the recipe says of tools, for `agentrl.agent.load_tools`
+    memory: EpisodeMemory | None  # for `load_tools`, too; None: the recipe has none
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:

@@ -28,6 +28,7 @@ from agentrl.sections import Limit as Limit
 from agentrl.sections import LimitsConfig as LimitsConfig
 from agentrl.sections import LoraConfig as LoraConfig
 from agentrl.sections import MCPConfig as MCPConfig
+from agentrl.sections import MemoryConfig as MemoryConfig
 from agentrl.sections import PracticeConfig as PracticeConfig
 from agentrl.sections import ToolBounds as ToolBounds
 from agentrl.sections import ToolsConfig as ToolsConfig
@@ -413,6 +414,8 @@ class Recipe(Section):
     rollout: RolloutConfig = RolloutConfig()
     evaluation: EvalConfig = EvalConfig()
     tools: ToolsConfig = ToolsConfig()
+    memory: MemoryConfig | None = None
+    """Notes that agents write for later episodes and find again; None: there are none. `{}` takes its defaults."""
     capture: CaptureConfig = CaptureConfig()
     store: parts.Store = "sqlite"
     """Where scored groups wait for the learner. sqlite: a file in the run folder."""
@@ -494,6 +497,21 @@ class Recipe(Section):
             raise ValueError(
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
                 " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_is_read(self) -> Recipe:
+        if self.memory is None:
+            return self
+        if self.rollout.agent not in parts.AGENT.shipped:
+            raise ValueError("memory is for the agents that ship: one of your own is not given its tools; leave memory out")
+        if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
+            raise ValueError("memory.heldout_rounds exceeds the tasks of every evaluation, which has no more parts than tasks")
+        if self.steps < self.max_staleness + 2 and self.memory.heldout_rounds == 1:
+            raise ValueError(
+                "memory does nothing: no step is late enough to read what another wrote; set steps to max_staleness + 2 or more, or"
+                " memory.heldout_rounds above 1"
             )
         return self
 

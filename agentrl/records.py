@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
+from agentrl.memo import Memo
 from agentrl.sampling import SamplingParams as SamplingParams
 from agentrl.sampling import Supports
 
@@ -320,6 +321,7 @@ class Episode(Record):
     sandbox_s: float = 0.0  # opening, executing and closing the sandbox
     outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes, as the agent left them; hostile input
     removed: tuple[str, ...] = ()  # files of the image's working directory that the agent removed, where all of it is judged; hostile input
+    memory: Memo | None = None  # None: its run has no memory
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -378,6 +380,7 @@ class EpisodeState(Record):
     sandbox_s: float = 0.0
     program_s: float = 0.0  # what the agent called
     failures: tuple[Failure, ...] = ()  # of tools, at what the agent asked of them
+    memory: Memo | None = None
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

@@ -1,5 +1,5 @@
 """Sections of a recipe that say nothing of the others; `agentrl.recipe` hands them on: `capture`, `critic`, `judge_servers`, `tools`,
-`tasks.practice`, `rollout.branching`, `rollout.delegation`, `rollout.compaction`, `learner.limits`, `learner.lora`.
+`memory`, `tasks.practice`, `rollout.branching`, `rollout.delegation`, `rollout.compaction`, `learner.limits`, `learner.lora`.
 """
 
 from __future__ import annotations
@@ -103,6 +103,26 @@ class CompactionConfig(Section):
         if self.tokens is not None and self.share != 0.75:
             raise ValueError("share does nothing beside tokens: leave one of them out")
         return self
+
+
+class MemoryConfig(Section):
+    """Notes that agents write for later episodes of the run, and find again. docs/memory.md says who sees which."""
+
+    scope: Literal["family", "project"] = "family"
+    """Which tasks share notes. family: those of one family. project: those whose data name the same `project`, whatever their family."""
+    notes: int = Field(4, ge=1, le=64)
+    """Notes that one episode may write, with all its agents."""
+    note_chars: int = Field(400, ge=1, le=10_000)
+    """Most characters of a note; a longer one is refused, which the agent is told."""
+    results: int = Field(5, ge=1, le=50)
+    """Most notes that one search shows."""
+    keep: int = Field(1000, ge=1, le=100_000)
+    """Newest notes of a scope that are found. Older ones are deleted."""
+    min_score: float | None = None
+    """Only what episodes with at least this score wrote is found; None: whatever the score is."""
+    heldout_rounds: int = Field(1, ge=1, le=1000)
+    """Parts in which an evaluation plays its held-out tasks, one after the other; an episode finds what was written in the parts before,
+    of the same evaluation and split, and nothing else. 1: nothing is found in evaluations."""
 
 
 class CriticConfig(Section):

@@ -26,6 +26,7 @@ from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.run import loop, opening
 from agentrl.run.judges import JudgeServers
+from agentrl.run.memory import open_memory
 from agentrl.sandbox import select_backend
 from agentrl.task import GroupSchedule
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
@@ -130,6 +131,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
     running = RunningEpisodes(run_dir / "running")
     chat, faults = ChatFormat(byte_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
+    memory = open_memory(recipe, run_dir, store)
     try:
         yield opening.Run(
             recipe=recipe,
@@ -145,16 +147,19 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults),
+            groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.of),
             schedule=GroupSchedule(family, recipe.seed),
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
             stop_at=recipe.steps,
+            memory=memory,
         )
     finally:
         await sandboxes.close()
         tracker.close()
         capture.close()
+        if memory is not None:
+            memory.close()
         store.close()
 
 

@@ -14,13 +14,14 @@ from pydantic import TypeAdapter
 
 from agentrl import usercode
 from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
+from agentrl.agent.memory import memory_tools
 from agentrl.agent.shipped import SHIPPED
 from agentrl.agent.tools import Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
 from agentrl.agent.typed import Typed, is_tool, run, typed
 from agentrl.errors import PluginError, TaskError
 from agentrl.fields import json_value
 from agentrl.plugins import resolve
-from agentrl.protocols import Sandbox, ToolSource
+from agentrl.protocols import EpisodeMemory, Sandbox, ToolSource
 from agentrl.records import Limits
 
 
@@ -148,12 +149,18 @@ class Within:
         return await self._tool(arguments, sandbox, limits)
 
 
-def load_tools(names: Sequence[str], saved: Mapping[str, Any] | None = None, run: ToolSource | None = None) -> Toolbox:
+def load_tools(
+    names: Sequence[str],
+    saved: Mapping[str, Any] | None = None,
+    run: ToolSource | None = None,
+    memory: EpisodeMemory | None = None,
+) -> Toolbox:
     """The tools of one episode. Tools that keep state have a new one in each toolbox, as have MCP servers a connection.
 
     Args:
         saved: what `Toolbox.state` gave, of the episode that this one goes on from.
         run: the MCP servers and bounds of the recipe (`LiveEpisode.tools`); None: there are none.
+        memory: of the episode (`LiveEpisode.memory`), whose tools come after the others; None: it has none.
 
     Raises:
         TaskError: a name is neither built in, nor a server of the recipe's, nor a reference, or two tools have one name.
@@ -168,6 +175,11 @@ def load_tools(names: Sequence[str], saved: Mapping[str, Any] | None = None, run
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
             tools[tool.name] = Within(tool, run.bounds[tool.name]) if tool.name in run.bounds else tool
+    for tool in memory_tools(memory) if memory is not None else ():
+        if tool.name in tools:
+            fix = "give the task's tool another name, or leave the recipe's memory out"
+            raise TaskError(f"a tool of the task is called {tool.name!r}, as is one of the recipe's memory", fix=fix)
+        tools[tool.name] = Within(tool, run.bounds[tool.name]) if tool.name in run.bounds else tool
     return Toolbox(tools, kept, connections)
 
 

@@ -39,7 +39,7 @@ class TurnLoop:
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
-        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools)
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory)
         try:
             main = Speaker(self, episode, current(episode), prompt=task.prompt, tools=tools, spent=calls_made(episode))
             ended = await main.speak()
@@ -231,7 +231,8 @@ class Speaker:
         """Runs one sub-agent to its end, and closes its tools."""
         episode, config = self._episode, self._loop.delegation
         assert config is not None, "it has been started"
-        tools = load_tools(episode.task.tools if config.tools is None else config.tools, None, episode.tools)
+        names = episode.task.tools if config.tools is None else config.tools
+        tools = load_tools(names, None, episode.tools, episode.memory)
         try:
             worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
             ended = await worker.speak()

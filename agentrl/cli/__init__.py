@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import failures, fuzz, judging, machine, model, practice, prove, runs, sandboxes, suites, train, tune
+from agentrl.cli import failures, fuzz, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ app.command("init", epilog="Example: agentrl init my-agent && cd my-agent && age
 app.command("report", epilog="Example: agentrl report runs/quickstart")(runs.report)
 app.command("label", epilog="Example: agentrl label runs/quickstart --by anna --phase after")(judging.label)
 app.command("versions", epilog="Example: agentrl versions runs/quickstart --json")(runs.versions)
+app.command("memory", epilog="Example: agentrl memory runs/archive --json")(memory.memory)
 sandbox_app.command("check", epilog="Example: agentrl sandbox check --backend all")(prove.sandbox_check)
 sandbox_app.command("attack", epilog="Example: agentrl sandbox attack --backend all --only fork")(prove.sandbox_attack)
 sandbox_app.command("ls", epilog="Example: agentrl sandbox ls --json")(sandboxes.sandbox_ls)

@@ -21,6 +21,7 @@ from rich.table import Table
 from agentrl import codec, parts, usercode
 from agentrl.agent import load_tools
 from agentrl.agent.tools import show
+from agentrl.contract.leaks import Leak, leaks, truths
 from agentrl.contract.outputs import example, produce
 from agentrl.errors import SandboxError, SandboxTimeout, TaskError, UserError
 from agentrl.observe.left_out import printable
@@ -29,7 +30,7 @@ from agentrl.prove import cheats, conformance
 from agentrl.prove.attacks import ATTACK_SPEC, AttackResult, attack
 from agentrl.prove.findings import Proof, plural
 from agentrl.prove.image_files import ImageFiles, image_files
-from agentrl.prove.leaks import Leak, findings_of, leaks, truths
+from agentrl.prove.leaks import findings_of
 from agentrl.prove.null_answers import prove_null_answers
 from agentrl.prove.purity import prove_purity
 from agentrl.prove.source import FamilySource, draw_name, sizes

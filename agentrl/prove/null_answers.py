@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from agentrl.contract.leaks import truths
 from agentrl.contract.outputs import example
 from agentrl.prove.findings import Finding, Proof, examples, plural
-from agentrl.prove.leaks import truths
 from agentrl.prove.verifiers import Golden, quiet
 from agentrl.records import Episode, Message, Score, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import TaskScorer

@@ -6,14 +6,17 @@
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import fault, task_fault
-from agentrl.rollout.group import GroupRunner, OnAttempt, left_out_group
+from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
+from agentrl.rollout.remembering import Forgotten
 
 __all__ = [
     "Admission",
     "Capture",
     "EpisodeRunner",
+    "Forgotten",
     "GroupRunner",
+    "MemoryOf",
     "OnAttempt",
     "OnTurn",
     "fault",

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from agentrl import usercode
 from agentrl.contract.outputs import Collected, collect, select
-from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource
+from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.rollout.faults import fault, infrastructure_fault
 from agentrl.rollout.life import EpisodeLife, OnTurn, contents
+from agentrl.rollout.remembering import memory_of
 from agentrl.sampling import Sampling
 
 
@@ -29,7 +30,14 @@ class EpisodeRunner:
     tools: ToolSource | None = None
 
     async def run(
-        self, task: Task, *, episode_id: str, attempt: int = 0, start: EpisodeState | None = None, on_turn: OnTurn | None = None
+        self,
+        task: Task,
+        *,
+        episode_id: str,
+        attempt: int = 0,
+        start: EpisodeState | None = None,
+        on_turn: OnTurn | None = None,
+        memory: MemoryView | None = None,
     ) -> Episode:
         """One attempt. Whatever is broken on the way ends as a `Failure` in the episode, never as an exception or a score.
 
@@ -38,6 +46,7 @@ class EpisodeRunner:
                 again, no tool call made again, and the sandbox is opened from its snapshot. Under its own id an episode is
                 continued; under another it is a branch, whose turns so far are inherited (see `agentrl.objective.branches`).
             on_turn: called after every turn that another may follow.
+            memory: what it reads of earlier episodes' notes; None: it has no memory. What it writes is in its record alone.
 
         Raises:
             SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
@@ -58,6 +67,7 @@ class EpisodeRunner:
             open_timeout_s=self.open_timeout_s,
             on_turn=on_turn,
             tools=self.tools,
+            memory=memory_of(memory, start),
         )
         try:
             stop_reason, collected, failures = await self._attempt(life)
@@ -75,6 +85,7 @@ class EpisodeRunner:
             sandbox_s=life.sandbox_s,
             outputs=collected.files,
             removed=collected.removed,
+            memory=life.memo,
         )
 
     async def _attempt(self, life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:

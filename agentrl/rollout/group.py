@@ -18,7 +18,7 @@ from typing import Protocol
 
 from agentrl import usercode
 from agentrl.contract.together import WAITS
-from agentrl.protocols import EpisodeKeeper
+from agentrl.protocols import EpisodeKeeper, MemoryView
 from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.episode import EpisodeRunner
@@ -45,6 +45,9 @@ class GroupScorer(Protocol):
         """The scores of all attempts when all have ended, in their order."""
         ...
 
+
+MemoryOf = Callable[[Task, int | None], MemoryView]
+"""What attempts at a task read of earlier episodes' notes: those of the group of this index, or, with None, one outside of groups."""
 
 OnAttempt = Callable[[Failure | None], None]
 """Told of every attempt that has ended, retried or not: what was wrong with it, or None. Not of one at a task that is wrong."""
@@ -103,6 +106,7 @@ class GroupRunner:
     max_retries: int
     branching: BranchingConfig | None = None
     keeper: EpisodeKeeper | None = None
+    memory: MemoryOf | None = None
     on_attempt: OnAttempt = lambda failure: None
 
     async def group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
@@ -185,11 +189,13 @@ class GroupRunner:
         *,
         tell: bool = True,
         always: bool = False,
+        group: int | None = None,
     ) -> ScoredEpisode:
-        """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet."""
+        """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet.
+        `group`: the index of its group; None: it has none."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
-            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer)
+            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, group)
             start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
@@ -205,14 +211,22 @@ class GroupRunner:
         return _unscored(episode, failure)
 
     async def _attempt(
-        self, task: Task, episode_id: str, attempt: int, start: EpisodeState | None, on_turn: OnTurn | None, scorer: Scorer
+        self,
+        task: Task,
+        episode_id: str,
+        attempt: int,
+        start: EpisodeState | None,
+        on_turn: OnTurn | None,
+        scorer: Scorer,
+        group: int | None,
     ) -> tuple[Episode, Score | None]:
         """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
         episode = _nothing(episode_id, task.id, task.key, attempt)
         stage, since = "episode", usercode.cancellations()
         try:
+            memory = None if self.memory is None else self.memory(task, group)
             async with self.slots:
-                episode = await self.runner.run(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn)
+                episode = await self.runner.run(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory)
             if episode.left_out:
                 return episode, None
             stage = "score"
@@ -247,7 +261,7 @@ class GroupRunner:
                 found = await member.fork.state
             on_turn = None if fork is None and self.keeper is None else self._watching(member, task)
             scorer, alone = (self.score, True) if self.together is None else (self.together.first, False)
-            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone)
+            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, group=member.group)
         except BaseException as error:
             usercode.let_go(error, since)
             failure = fault(error, stage="group")

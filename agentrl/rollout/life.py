@@ -12,7 +12,8 @@ from typing import Any
 
 from agentrl import usercode
 from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
-from agentrl.protocols import Policy, Sandbox, SandboxBackend, ToolSource
+from agentrl.memo import Memo
+from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
     Completion,
     EpisodeState,
@@ -148,9 +149,11 @@ class EpisodeLife:
         open_timeout_s: float,
         on_turn: OnTurn | None,
         tools: ToolSource | None = None,
+        memory: EpisodeMemory | None = None,
     ) -> None:
         self.id = episode_id
         self.tools = tools
+        self.memory = memory
         self.task = task
         self.answer: str | None = None
         self.stage = "episode"
@@ -196,6 +199,10 @@ class EpisodeLife:
     @property
     def turn_count(self) -> int:
         return sum(len(trajectory.turns) for trajectory in self._trajectories)
+
+    @property
+    def memo(self) -> Memo | None:
+        return None if self.memory is None else self.memory.memo
 
     @property
     def turns_begun(self) -> int:
@@ -313,6 +320,7 @@ class EpisodeLife:
                 sandbox_s=self.sandbox_s,
                 program_s=self.program_s,
                 failures=tuple(self.failures),
+                memory=self.memo,
             )
         except ValueError as error:
             log.info("episode %s cannot be captured after turn %d: %s", self.id, self.turn_count, error)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl import usercode
@@ -17,6 +17,7 @@ from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
 from agentrl.rollout import GroupRunner, left_out_group, task_fault
+from agentrl.run.memory import HeldOutNotes
 from agentrl.run.transcript import transcript
 from agentrl.task import make_task
 
@@ -65,6 +66,7 @@ async def evaluate(
     attempts: int = 1,
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
+    notes: HeldOutNotes | None = None,
 ) -> Evaluation:
     """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none.
 
@@ -72,6 +74,7 @@ async def evaluate(
         attempts: episodes on each task.
         on_done: told how many episodes of how many are done.
         on_scored: told each task's episode when it is scored.
+        notes: what its episodes read and add to, part by part; None: all tasks are one part, and what `runner` has of memory is left.
     """
     size = family.size(split)
     tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
@@ -91,10 +94,17 @@ async def evaluate(
         on_done(done, len(tasks) * attempts)
         return scored
 
-    async with asyncio.TaskGroup() as running:
-        jobs = [[running.create_task(one(index, task, n)) for n in range(attempts)] for index, task in enumerate(tasks)]
+    runner = runner if notes is None else replace(runner, memory=notes.of)
+    played: list[_Played] = []
+    for part in [range(len(tasks))] if notes is None else notes.parts(len(tasks)):
+        async with asyncio.TaskGroup() as running:
+            jobs = [[running.create_task(one(index, tasks[index], n)) for n in range(attempts)] for index in part]
+        some = [_Played(task=tasks[index], attempts=tuple(job.result() for job in of)) for index, of in zip(part, jobs, strict=True)]
+        played += some
+        if notes is not None:
+            notes.add([scored for one in some for scored in one.attempts])
     return _measured(
-        [_Played(task=task, attempts=tuple(job.result() for job in some)) for task, some in zip(tasks, jobs, strict=True)],
+        played,
         phase=phase,
         step=step,
     )

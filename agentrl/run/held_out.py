@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import InfrastructureError
 from agentrl.failure.digest import write_digest
 from agentrl.recipe import Recipe
-from agentrl.records import Split
+from agentrl.records import ScoredEpisode, Split, Task
 from agentrl.run import measure
 from agentrl.run.ending import kept_going
 from agentrl.run.evaluate import Evaluation, evaluate
 from agentrl.run.folder import Start
+from agentrl.run.memory import HeldOutNotes, keep_answers
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.transcript import append
@@ -28,33 +29,41 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, Evaluation] = {}
     run.capture.begin(phase)
-    capture = partial(run.capture.episode, phase=phase, step=step)
+    config = run.recipe.memory
+
+    def scored(task: Task, episode: ScoredEpisode) -> None:
+        run.capture.episode(task, episode, phase=phase, step=step)
+        if told := keep_answers(run.folder, task, [episode], phase=phase, step=step):
+            run.tracker.alert(told)
+
     for split, count in (
         (Split.HELDOUT, run.recipe.evaluation.heldout),
         (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
     ):
         if count:
-            results[split] = await evaluate(
-                runner,
-                run.family,
-                split,
-                count,
-                phase=phase,
-                step=step,
-                attempts=run.recipe.evaluation.attempts,
-                on_done=run.tracker.evaluating,
-                on_scored=capture,
-            )
+            with closing(HeldOutNotes(config)) if config is not None else nullcontext() as notes:
+                results[split] = await evaluate(
+                    runner,
+                    run.family,
+                    split,
+                    count,
+                    phase=phase,
+                    step=step,
+                    attempts=run.recipe.evaluation.attempts,
+                    on_done=run.tracker.evaluating,
+                    on_scored=scored,
+                    notes=notes,
+                )
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
     measure.save_evaluation(run.folder, phase, results)
-    scored = {str(split): result.rate for split, result in results.items() if result.rate is not None}
-    run.tracker.evaluated(phase, scored)
+    rated = {str(split): result.rate for split, result in results.items() if result.rate is not None}
+    run.tracker.evaluated(phase, rated)
     told = measure.unscored(phase, results)
     for line in told:
         run.tracker.alert(line)
-    if len(scored) < len(results) and phase in ("before", "eval"):  # later ones are no reason to throw away what was learned
+    if len(rated) < len(results) and phase in ("before", "eval"):  # later ones are no reason to throw away what was learned
         raise InfrastructureError(f"no rate without a score: {'; '.join(told)}")
-    rates = {split: rate.value for split, rate in scored.items()}
+    rates = {split: rate.value for split, rate in rated.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates
 

@@ -36,10 +36,11 @@ from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
-from agentrl.rollout import Admission, EpisodeRunner, GroupRunner
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemoryOf
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
+from agentrl.run.memory import RunMemory, open_memory, stand_in
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
 from agentrl.run.starts import check_starts
@@ -76,6 +77,7 @@ class Run:
     interrupted: bool = False
     last_step_at: float = 0.0
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
+    memory: RunMemory | None = None
     step_groups: StepGroups = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,11 +116,12 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             sandboxes,
             folder=run_dir,
             words=chat.defang,
+            memory=stand_in(recipe),
         )
         if checked.suite is not None:
             check_starts([checked.suite], chat, tools)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
-            check_prompt(chat, checked.family, tools)
+            check_prompt(chat, checked.family, tools, stand_in(recipe))
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)
@@ -135,6 +138,9 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         for index in running.groups():
             if store.has(index):  # stored, and then the driver died
                 running.forget(index)
+        memory = open_memory(recipe, run_dir, store)
+        if memory is not None:
+            stack.callback(memory.close)
         registry = FolderRegistry(run_dir / "versions")
         stack.callback(registry.close)
         if registry.get(0) is None:
@@ -173,12 +179,14 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 tools,
                 group_judge=checked.group_judge,
                 cache_use=lambda: served.cache_use,
+                memory=None if memory is None else memory.of,
             ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
             learner=learner,
             judges=judges,
             stop_at=recipe.steps,
             suite=checked.suite,
+            memory=memory,
         )
 
 
@@ -194,6 +202,7 @@ def group_runner(
     *,
     group_judge: GroupJudge | None = None,
     cache_use: Callable[[], CacheUse | None] = lambda: None,
+    memory: MemoryOf | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
     named, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
@@ -216,6 +225,7 @@ def group_runner(
         group_size=recipe.rollout.group_size,
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
+        memory=memory,
         keeper=running if recipe.rollout.checkpoint_turns else None,
         on_attempt=faults.attempt,
     )

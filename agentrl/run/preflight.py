@@ -22,9 +22,10 @@ from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import Withheld, withheld
 from agentrl.files import commit_folder, part_folder
+from agentrl.memory import check_search, scope_of
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
-from agentrl.protocols import TaskFamily, ToolSource
+from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
 from agentrl.recipe import PolicyConfig, Recipe, RolloutConfig
 from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
 from agentrl.reward import TaskScorer
@@ -32,6 +33,7 @@ from agentrl.reward.asking import prepare
 from agentrl.reward.together import load_group_judge
 from agentrl.run.folder import check_disk
 from agentrl.run.judges import check_named, check_tokens, declare
+from agentrl.run.memory import stand_in
 from agentrl.run.practising import open_own_practice
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
@@ -171,6 +173,8 @@ def _check_installed(recipe: Recipe) -> None:
     from agentrl.serving.server import serving_device  # brings an HTTP client along
 
     serving_device(recipe)
+    if recipe.memory is not None:
+        check_search()
     for package in ("torch", "transformers", "deepspeed"):
         if find_spec(package) is None:
             raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
@@ -222,7 +226,9 @@ def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tup
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])
-    load_tools(first.tools, None, declared(recipe.tools, root))
+    load_tools(first.tools, None, declared(recipe.tools, root), stand_in(recipe))
+    if recipe.memory is not None:
+        scope_of(first, recipe.memory.scope)
     return family, scorer
 
 
@@ -307,10 +313,10 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
         ) from error
 
 
-def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None) -> None:
+def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None, memory: EpisodeMemory | None = None) -> None:
     """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
     first = family.task(Split.TRAIN, 0)
-    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools).values()])
+    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:

@@ -9,12 +9,15 @@ from agentrl import usercode
 from agentrl.errors import StoreError, UserError
 from agentrl.records import Group, Task
 from agentrl.rollout import fault, left_out_group, task_fault
+from agentrl.run.memory import keep_answers
 from agentrl.run.opening import Run
 from agentrl.run.transcript import append, transcript
 
 
 async def make_step(run: Run, step: int) -> None:
     """Makes the groups of a step that are not stored yet; for each that has no preference another one, as far as the recipe allows."""
+    if run.memory is not None:
+        await run.memory.reach(step)
     block = run.step_groups.indices(step)
     waiting = iter(block)
 
@@ -37,6 +40,8 @@ async def make_group(run: Run, index: int) -> Group:
     run.capture.group(task, group, step=step)
     run.tracker.progress(index, group)
     run.quarantine.add(group)
+    if task is not None and (told := keep_answers(run.folder, task, group.episodes, phase="train", step=step)):
+        run.tracker.alert(told)
     if task is not None and index == run.step_groups.indices(step)[0]:
         append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
     return group

@@ -23,7 +23,8 @@ from agentrl.plugins import add_project_root, project_root
 from agentrl.protocols import Agent, SandboxBackend, ToolSource
 from agentrl.recipe import Recipe, load
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
-from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.rollout import Capture, EpisodeRunner, Forgotten
+from agentrl.run.memory import Replayed
 from agentrl.run.policies import NamedPolicy, Source, make_part
 from agentrl.run.preflight import open_chat
 from agentrl.run.toolsource import declared, pinned, with_sub_agents
@@ -127,7 +128,8 @@ async def state_before(trace: Trace, turn: int, stage: Stage) -> EpisodeState | 
         request_timeout_s=_TIMEOUT_S,
     )
     await stage.sandboxes.prepare(task.sandbox)
-    played = await runner.run(task, episode_id=trace.id, on_turn=on_turn)
+    memory = None if episode.memory is None else Replayed(episode.memory, recorded[:turn])
+    played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
     if not found:
         faults = [one.message for one in played.failures if one.blame is not Blame.POLICY]
         raise _refused(trace, turn, faults[-1] if faults else f"it ended before turn {turn + 1}")
@@ -217,7 +219,8 @@ def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSourc
         return "it has several trajectories"
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
-        schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools).values()]
+        memory = None if start.memory is None else Forgotten(start.memory)
+        schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
         if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegation.SCHEMA])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):

@@ -18,7 +18,7 @@ from agentrl.agent.tools import Bounds
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite
 from agentrl.files import write
-from agentrl.protocols import SandboxBackend, TaskFamily
+from agentrl.protocols import EpisodeMemory, SandboxBackend, TaskFamily
 from agentrl.recipe import DelegationConfig, ToolsConfig
 from agentrl.records import Split, Task
 
@@ -61,6 +61,7 @@ async def pinned(
     folder: Path | None = None,
     every: bool = True,
     words: Callable[[str], str] = str,
+    memory: EpisodeMemory | None = None,
 ) -> RunTools:
     """The same with what each server offers, asked of one in the sandbox of the first task that names it, or outside.
 
@@ -69,6 +70,7 @@ async def pinned(
         folder: the run's; what it began with (`keep`) must be what is offered when it is resumed.
         every: whether a server or a bound that no task uses is an error; else servers that none names are left out.
         words: what is done to every text of a server's before an agent reads it.
+        memory: of the recipe, whose tools are bounded by `tools.bounds`, too.
 
     Raises `UserError` for a server that does not start, or offers what no agent can be told of, or what the run did not begin with.
     """
@@ -101,7 +103,7 @@ async def pinned(
         servers[server.name] = replace(server, offers=shown)
     made = RunTools(servers=servers, bounds=tools.bounds)
     if every:
-        _check_bounds(made, looked_at)
+        _check_bounds(made, looked_at, memory)
     return made
 
 
@@ -112,8 +114,8 @@ def keep(tools: RunTools, folder: Path) -> None:
         write(folder / FILE, json.dumps(data, indent=1, ensure_ascii=False))
 
 
-def _check_bounds(tools: RunTools, tasks: Sequence[Task]) -> None:
-    known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools)}
+def _check_bounds(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None) -> None:
+    known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}
     if unused := [name for name in tools.bounds if name not in known]:
         raise UserError(
             f"tools.bounds.{unused[0]} does nothing: no task that was looked at has a tool of that name",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from agentrl.records import Group, PolicyVersion, SwapReport
-from agentrl.run import measure
+from agentrl.run import measure, memory
 from agentrl.run.gate import judge_served
 from agentrl.run.held_out import evaluate_served
 from agentrl.run.opening import Run
@@ -58,7 +58,7 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
         metrics["groups_extra"] = len(groups) - run.step_groups.per_step
     measure.keep_left_out(run.folder, version.number, groups)
     run.last_step_at = now
-    return metrics | run.faults.figures()
+    return metrics | memory.figures(groups) | run.faults.figures()
 
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from agentrl.cli import app
 from agentrl.contract.grading import KEY, Grading, pack
+from agentrl.contract.leaks import leaks, truths
 from agentrl.protocols import TaskFamily
 from agentrl.prove.findings import Proof
 from agentrl.prove.image_files import image_files
-from agentrl.prove.leaks import leaks, truths
 from agentrl.prove.purity import prove_purity
 from agentrl.prove.source import FamilySource, sizes
 from agentrl.prove.splits import prove_splits

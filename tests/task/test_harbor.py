@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from agentrl.contract.leaks import leaks, truths
 from agentrl.contract.outputs import WHOLE, produce
 from agentrl.prove import cheats
 from agentrl.prove.check import GOLD, IMAGE, NOTHING, CaseResult, check_family
 from agentrl.prove.image_files import image_files
-from agentrl.prove.leaks import leaks, truths
 from agentrl.prove.source import FamilySource
 from agentrl.recipe import SandboxConfig, TasksConfig
 from agentrl.records import Episode, Split, Task

@@ -1,0 +1,248 @@
+"""Notes by scope and version, in one SQLite file. A version is whole: the notes of a step's episodes come into it together, once.
+
+What an episode finds is a pure function of its version, its scope, its task and its query: neither notes that came later, nor those of
+other scopes, change a result or its order. And nothing that an attempt at a task wrote is ever shown to another attempt at it, nor what
+others wrote after they had read it (see `_kin`): an answer does not come back through the memory, whoever copies it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.database import enter_wal, make_tables, pragma, transaction
+from agentrl.errors import StoreError, UserError
+from agentrl.memo import Memo
+from agentrl.records import ScoredEpisode
+from agentrl.sections import MemoryConfig
+
+QUERY_CHARS = 200
+"""Most characters of a query."""
+QUERY_WORDS = 16
+"""Words of a query that are looked for, the first ones."""
+
+_APPLICATION_ID = 0x41474D4D  # "AGMM"
+_SCHEMA_VERSION = 1
+_SCHEMA = (
+    "CREATE TABLE steps (step INTEGER PRIMARY KEY)",
+    "CREATE TABLE writers (id INTEGER PRIMARY KEY, episode TEXT NOT NULL UNIQUE, task_key TEXT NOT NULL)",
+    "CREATE INDEX writers_of_task ON writers (task_key)",
+    "CREATE TABLE sources (writer INTEGER NOT NULL, source INTEGER NOT NULL, PRIMARY KEY (writer, source)) WITHOUT ROWID",
+    "CREATE INDEX written_after ON sources (source)",
+    "CREATE TABLE notes (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, writer INTEGER NOT NULL, scope TEXT NOT NULL, text TEXT NOT NULL)",
+    "CREATE UNIQUE INDEX same_text ON notes (scope, text)",
+    "CREATE INDEX of_scope ON notes (scope, id)",
+    "CREATE VIRTUAL TABLE words USING fts5(text, content='notes', content_rowid='id', tokenize='porter unicode61 remove_diacritics 2')",
+    f"PRAGMA application_id = {_APPLICATION_ID}",
+    f"PRAGMA user_version = {_SCHEMA_VERSION}",
+)
+_KIN = (
+    "WITH RECURSIVE kin(id) AS (SELECT id FROM writers WHERE task_key = ? UNION SELECT writer FROM sources JOIN kin ON source = kin.id)"
+    " SELECT id FROM kin"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What one episode that counts wrote, and for which task."""
+
+    episode: str
+    task_key: str
+    memo: Memo
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A note that was found, and the id of the episode that wrote it."""
+
+    text: str
+    episode: str
+
+
+def written(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> list[Written]:
+    """What those of some episodes wrote that count, and have at least the score `min_score`, in their order."""
+    return [
+        Written(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
+        for one in episodes
+        if one.episode.memory is not None and one.episode.memory.notes
+        if not one.episode.left_out and one.score.value is not None and (min_score is None or one.score.value >= min_score)
+    ]
+
+
+class NoteStore:
+    """The notes of a run. Safe for several threads; one process writes, as a run folder has one driver.
+
+    Args:
+        path: the database file; made with its folder when absent. None: in memory, for as long as it is open.
+        behind: how many versions before the newest may still be read. Notes that none of these shows are deleted.
+
+    Every method raises `StoreError` when the file is damaged, full or none of this version. What is in it can be made again from the
+    run's groups, which hold all that episodes wrote.
+    """
+
+    def __init__(self, path: Path | None, config: MemoryConfig, *, behind: int = 0) -> None:
+        self.config = config
+        self.path = path
+        self._behind = behind
+        self._lock = threading.Lock()  # one connection, used by one thread at a time
+        with self._translated():
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path or ":memory:", timeout=30.0, isolation_level=None, check_same_thread=False)
+        try:
+            with self._translated():
+                self._prepare()
+        except BaseException:
+            self._db.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The newest version: the number of steps whose notes are there."""
+        (row,) = self._rows("SELECT COALESCE(MAX(step) + 1, 0) FROM steps")
+        return int(row[0])
+
+    def commit(self, step: int, episodes: Iterable[Written]) -> bool:
+        """Adds what a step's episodes wrote, all or nothing, and makes version `step + 1`; False when that is there already.
+
+        Raises `StoreError` for a step that does not follow the one before.
+        """
+        with self._lock, self._translated(), transaction(self._db) as db:
+            have = int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
+            if step < have:
+                return False
+            if step > have:
+                raise StoreError(f"{self._name}: the notes of step {step} cannot come before those of step {have}")
+            db.execute("INSERT INTO steps VALUES (?)", (step,))
+            for one in episodes:
+                _add(db, step, one)
+            _forget(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
+            return True
+
+    def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[Found, ...]:
+        """The notes of a version and scope that an attempt at a task may be shown, best first: at most `results` of the recipe.
+
+        A note's rank is the sum of log(1 + N / n) over the query's words that it has, where n of the N notes that may be shown have
+        the word (inverse document frequency); of equal ones the newest comes first. A word is found in its English inflections and
+        without accents. Without a word the newest notes are given.
+        """
+        terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
+        with self._lock, self._translated():
+            hidden = _kin(self._db, task_key)
+            floor = _floor(self._db, scope, version, self.config.keep)
+            where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, floor)
+            if not terms:
+                found = self._db.execute(f"SELECT id, writer FROM notes WHERE {where} ORDER BY id DESC", values)
+                best = _first((row[0] for row in found if row[1] not in hidden), self.config.results)
+            else:
+                counts = self._db.execute(f"SELECT writer, COUNT(*) FROM notes WHERE {where} GROUP BY writer", values)
+                total = sum(count for writer, count in counts if writer not in hidden)
+                having = {term: self._having(term, where, values, hidden) for term in terms}
+                best = _ranked(having, total)[: self.config.results]
+            return tuple(Found(*self._db.execute(_NOTE, (one,)).fetchone()) for one in best)
+
+    def counts(self) -> Mapping[str, tuple[int, int]]:
+        """Scope -> notes that are kept, and episodes that wrote them."""
+        rows = self._rows("SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope")
+        return {scope: (notes, writers) for scope, notes, writers in rows}
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _having(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
+        """Ids of the notes that may be shown and have a word."""
+        query = f"SELECT id, writer FROM words JOIN notes ON id = words.rowid WHERE words MATCH ? AND {where}"
+        return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        with self._lock, self._translated():
+            return self._db.execute(query, values).fetchall()
+
+    def _prepare(self) -> None:
+        db = self._db
+        if self.path is not None and (mode := enter_wal(db, timeout_s=30.0)) != "wal":
+            raise StoreError(f"{self._name} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk")
+        db.execute("PRAGMA synchronous = FULL")
+        make_tables(db, _SCHEMA)
+        if pragma(db, "application_id") != _APPLICATION_ID or pragma(db, "user_version") != _SCHEMA_VERSION:
+            raise StoreError(f"{self._name} holds no notes that this agentrl reads\n  fix: {_AGAIN}")
+
+    @property
+    def _name(self) -> str:
+        return str(self.path or "the notes of an evaluation")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            damaged = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if damaged else 'free disk space, and --resume'}") from error
+        except OSError as error:
+            raise StoreError(f"{self._name}: {error}") from error
+
+
+_AGAIN = "delete it, and the run makes it again from the notes in its experience store"
+_NOTE = "SELECT text, episode FROM notes JOIN writers ON writers.id = writer WHERE notes.id = ?"
+
+
+def check_search() -> None:
+    """Raises `UserError` where Python's SQLite has no full-text search."""
+    with sqlite3.connect(":memory:") as db:
+        if not db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone():
+            raise UserError("memory: Python's SQLite was built without FTS5", fix="use a Python whose sqlite3 has it, or leave memory out")
+
+
+def _add(db: sqlite3.Connection, step: int, one: Written) -> None:
+    """Keeps the notes of one episode, but for texts that its scope has already, and whose notes it had been shown."""
+    writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (one.episode, one.task_key)).lastrowid
+    sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in one.memo.read]
+    if None in sources:
+        raise StoreError(f"episode {one.episode} was shown notes of {one.memo.read[sources.index(None)]}, which wrote none")
+    db.executemany("INSERT OR IGNORE INTO sources VALUES (?, ?)", [(writer, source[0]) for source in sources])
+    for text in one.memo.notes:
+        row = (step, writer, one.memo.scope, text)
+        added = db.execute("INSERT OR IGNORE INTO notes (step, writer, scope, text) VALUES (?, ?, ?, ?)", row)
+        if added.rowcount:
+            db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (added.lastrowid, text))
+
+
+def _forget(db: sqlite3.Connection, *, version: int, keep: int) -> None:
+    """Deletes the notes that neither this version nor a later one shows. Who wrote after reading them stays known."""
+    for (scope,) in db.execute("SELECT scope FROM notes GROUP BY scope HAVING COUNT(*) > ?", (keep,)).fetchall():
+        old = db.execute("SELECT id, text FROM notes WHERE scope = ? AND id < ?", (scope, _floor(db, scope, version, keep))).fetchall()
+        db.executemany("INSERT INTO words (words, rowid, text) VALUES ('delete', ?, ?)", old)
+        db.executemany("DELETE FROM notes WHERE id = ?", [(note,) for note, _ in old])
+
+
+def _floor(db: sqlite3.Connection, scope: str, version: int, keep: int) -> int:
+    """Id of the oldest note that a version shows of a scope: it shows the `keep` newest ones."""
+    query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
+    row = db.execute(query, (scope, version, keep - 1)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _kin(db: sqlite3.Connection, task_key: str) -> set[int]:
+    """The writers who may know what attempts at a task found out: those attempts, and who read what one of the kin wrote."""
+    return {row[0] for row in db.execute(_KIN, (task_key,))}
+
+
+def _ranked(having: Mapping[str, Sequence[int]], total: int) -> list[int]:
+    ranks: dict[int, float] = defaultdict(float)
+    for notes in having.values():
+        for note in notes:
+            ranks[note] += math.log(1.0 + total / len(notes))
+    return sorted(ranks, key=lambda note: (-ranks[note], -note))
+
+
+def _first(ids: Iterator[int], count: int) -> list[int]:
+    return [note for note, _ in zip(ids, range(count), strict=False)]

@@ -1,0 +1,102 @@
+"""What the memory of a run is worth: the archive's tasks with scripted policies, with notes and without.
+
+    python benchmarks/memory.py [--seeds 3] [--steps 8]
+
+Groups, versions of the memory, experience store and evaluations are those of a run; the policy says what `sandboxes.archive.scripted`
+says, and neither server nor learner is there. It learns nothing: what changes from step to step is what the notes hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.experience import SqliteStore, StepGroups
+from agentrl.recipe import MemoryConfig
+from agentrl.records import Group, Split
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.run.evaluate import evaluate
+from agentrl.run.memory import HeldOutNotes, RunMemory
+from agentrl.sampling import Sampling
+from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+from rewards.tables import exact_answer
+from sandboxes.archive import Archive
+from sandboxes.archive.scripted import alone, noting
+
+PROJECTS, GROUPS, SIZE, STALENESS, HELDOUT = 4, 16, 1, 1, 64
+CONFIG = MemoryConfig(scope="project", notes=3, heldout_rounds=8)
+
+
+def runner(says: Callable[[str], str]) -> GroupRunner:
+    tokenizer = byte_tokenizer()
+    episodes = EpisodeRunner(
+        agent=TurnLoop(chat=ChatFormat(tokenizer)),
+        policy=ReadingPolicy(tokenizer, says),
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=600.0,
+    )
+    return GroupRunner(runner=episodes, score=exact_answer, slots=asyncio.Semaphore(8), group_size=SIZE, max_retries=0)
+
+
+async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, steps: int, memory: bool) -> list[Group]:
+    """The groups of so many steps, each of which reads the notes of the steps up to the last but one."""
+    groups, blocks = runner(says), StepGroups(GROUPS)
+    with closing(SqliteStore(folder / "experience.sqlite")) as store:
+        notes = RunMemory(CONFIG, folder, store, blocks, max_staleness=STALENESS)
+        with closing(notes):
+            for step in range(steps):
+                await notes.reach(step)
+                playing = replace(groups, memory=notes.of if memory else None)
+                for index in blocks.indices(step):
+                    store.put(await playing.group(index, family.task(Split.TRAIN, index)))
+        return list(store.groups(range(steps * GROUPS)))
+
+
+async def heldout(family: Archive, says: Callable[[str], str], *, memory: bool) -> float:
+    """The share of held-out tasks that is solved, in as many parts as the recipe has rounds."""
+    with closing(HeldOutNotes(CONFIG)) as notes:
+        done = await evaluate(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
+    assert done.rate is not None
+    return done.rate.value
+
+
+def solved(groups: Sequence[Group], step: int) -> float:
+    scores = [one.score.value for group in groups[step * GROUPS : (step + 1) * GROUPS] for one in group.scored]
+    return statistics.fmean(value for value in scores if value is not None)
+
+
+async def measure(seed: int, *, steps: int) -> dict[str, list[float]]:
+    """Way -> the share solved in each step, and in the evaluation at the end."""
+    family, found = Archive(seed, projects=PROJECTS), {}
+    for way, says, memory in (("alone", alone, False), ("with notes", noting, True)):
+        with tempfile.TemporaryDirectory() as folder:
+            groups = await trained(family, says, Path(folder), steps=steps, memory=memory)
+        found[way] = [*(solved(groups, step) for step in range(steps)), await heldout(family, says, memory=memory)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    given = parser.parse_args()
+    measured = [asyncio.run(measure(seed, steps=given.steps)) for seed in range(given.seeds)]
+    print(f"| way | {' | '.join(f'step {step}' for step in range(given.steps))} | held-out |")
+    print(f"| --- |{' --- |' * (given.steps + 1)}")
+    for way in measured[0]:
+        shares = [statistics.fmean(one[way][at] for one in measured) for at in range(given.steps + 1)]
+        print(f"| {way} | {' | '.join(f'{share:.2f}' for share in shares)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Memory across episodes: which drawer of a project's archive holds what is known only from those who have looked.
+
+    agentrl check recipes/archive.py       # the tasks themselves
+    agentrl train recipes/archive.py
+    agentrl memory runs/archive            # what was noted and read, and that no answer came back
+
+For a model that calls tools and a GPU. `benchmarks/memory.py` shows on any machine what the memory is worth to scripted policies.
+"""
+
+from agentrl.recipe import (
+    EvalConfig,
+    LearnerConfig,
+    MemoryConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    ServingConfig,
+    TasksConfig,
+)
+
+recipe = Recipe(
+    name="archive",
+    steps=40,
+    device="cuda",
+    policy=PolicyConfig(model="Qwen/Qwen3-0.6B", dtype="bfloat16", max_model_len=3072),
+    tasks=TasksConfig(family="sandboxes.archive:Archive", options={"projects": 16}),
+    rollout=RolloutConfig(group_size=8, groups_per_step=16, concurrency=64),
+    memory=MemoryConfig(scope="project", notes=3, note_chars=200, heldout_rounds=8),
+    evaluation=EvalConfig(heldout=160, heldout_real=0),
+    serving=ServingConfig(max_num_seqs=128, gpu_memory_utilization=0.4, probe_max_abs_diff=0.15),
+    objective=ObjectiveConfig(clip_high=0.28),
+    learner=LearnerConfig(lr=2e-6, warmup_steps=4, max_tokens_per_microbatch=16384),
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

@@ -1,0 +1,69 @@
+"""Two ways to go about a task of `archive`, each what a policy says next after a context in the chat of `agentrl.testing`.
+
+`alone` looks into as many drawers as there is time for. `noting` first looks for notes, goes to the drawer that they name, and leaves a
+note of what it saw. For `agentrl.testing.ReadingPolicy`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+
+from sandboxes.archive.family import KINDS
+
+NOWHERE = "unknown"
+
+
+def alone(context: str, turns: int = 4) -> str:
+    """Looks into drawers in an order of its own for each question, and gives up in the last of its turns."""
+    outputs = _shown(context)
+    if (found := _amount(context, outputs)) or len(outputs) >= turns - 1:
+        return _call("submit", answer=found or NOWHERE)
+    return _call("look", drawer=_order(context)[len(outputs)])
+
+
+def noting(context: str, turns: int = 4) -> str:
+    """The same with notes: it recalls in its first turn, and notes what it saw in its last."""
+    kind, outputs = _sought(context)[0], _shown(context)
+    if not outputs:
+        return _call("recall", query=f"drawer {kind}s")
+    seen = _drawers(outputs[1:])
+    if (found := _amount(context, outputs[1:])) or len(outputs) >= turns - 1:
+        notes = "".join(_call("note", text=f"drawer {drawer}: {of}s") for drawer, of in seen.items())
+        return notes + _call("submit", answer=found or NOWHERE)
+    noted = _drawers(outputs[:1])
+    known = [drawer for drawer, of in noted.items() if of == kind]
+    left = [drawer for drawer in (*known, *_order(context)) if drawer not in seen and noted.get(drawer, kind) == kind]
+    return _call("look", drawer=left[0])
+
+
+def _sought(context: str) -> tuple[str, str]:
+    """Kind and number of the record."""
+    found = re.findall(r"amount of (\w+) (\d+) in project", context)
+    return found[0][0], found[0][1]
+
+
+def _shown(context: str) -> list[str]:
+    return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
+
+
+def _amount(context: str, outputs: list[str]) -> str:
+    kind, number = _sought(context)
+    found = re.findall(rf"^{kind} {number}: (\d+)$", "\n".join(outputs), re.MULTILINE)
+    return str(found[0]) if found else ""
+
+
+def _drawers(outputs: list[str]) -> dict[int, str]:
+    """What drawers hold, by what was seen or noted."""
+    return {int(drawer): kind for drawer, kind in re.findall(r"drawer (\d): (\w+)s\b", "\n".join(outputs)) if kind in KINDS}
+
+
+def _order(context: str) -> list[int]:
+    """The drawers, in an order that the question decides."""
+    first = zlib.crc32(" ".join(_sought(context)).encode())
+    return [(first + step) % len(KINDS) + 1 for step in range(len(KINDS))]
+
+
+def _call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -1,0 +1,85 @@
+"""The tools of the memory in an episode with sub-agents, captured, continued and branched; and a task that has tools of their names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.agent import load_tools, tool
+from agentrl.agent.mcp.servers import RunTools
+from agentrl.agent.memory import SCHEMAS
+from agentrl.agent.tools import Bounds
+from agentrl.errors import TaskError
+from agentrl.memo import Memo
+from agentrl.memory import NoteStore, View, Written
+from agentrl.records import EpisodeState, Task
+from agentrl.rollout import Capture, Forgotten
+from agentrl.sections import DelegationConfig, MemoryConfig
+from agentrl.testing.samples import sample_task
+from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
+
+SCOPE = "family:f"
+
+
+@tool
+def note(words: str) -> str:
+    """A tool of the task's own."""
+    return words
+
+
+def view_of(task: Task) -> View:
+    store = NoteStore(None, MemoryConfig(notes=3))
+    store.commit(0, [Written(episode="e0", task_key="k", memo=Memo(scope=SCOPE, notes=("rows are lines",)))])
+    return View.of(store, task, 1)
+
+
+def reads(context: str) -> str:
+    """The main agent notes, gives two tasks away, notes once more, and answers; each sub-agent recalls, and notes what it is asked."""
+    seen = shown(context)
+    if asked(context) == "How many?":
+        return [call("note", text="main"), delegate("rows?", "columns?"), call("note", text="late"), "3"][min(3, _turns(context))]
+    return seen[-1] if seen else call("recall", query="rows") + call("note", text=asked(context))
+
+
+def _turns(context: str) -> int:
+    return context.count("<|im_start|>assistant") - 1
+
+
+async def test_what_sub_agents_note_and_read_is_the_episodes_also_after_a_resume(tokenizer: Any, task: Task) -> None:
+    task = replace(tree_task(task), family="f")
+    runner, states = make_runner(tokenizer, reads, delegation=DelegationConfig(turns=2)), list[EpisodeState]()
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None
+        states.append(codec.from_json(EpisodeState, codec.to_json(state)))
+
+    view = view_of(task)
+    whole = await runner.run(task, episode_id="e", memory=view, on_turn=on_turn)
+    assert whole.memory is not None and whole.memory.notes[0] == "main" and {*whole.memory.notes[1:]} == {"rows?", "columns?"}
+    assert whole.memory.read == ("e0",) and whole.memory.scope == SCOPE
+    assert outputs(whole.trajectories[1]) == ["1. rows are lines", "noted"]
+    assert "3 notes are kept of a task" in outputs(whole.trajectories[0])[-1], "they have one budget"
+    assert codec.from_json(type(whole), codec.to_json(whole)) == whole
+    assert [state.memory and len(state.memory.notes) for state in states] == [1, 3, 3]
+    for name in ("e", "branch"):
+        on = await runner.run(task, episode_id=name, memory=view, start=states[1])
+        assert on.memory == whole.memory and on.answer == "3", "nothing is written twice"
+    later = await runner.run(task, episode_id="later", memory=view, start=replace(states[1], memory=None))
+    assert later.memory is None and "no tool 'note'" in outputs(later.trajectories[0])[-1], "its context tells of none"
+
+
+def test_its_tools_come_after_the_tasks_within_the_recipes_bounds_and_never_in_their_place() -> None:
+    memory = Forgotten(Memo(scope=SCOPE))
+    run = RunTools(servers={}, bounds={"recall": Bounds(calls=2)})
+    tools = load_tools(("python", "submit"), None, run, memory)
+    assert list(tools) == ["python", "submit", "note", "recall"] and tools["recall"].bounds == Bounds(calls=2)  # type: ignore[attr-defined]
+    assert [tools[name].schema for name in ("note", "recall")] == list(SCHEMAS)
+    assert SCHEMAS[0]["function"]["parameters"]["required"] == ["text"] and not SCHEMAS[1]["function"]["parameters"]["required"]
+    named = sample_task(tools=(f"{__file__}:note",))
+    assert list(load_tools(named.tools)) == ["note"]
+    with pytest.raises(TaskError, match="is called 'note', as is one of the recipe's memory"):
+        load_tools(named.tools, memory=memory)

@@ -1,0 +1,135 @@
+"""The store of notes: who may be shown what, in which order, and what is left when a process dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import StoreError
+from agentrl.memo import Memo
+from agentrl.memory import NoteStore, Written
+from agentrl.memory.store import Found
+from agentrl.sections import MemoryConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+SCOPE = "family:f"
+
+
+def note(episode: str, *texts: str, task: str = "", scope: str = SCOPE, read: tuple[str, ...] = ()) -> Written:
+    return Written(episode=episode, task_key=task or f"task of {episode}", memo=Memo(scope=scope, notes=texts, read=read))
+
+
+def texts(store: NoteStore, query: str, version: int = 1, *, task: str = "another", scope: str = SCOPE) -> list[str]:
+    return [one.text for one in store.search(query, scope=scope, version=version, task_key=task)]
+
+
+def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[tuple[dict[str, object], tuple[Found, ...]]]:
+    """A run in which every episode writes down a secret of its task and all that it was shown, whatever task comes again: its searches."""
+    rng, asked = random.Random(seed), []
+    for step in range(steps):
+        version, group = max(0, step - behind), []
+        for member in range(6):
+            task, scope = rng.choice("abcdefgh"), f"family:{rng.choice('xy')}"
+            query = " ".join(rng.choices(["secret", *"abcdefgh", "word"], k=rng.randrange(3)))
+            where: dict[str, object] = {"query": query, "scope": scope, "version": version, "task_key": task}
+            found = store.search(query, scope=scope, version=version, task_key=task)
+            asked.append((where, found))
+            copied = tuple(f"copied {step} {member}: {one.text}"[:3000] for one in found)
+            read = tuple(dict.fromkeys(one.episode for one in found))
+            group.append(note(f"{step}-{member}", f"secret-{task}- word {step} {member}", *copied, task=task, scope=scope, read=read))
+        store.commit(step, group)
+    return asked
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_secret_of_a_task_comes_back_to_it_whoever_copies_it(seed: int) -> None:
+    config = MemoryConfig(keep=200, results=4)
+    store = NoteStore(None, config, behind=12)
+    asked = simulated(store, seed, steps=12, behind=1 + seed % 2)
+    shown = [(where, one) for where, found in asked for one in found]
+    assert len(shown) > 60 and any("copied" in one.text for _, one in shown), "there is something to leak"
+    for where, one in shown:
+        assert f"secret-{where['task_key']}-" not in one.text
+        assert int(one.episode.split("-")[0]) < int(str(where["version"])), "of an earlier version"
+    for where, found in asked:
+        assert store.search(**where) == found, "what came later changes no result and no order"  # type: ignore[arg-type]
+    assert {one.text for where, one in shown if where["scope"] == "family:x"}.isdisjoint(
+        one.text for where, one in shown if where["scope"] == "family:y"
+    )
+
+
+def test_a_word_that_few_notes_have_counts_for_more_and_of_equal_notes_the_newest_comes_first() -> None:
+    store = NoteStore(None, MemoryConfig(results=3))
+    some = ("drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")
+    store.commit(0, [note("e0", *some)])
+    assert texts(store, "drawer invoice") == ["drawer 2: invoices", "Zürich keeps the invoices", "drawer 4: old"]
+    assert texts(store, "ZURICH") == ["Zürich keeps the invoices"]
+    assert texts(store, "") == ["drawer 4: old", "Zürich keeps the invoices", "drawers are locked"]
+    assert texts(store, "") == texts(store, '"* \0 ()') == texts(store, "\U0001f600"), "no word: the newest"
+    for hostile in ('a" OR "b', "NEAR(a b)", "drawer*", "text:drawer", "-drawer AND NOT x", "drawer " * 40, "{drawer} ^drawer \ud83d"):
+        assert len(texts(store, hostile)) in (0, 3)
+    assert texts(store, "locks") == ["drawers are locked"] and texts(store, "locks", 0) == [] == texts(store, "locks", scope="family:g")
+
+
+def test_a_step_comes_once_and_whole_and_in_its_turn(tmp_path: Path) -> None:
+    store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
+    assert store.commit(0, [note("e0", "one", "two"), note("e1", "one")]) and not store.commit(0, [note("e9", "three")])
+    assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "the same text is kept once"
+    with pytest.raises(StoreError, match="step 2 cannot come before those of step 1"):
+        store.commit(2, [])
+    with pytest.raises(StoreError, match="was shown notes of nobody"):
+        store.commit(1, [note("e2", "kept?"), note("e3", "no", read=("nobody",))])
+    assert store.version == 1 and "kept?" not in texts(store, "", 9)
+    store.close()
+    store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
+    assert store.version == 1 and texts(store, "two") == ["two"]
+    store.close()
+    (tmp_path / "notes.sqlite").write_bytes(b"no database, but as long as one begins" * 200)
+    with pytest.raises(StoreError, match="delete it, and the run makes it again"):
+        NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
+
+
+def test_old_notes_go_and_no_version_that_may_be_read_changes() -> None:
+    config, everything = MemoryConfig(keep=20, results=20), NoteStore(None, MemoryConfig(keep=20, results=20), behind=1000)
+    store = NoteStore(None, config, behind=2)
+    for step in range(30):
+        written = [note(f"{step}-{member}", *(f"word {step} {member} {n}" for n in range(3))) for member in range(4)]
+        assert store.commit(step, written) and everything.commit(step, written)
+        for version in range(max(0, step - 1), step + 2):
+            for query in ("", "word", "1"):
+                assert texts(store, query, version) == texts(everything, query, version) and len(texts(store, query, version)) <= 20
+    ((notes, _),) = store.counts().values()
+    assert notes <= 20 + 2 * 12
+
+
+def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
+    path = tmp_path / "notes.sqlite"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom agentrl.sections import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
+        "from tests.memory.test_store import note\nstore = NoteStore(Path(sys.argv[1]), MemoryConfig())\n"
+        "for step in range(store.version, 10**9):\n"
+        " store.commit(step, [note(f'{step}-{n}', f'word {step} {n}') for n in range(5)])\n print(step, flush=True)\n"
+    )
+    newest = -1
+    for _ in range(2):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        writer = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        first = writer.stdout.readline()
+        assert first == f"{newest + 1}\n", "it goes on where the other was killed"
+        time.sleep(0.05)
+        os.kill(writer.pid, signal.SIGKILL)
+        told = [int(one) for one in re.findall(r"\d+(?=\n)", first + writer.communicate(timeout=120)[0])]
+        store = NoteStore(path, MemoryConfig(results=50))
+        newest = store.version - 1
+        assert newest in (told[-1], told[-1] + 1)
+        assert texts(store, "", store.version)[:5] == [f"word {newest} {n}" for n in (4, 3, 2, 1, 0)]
+        store.close()
