@@ -370,7 +370,8 @@ class Agent(Protocol):
     Sandboxes, limits, faults, outputs and capture are the business of whoever runs it (`agentrl.rollout.EpisodeRunner`).
 
     A class that never calls `LiveEpisode.boundary` says so with `boundaries = False`; recipes that ask for the states between its turns
-    (`rollout.branching`, `rollout.checkpoint_turns`) are then refused.
+    (`rollout.branching`, `rollout.checkpoint_turns`) are then refused. One that does not use the tools of tasks says so with
+    `task_tools = False`: recipes that declare any (`tools.mcp`, `tools.bounds`) are refused.
     """
 
     async def act(self, episode: LiveEpisode) -> str:

@@ -55,6 +55,7 @@ class Outside:
     """
 
     boundaries = False  # a program's own state is nobody's to capture
+    task_tools = False  # the program has its own
 
     def __init__(
         self,

@@ -23,8 +23,9 @@ from agentrl.run.ending import kept_going
 from agentrl.run.folder import Start
 from agentrl.run.gate import concluded, first_to_serve, judge_served, result, serve_result
 from agentrl.run.held_out import evaluate_served
+from agentrl.run.models import export_model
 from agentrl.run.opening import Run, opened
-from agentrl.run.preflight import Checked, export_model
+from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_step
 from agentrl.run.supervise import watch_learner
 from agentrl.run.versions import fall_back, finish_step, record_missing, retracted

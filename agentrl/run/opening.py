@@ -41,8 +41,9 @@ from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.memory import RunMemory, open_memory, stand_in
+from agentrl.run.models import place_base_version
 from agentrl.run.practising import keep_practice
-from agentrl.run.preflight import Checked, check_prompt, open_chat, place_base_version
+from agentrl.run.preflight import Checked, check_prompt, open_chat
 from agentrl.run.starts import check_starts
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes

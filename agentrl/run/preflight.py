@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,34 +15,31 @@ from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.compare.rule import can_look_worse
 from agentrl.contract.together import GroupJudge
-from agentrl.errors import AgentRLError, PluginError, RecipeError, StoreError, TaskError, UserError
+from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import Withheld, withheld
-from agentrl.files import commit_folder, part_folder
 from agentrl.memory import check_search, scope_of
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
 from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
-from agentrl.recipe import PolicyConfig, Recipe, RolloutConfig
-from agentrl.records import ADAPTER, WHOLE_MODEL, Split, Task
+from agentrl.recipe import PolicyConfig, Recipe
+from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
 from agentrl.reward.together import load_group_judge
 from agentrl.run.folder import check_disk
 from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.memory import stand_in
+from agentrl.run.models import find_model
 from agentrl.run.practising import open_own_practice
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.usercode import interrupted
-from agentrl.weights import deltas
-from agentrl.weights.model_folder import check_model, check_model_files, put_chat_template, read_json
+from agentrl.weights.model_folder import check_model, read_json
 
 if TYPE_CHECKING:
     from agentrl.agent.chat import ChatFormat
-
-_OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,19 +131,27 @@ def check_parts(recipe: Recipe) -> None:
         raise PluginError("\n".join(map(str, wrong)))
     if wrong:
         raise wrong[0]
-    _check_captures(recipe.rollout)
+    _check_agent(recipe)
 
 
-def _check_captures(rollout: RolloutConfig) -> None:
-    """Raises `UserError` where the recipe asks for states between turns, and its agent says that it has none."""
-    wanted = {"branching": rollout.branching is not None, "checkpoint_turns": rollout.checkpoint_turns}
-    key = next((f"rollout.{key}" for key, value in wanted.items() if value), None)
-    if key is None or rollout.agent in parts.AGENT.shipped:
+def _check_agent(recipe: Recipe) -> None:
+    """Raises `UserError` where the recipe asks for what its agent says that it has not: states between turns, or the tools of tasks."""
+    rollout = recipe.rollout
+    if rollout.agent in parts.AGENT.shipped:
         return
     agent = parts.load(parts.AGENT, rollout.agent, rollout.agent_options)
-    if not getattr(getattr(agent, "func", agent), "boundaries", True):
-        why = f"{key} does nothing with rollout.agent={rollout.agent}: what that agent keeps between two turns cannot be captured"
-        raise UserError(why, fix=f"leave {key} out")
+    agent = getattr(agent, "func", agent)
+    states = ("boundaries", "what that agent keeps between two turns cannot be captured")
+    tools = ("task_tools", "that agent brings its own tools, and shows nobody those of a task")
+    wanted = {
+        "rollout.branching": (rollout.branching is not None, *states),
+        "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
+        "tools.mcp": (bool(recipe.tools.mcp), *tools),
+        "tools.bounds": (bool(recipe.tools.bounds), *tools),
+    }
+    for key, (given, has, why) in wanted.items():
+        if given and not getattr(agent, has, True):
+            raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"leave {key} out")
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:
@@ -317,102 +320,3 @@ def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None 
     """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
     first = family.task(Split.TRAIN, 0)
     chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
-
-
-def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
-    """The folder of a model: a folder of the project, else a Hugging Face id from the local cache or the hub.
-
-    Raises `UserError` when there is none, or when a file in it is missing or cut off, a `chat_template` among them.
-    """
-    folder = (root / model).resolve()
-    if (folder / deltas.RECORD).is_file():  # a version of a run
-        try:
-            deltas.materialize(folder)
-        except ValueError as error:
-            raise UserError(f"{key}: {error}", fix="take another version of that run, or its model/ folder") from error
-    if not folder.is_dir():
-        if model.startswith((".", "/", "~")) or model.count("/") != 1:
-            raise UserError(f"{key}: no folder {folder}", fix="give a folder of the project, or a Hugging Face id such as Qwen/Qwen3-0.6B")
-        folder = _download(model, key)
-    check_model_files(folder, chat_template=chat_template, key=key)
-    return folder
-
-
-def _download(model: str, key: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except RepositoryNotFoundError:
-        raise UserError(f"{key}: {model!r} is neither a folder nor a model on the hub", fix="check the spelling") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"{key}: {model!r} is not a folder here and could not be downloaded ({type(error).__name__})",
-            fix="check the path or the network, or download it first and give its folder",
-        ) from error
-
-
-def place_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
-    """Copies the base policy into the run folder as version 0, beside and renamed; a later change of the source cannot reach it.
-
-    A chat `template` of the recipe takes the place of the model's own, and goes from here into every version and into the result.
-    """
-    if target.exists():
-        return
-    beside = part_folder(target)
-    single = (model / WHOLE_MODEL).is_file()
-    for source in sorted(model.iterdir()):
-        if source.is_file() and source.name not in _OF_A_VERSION and (single or ".safetensors" not in source.name):
-            shutil.copy2(source.resolve(), beside / source.name)
-    if not single:
-        _merge_shards(sorted(model.glob("*.safetensors")), beside / WHOLE_MODEL)
-    if template is not None:
-        put_chat_template(beside, template)
-    commit_folder(beside, target)
-
-
-def _merge_shards(shards: list[Path], target: Path) -> None:
-    """A version is one weight file with one hash, so a model that was downloaded in shards is joined."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
-    save_file(tensors, target, metadata={"format": "pt"})
-
-
-def export_model(source: Path, target: Path, *, base: Path) -> None:
-    """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
-
-    A version that is an adapter becomes a whole model, merged with `base`, and is kept as it is in `adapter/` beside it.
-    Raises `StoreError` when the version is a delta that cannot be made whole.
-    """
-    if not (source / ADAPTER).is_file():
-        try:
-            deltas.materialize(source)
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-        _export(source, target)
-        return
-    from agentrl.weights.adapters import merge_folder
-
-    _export(source, target.with_name("adapter"))
-    _export(base, target, weights=lambda file: merge_folder(base, source, file))
-
-
-def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | None = None) -> None:
-    """Copies a version's folder, without what only the run needs. `weights` writes the weights' file, in place of the source's."""
-    beside = part_folder(target)
-    if weights is not None:
-        weights(beside / WHOLE_MODEL)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.name not in _OF_A_VERSION and not (beside / file.name).exists():
-            _link_or_copy(file, beside / file.name)
-    commit_folder(beside, target)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

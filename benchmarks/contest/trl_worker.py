@@ -33,7 +33,8 @@ from agentrl.files import append_lines, json_line
 from agentrl.processes import age_s
 from agentrl.recipe import Recipe
 from agentrl.records import Task
-from agentrl.run.preflight import find_model, open_chat
+from agentrl.run.models import find_model
+from agentrl.run.preflight import open_chat
 from agentrl.task import open_family
 from benchmarks.contest.environment import Host, environment, last_words, messages_of
 from benchmarks.contest.setting import ROOT

@@ -241,17 +241,23 @@ def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any
         Outside(chat=ChatFormat(tokenizer), **{"command": ["true"], **options})
 
 
-@pytest.mark.parametrize("key", ["branching", "checkpoint_turns"])
-def test_states_between_turns_are_refused_for_a_program_has_none(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds"])
+def test_what_does_nothing_for_a_program_is_refused(key: str, tmp_path: Path) -> None:
+    """A program has no state between turns that could be captured, and tools of its own."""
     (tmp_path / "agent.py").write_text("print()")
     options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
-    asked: Any = {"branching": {"turn": 1, "branches": 2}, "checkpoint_turns": True}
-    check_parts(base.but({f"rollout.{key}": asked[key]}))  # it does something with the agent that ships
+    asked: Any = {
+        "rollout.branching": {"turn": 1, "branches": 2},
+        "rollout.checkpoint_turns": True,
+        "tools.mcp": {"clock": {"command": ["true"]}},
+        "tools.bounds": {"python": {"calls": 3}},
+    }
+    check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
     outside = base.but({"rollout.agent": "agentrl.gateway:Outside", "rollout.agent_options": options})
     check_parts(outside)
-    with pytest.raises(UserError, match=rf"rollout\.{key} does nothing with rollout\.agent=agentrl\.gateway:Outside"):
-        check_parts(outside.but({f"rollout.{key}": asked[key]}))
+    with pytest.raises(UserError, match=f"{re.escape(key)} does nothing with rollout.agent=agentrl.gateway:Outside"):
+        check_parts(outside.but({key: asked[key]}))
 
 
 async def test_a_reward_is_posted_by_the_host_and_never_by_the_agent(run: Run, task: Task, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from agentrl.errors import UserError
 from agentrl.protocols import TaskFamily
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Message, Split, Task
-from agentrl.run.preflight import check, check_prompt, export_model, find_model, open_chat, place_base_version
+from agentrl.run.models import export_model, find_model, place_base_version
+from agentrl.run.preflight import check, check_prompt, open_chat
 from sandboxes.tables import Tables
 
 MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"

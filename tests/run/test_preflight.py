@@ -17,7 +17,8 @@ from agentrl.errors import UserError
 from agentrl.gating import GateConfig
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.reward import TaskScorer
-from agentrl.run.preflight import check, export_model, find_model, open_gate, open_tasks, place_base_version
+from agentrl.run.models import export_model, find_model, place_base_version
+from agentrl.run.preflight import check, open_gate, open_tasks
 from agentrl.weights.model_folder import check_model, check_safetensors
 from tests.run.suite_parts import make_case, make_suite
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from agentrl.errors import StoreError
 from agentrl.files import sha256_file
 from agentrl.records import PolicyVersion, VersionState
-from agentrl.run.preflight import export_model, find_model, place_base_version
+from agentrl.run.models import export_model, find_model, place_base_version
 from agentrl.version import FolderRegistry
 from agentrl.weights import deltas
 from agentrl.weights.files import WeightCopy
