@@ -172,13 +172,15 @@ class ServedPolicy:
         """
         for reading in itertools.count():
             await asyncio.sleep(_WATCH_S)
-            if self._server is None:
+            if (server := self._server) is None:
                 continue
-            if await self._server.alive():
+            if await server.alive():
                 if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
-                    self.cache_use = await _cache_use(self._server, reading)
+                    self.cache_use = await _cache_use(server, reading)
                 continue
             self.cache_use = None
+            if self._server is not server or not self._ready.is_set():
+                continue  # `fall_back` has stopped it, and starts another
             self._ready.clear()
             async with self._busy:
                 self.restarts += 1
@@ -203,6 +205,7 @@ class ServedPolicy:
         await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     async def _stop(self) -> None:
+        self._ready.clear()  # a restart may have let requests through while `fall_back` waited for it
         withdraw(self._run_dir)
         cut_off, self._channel, self._client = (self._channel, self._client), None, None  # so that requests see that it has gone
         for part in cut_off:

@@ -189,3 +189,35 @@ async def test_requests_that_a_dying_server_never_received_wait_for_its_successo
         await policy.close()
         registry.close()
     assert answers == [f"r{number} of server 1" for number in range(60)] and policy.restarts == 1
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_server_that_is_stopped_for_another_version_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = open_registry(tmp_path)
+    (tmp_path / "versions/000000/probe.json").unlink()  # so that a server is started with it
+    recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused")).but(
+        {"rollout": {"max_cache_use": 1}}
+    )
+    policy = served.ServedPolicy(recipe, tmp_path, registry)
+    base = registry.get(0)
+    assert base is not None
+    await policy.start(base)
+
+    async def slowly(server: ScriptedServer) -> None:
+        server.dead = True
+        await asyncio.sleep(0.05)  # as the process ends
+
+    monkeypatch.setattr(ScriptedServer, "stop", slowly)
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+    try:
+        await policy.fall_back(base)
+        for number in range(10):
+            await asyncio.sleep(0.01)
+            answer = await policy.generate((1,), SamplingParams(max_tokens=4), request_id=f"r{number}", timeout_s=5.0)
+            assert answer == f"r{number} of server 1"  # type: ignore[comparison-overlap]  # of the scripted client
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        await policy.close()
+        registry.close()
+    assert policy.restarts == 0 and len(ScriptedServer.started) == 2
