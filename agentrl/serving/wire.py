@@ -73,7 +73,7 @@ class Wire:
     def _taken(self) -> _Connection | None:
         """The free connection that was used last, so that those that nobody needs any more grow old."""
         if self.closed:
-            raise UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
+            raise self._closed()
         oldest = time.monotonic() - IDLE_S
         while self._free and self._free[0][0] < oldest:
             self._free.popleft()[1].abort()
@@ -93,7 +93,13 @@ class Wire:
             _, connection = await asyncio.get_running_loop().create_connection(_Connection, self._host, self._port)
         except OSError as error:
             raise UnsentError(f"cannot reach the inference server at {self.url}: {error}") from error
+        if self.closed:  # meanwhile; whoever closed this end has not seen this connection
+            connection.abort()
+            raise self._closed()
         return connection
+
+    def _closed(self) -> UnsentError:
+        return UnsentError(f"the connection to the inference server at {self.url} was closed: it is being stopped or restarted")
 
 
 class _Connection(asyncio.Protocol):

@@ -133,3 +133,12 @@ async def test_an_answer_that_nobody_asked_for_is_never_taken_for_the_next_one()
         assert await made.post("/", b"[1]") == (200, b"{}")
         assert await made.post("/", b"[1]") == (200, b"{}")
         assert server.connections == 2
+
+
+async def test_a_wire_that_is_closed_while_it_connects_sends_nothing() -> None:
+    async with served(lambda n: OK) as (_, made):
+        job = asyncio.create_task(made.post("/", b"[1]"))
+        await asyncio.sleep(0)  # it is connecting
+        made.close()
+        with pytest.raises(UnsentError, match="closed"):
+            await job
