@@ -35,6 +35,7 @@ class Admission:
     def __init__(self, most: int, *, use: Callable[[], CacheUse | None] = lambda: None, full: float = 1.0) -> None:
         self.in_flight = 0
         self.held = 0  # episodes that waited for the cache
+        self._most = most
         self._slots = asyncio.Semaphore(most)
         self._next = asyncio.Lock()
         self._use, self._full = use, full
@@ -70,6 +71,7 @@ class Admission:
         if use is None or use.share <= 0 or self.in_flight == 0:
             return True
         if use.reading != self._reading:
-            self._reading, self._room = use.reading, int(self.in_flight * (self._full - use.share) / use.share)
+            room = self.in_flight * (self._full - use.share) / use.share
+            self._reading, self._room = use.reading, int(min(room, self._most))  # next to nothing in use is room for everybody
         self._room -= 1
         return self._room >= 0

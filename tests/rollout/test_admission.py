@@ -83,3 +83,11 @@ async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> No
     await crowd.settled(3)
     crowd.go.set()
     await asyncio.gather(*crowd.jobs, return_exceptions=True)
+
+
+async def test_a_cache_of_which_next_to_nothing_is_in_use_has_room_for_everybody() -> None:
+    crowd = Crowd(Admission(3, use=lambda: CacheUse(reading=0, share=5e-324), full=0.9))
+    crowd.come(3)
+    await crowd.settled(3)
+    crowd.go.set()
+    await asyncio.gather(*crowd.jobs)
