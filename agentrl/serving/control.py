@@ -22,7 +22,7 @@ METRICS_TIMEOUT_S = 5.0
 _CONNECTIONS = 64
 _GENERATE = "/inference/v1/generate"
 _EXCERPT = 500
-_METRICS_CHARS = 4_000_000
+_METRICS_BYTES = 4_000_000
 _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})? ([0-9.eE+-]{1,32})$", re.MULTILINE)
 
 
@@ -119,7 +119,8 @@ class ControlPlane:
         response = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
         if response.status_code != httpx.codes.OK:
             raise ServingError(f"{self.url}/metrics answered {response.status_code}")
-        return metrics_in(response.text)
+        # Prometheus' text is UTF-8; what the header names may be no charset at all, or a codec that is not of texts.
+        return metrics_in(response.content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
         """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`. Raises as `request` does."""
@@ -155,7 +156,7 @@ def decoded(status: int, content: bytes, where: str) -> Any:
 def metrics_in(text: str) -> dict[str, float]:
     """What Prometheus' text format holds of vLLM, without histograms. Lines that are none of it are left out."""
     found: dict[str, float] = {}
-    for name, value in _METRIC.findall(text[:_METRICS_CHARS]):
+    for name, value in _METRIC.findall(text):
         with contextlib.suppress(ValueError):
             number = float(value)
             found[name] = max(found.get(name, number), number)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from agentrl.errors import ServingError
@@ -44,3 +46,19 @@ async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: obj
         with pytest.raises(ServingError):
             await server.control.metrics()
     assert (None if use is None else (use.reading, use.share)) == (None if share is None else (5, share))
+
+
+async def test_metrics_are_read_as_utf_8_whatever_codec_their_header_names() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=hex\r\nContent-Length: {len(METRICS.encode())}\r\n\r\n"
+        writer.write(head.encode() + METRICS.encode())
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    control = ControlPlane(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    try:
+        assert (await control.metrics())["vllm:kv_cache_usage_perc"] == 0.75
+    finally:
+        await control.close()
+        server.close()
