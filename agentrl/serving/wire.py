@@ -172,7 +172,7 @@ class _Connection(asyncio.Protocol):
                 elif isinstance(event, h11.ConnectionClosed):
                     self._fail("the connection was closed before the answer")
         except h11.RemoteProtocolError as error:
-            self._fail(f"its answer is no HTTP: {error}")
+            self._fail(f"its answer is no HTTP: {error}" if data else "the connection was closed before the end of the answer")
 
     def _fail(self, reason: str) -> None:
         if self._answer is not None and not self._answer.done():

@@ -107,6 +107,7 @@ async def test_what_is_no_answer_is_a_serving_error_and_its_connection_is_gone(c
     async with served(lambda n: HOSTILE[case]) as (server, made):
         with pytest.raises(ServingError) as caught:
             await asyncio.wait_for(made.post("/", b"[1]"), 10)
+        assert ("was closed" in str(caught.value)) == (case in ("nothing", "an end in the middle"))
         assert not isinstance(caught.value, UnsentError), "it may have been received, so it is not sent again"
         await until(lambda: server.lost == 1)
 
