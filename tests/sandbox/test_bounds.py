@@ -61,7 +61,8 @@ async def test_too_many_locks_are_too_much_memory(sandbox):
     assert (await sandbox.python("6 * 7", timeout_s=20, session="s")).stdout == "42\n"
     result = await sandbox.python(LOCK + "import time; time.sleep(20)", timeout_s=30, session="s")
     assert result.reason == "memory" and result.session_ended
-    assert (await sandbox.exec(["echo", "on"], timeout_s=20)).stdout == "on\n"
+    result = await sandbox.exec(["echo", "on"], timeout_s=20)
+    assert result.stdout == "on\n", result
 
 
 async def test_what_a_program_leaves_behind_is_watched_while_none_runs(sandbox):
