@@ -26,8 +26,11 @@ class ScriptedServer:
     started: ClassVar[list[ScriptedServer]] = []
 
     def __init__(self, *, version: int, **_: object) -> None:
-        self.version, self.dead = version, False
+        self.version, self.dead, self.control = version, False, self
         self.started.append(self)
+
+    async def metrics(self) -> dict[str, float]:
+        return {}
 
     async def start(self) -> None:
         await asyncio.sleep(0)
