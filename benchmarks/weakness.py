@@ -61,9 +61,9 @@ VARIANTS = 30  # for each case
 STEPS = 24
 OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
 STORY = """\
-The quickstart's small policy is taught a bad habit in one kind of question. Its failures are captured and named, cases and practice are made
-of them, and it trains until the habit is gone. Then a later round of imitation brings along a little of it, and a run whose reward pays
-for it would bring it back; a gate over the cases is what stands in the way."""
+The quickstart's small policy is taught a bad habit in one kind of question. Its failures are captured and named, cases and practice
+are made of them, and it trains until the habit is gone. Then a later round of imitation brings along a little of it, and a run whose
+reward pays for it would bring it back; a gate over the cases is what stands in the way."""
 TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
 
 
@@ -338,8 +338,6 @@ def main() -> int:
             STORY,
             f"```sh\npython benchmarks/weakness.py --seeds {seeds}\n```",
             f"```text\n{phases}\n```",
-            +inspect.cleandoc((__doc__ or "").partition("in a folder of its own under --work:\n\n")[2].partition("\n\nA phase")[0])
-            + "\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`, one greedy attempt each, with 95% intervals."
             " Versions of the later run are judged every four steps; after two rollbacks the gate only blocks (`gate.max_rollbacks`).",
             table(experiments),
