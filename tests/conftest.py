@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ settings.register_profile("agentrl", deadline=None, suppress_health_check=[Healt
 settings.register_profile("quick", settings.get_profile("agentrl"), max_examples=25)
 settings.load_profile("agentrl")
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background, where nobody can press ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOGETHER = {
     "e2e": "servers",

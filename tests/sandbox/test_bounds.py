@@ -6,12 +6,13 @@ import os
 import socket
 import struct
 import textwrap
+import time
 from dataclasses import replace
 
 import pytest
 
 from agentrl.sandbox import allowance, select_backend
-from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_SOCKETS, Watch, sockets_in
+from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_REST_S, MOST_SOCKETS, RARELY, Watch, sockets_in
 from tests.sandbox.building import BOTH, SPEC
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")
@@ -39,6 +40,17 @@ def test_locks_are_counted_and_those_of_open_files_are_not(tmp_path):
             fcntl.fcntl(other, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
         assert watch.too_many_locks() and watch.overdrawn()
     assert not watch.too_many_locks()
+
+
+def test_a_look_that_takes_long_is_taken_seldom(monkeypatch):
+    watch = Watch()
+    assert not watch.overdrawn() and watch.rest_s < MOST_REST_S
+    monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.03))
+    watch.overdrawn()
+    assert RARELY * 0.03 <= watch.rest_s <= MOST_REST_S
+    monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.2))
+    watch.overdrawn()
+    assert watch.rest_s == MOST_REST_S
 
 
 def test_sockets_are_counted():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 
 from agentrl.sandbox.inside.users import HOME, LIBC, MS_NODEV, MS_NOSUID, MS_REMOUNT
 
@@ -24,6 +25,9 @@ LOOK_S = 0.1
 """How often is looked while a program runs."""
 LOOK_BETWEEN_S = 0.5
 """And how often while none does but something has been left behind."""
+RARELY = 20
+"""What part of the time a look may take: whoever reads the table of locks holds it for the whole machine, however long others make it."""
+MOST_REST_S = 2.0
 PAGE = 65536
 
 
@@ -51,9 +55,16 @@ class Watch:
     def __init__(self) -> None:
         self.locks, self.sockets, self.sockets6 = (count_at(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
         self.children = count_at("/proc/self/task/1/children")
+        self.rest_s = 0.0  # until the next look, at least
 
     def overdrawn(self) -> bool:
         """Whether programs of this sandbox hold more than it may have."""
+        began = time.monotonic()
+        over = self._holds_too_much()
+        self.rest_s = min(MOST_REST_S, RARELY * (time.monotonic() - began))
+        return over
+
+    def _holds_too_much(self) -> bool:
         return sockets_in(shown(self.sockets)) + sockets_in(shown(self.sockets6)) > MOST_SOCKETS or self.too_many_locks()
 
     def too_many_locks(self) -> bool:

@@ -57,7 +57,7 @@ class Server:
         self.link.send({"id": 0, "ok": True, "version": 1})
         left = False
         while True:
-            ready = self.poll.poll(1000 * LOOK_BETWEEN_S if left else None)
+            ready = self.poll.poll(1000 * max(LOOK_BETWEEN_S, self.watch.rest_s) if left else None)
             if not ready and self.stillness is not None:
                 self.stillness.look()
             elif not ready and self.watch.overdrawn():
@@ -233,6 +233,7 @@ class Server:
             elif self.watch.overdrawn():
                 program.overdrawn = True
                 kill_everything(signal.SIGKILL)
+            program.look_at = max(program.look_at, time.monotonic() + self.watch.rest_s)
         ready = self.poll.poll(self.wait_ms(program, now))
         for fd, _ in ready:
             if fd == self.link.fileno():
