@@ -23,11 +23,13 @@ _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """The errors in a group, in its order; any other error by itself."""
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from leaves(inner)
-    else:
-        yield error
+    pending = [error]
+    while pending:  # without recursion: groups may be nested deeper than Python's stack
+        one = pending.pop()
+        if isinstance(one, BaseExceptionGroup):
+            pending += reversed(one.exceptions)
+        else:
+            yield one
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -45,5 +45,10 @@ def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
                 db.execute(statement)
 
 
+def damaged(error: sqlite3.Error) -> bool:
+    """Whether the file itself is at fault, and not the disk, a lock, the statement, or who uses it: such errors may have no code."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 def pragma(db: sqlite3.Connection, name: str) -> int:
     return int(db.execute(f"PRAGMA {name}").fetchone()[0])

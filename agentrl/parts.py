@@ -20,7 +20,7 @@ from agentrl import plugins
 from agentrl.causes import location, short
 from agentrl.errors import AgentRLError, PluginError
 from agentrl.fulfils import Shortfall, accepts, promised, shortfalls
-from agentrl.usercode import interrupted
+from agentrl.usercode import told_as
 
 Options = dict[str, JsonValue]
 """Keyword arguments for a part that is named by reference; JSON, so that `recipe.json` keeps them."""
@@ -151,14 +151,12 @@ def make(kind: Kind, name: str, options: Mapping[str, Any] | None, *arguments: A
     factory = load(kind, name, options)
     if name in kind.shipped:
         return factory(*arguments, **named)
-    try:
+
+    def told(error: BaseException) -> PluginError:
+        return PluginError(f"{kind.key} {name!r} could not be opened: {short(error)} ({location(error)})", fix="correct it there")
+
+    with told_as(told, but=(AgentRLError, OSError)):
         made = factory(*arguments, **named)
-    except (AgentRLError, OSError):
-        raise
-    except BaseException as error:
-        if interrupted(error):
-            raise
-        raise PluginError(f"{kind.key} {name!r} could not be opened: {short(error)} ({location(error)})", fix="correct it there") from error
     lacks = shortfalls(made, plugins.resolve(kind.protocol), has_defaults=kind.has_defaults)
     if lacks:
         raise _unfit(kind, name, f"what it made, of class {type(made).__name__},", lacks)

@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +17,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agentrl.causes import leaves, location, short, shown
+from agentrl.causes import location, short, shown
 from agentrl.errors import PluginError, UserError
 from agentrl.section import describe
-from agentrl.usercode import interrupted
+from agentrl.usercode import interrupted, told_as
 
 ENTRY_POINT_GROUP = "agentrl.plugins"
 PACKAGE = Path(__file__).resolve().parent
@@ -99,7 +100,7 @@ def _import(name: str, reference: str) -> ModuleType:
             ) from None
         raise _failed(reference, error) from error
     except BaseException as error:
-        if _interrupted(error):
+        if interrupted(error):
             raise
         raise _failed(reference, error) from error
 
@@ -120,15 +121,10 @@ def _load_file(path_text: str, reference: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if _interrupted(error):
+        if interrupted(error):
             raise
         raise _failed(shown(str(path)), error) from error
     return module
-
-
-def _interrupted(error: BaseException) -> bool:
-    """Whether a person ended it with ctrl-C, and nothing else went wrong."""
-    return all(interrupted(leaf) for leaf in leaves(error))
 
 
 def _failed(reference: str, error: BaseException) -> PluginError:
@@ -156,9 +152,5 @@ def _from_entry_point(name: str) -> Any:
     if not found:
         known = ", ".join(installed()) or "none installed"
         raise PluginError(f"no plug-in named {name!r} (installed: {known})", fix="write module:attr or ./file.py:attr")
-    try:
+    with told_as(partial(_failed, name)):
         return next(iter(found)).load()
-    except BaseException as error:
-        if _interrupted(error):
-            raise
-        raise _failed(name, error) from error

@@ -14,11 +14,11 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
-from agentrl.causes import location
+from agentrl.causes import leaves, location
 from agentrl.errors import SandboxUnavailable
 
 log = logging.getLogger(__name__)
@@ -107,8 +107,12 @@ def interrupted(error: BaseException) -> bool:
 
     The one that a person raises begins in the handler of the signal. Python's own handler leaves no frame: where it is in place, every
     KeyboardInterrupt is a person's. `asyncio.run` puts its own there, and raises in `asyncio.runners` alone. Where the signal is ignored,
-    as in what a shell starts in the background, no person can raise any.
+    as in what a shell starts in the background, no person can raise any. In a group all must be a person's.
     """
+    return all(map(_pressed, leaves(error)))
+
+
+def _pressed(error: BaseException) -> bool:
     if not isinstance(error, KeyboardInterrupt) or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         return False
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -120,6 +124,19 @@ def interrupted(error: BaseException) -> bool:
     if codes and (runs[-1] or codes[-1] is installed):
         return True
     return installed is None and not any(runs)
+
+
+@contextlib.contextmanager
+def told_as(make: Callable[[BaseException], Exception], *, but: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+    """Around somebody's code that is not awaited: what it raises becomes what `make` says of it, but for `but` and a person's ctrl-C."""
+    try:
+        yield
+    except but:
+        raise
+    except BaseException as error:
+        if interrupted(error):
+            raise
+        raise make(error) from error
 
 
 def _contain(loop: asyncio.AbstractEventLoop) -> None:

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from agentrl.causes import clip, disk_full, first, in_log, location, short
+from agentrl.causes import clip, disk_full, first, in_log, leaves, location, short
 from agentrl.errors import DiskFull, ServingError, StoreError, UserError
 
 REFUSED_MODEL = """\
@@ -86,3 +86,12 @@ def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> 
     assert location(caught()).startswith("tests/test_causes.py:") or "/tests/test_causes.py:" in location(caught())
     assert location(KeyError()) == "" and short(KeyError()) == "KeyError"
     assert len(short(caught())) <= 600 and len(clip("line\n" * 99).splitlines()) == 6
+
+
+def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:
+    deep: BaseException = ValueError("deep")
+    for _ in range(5000):
+        deep = ExceptionGroup("g", [deep])
+    found = list(leaves(BaseExceptionGroup("all", [KeyError("first"), ExceptionGroup("g", [KeyError("second"), OSError("third")]), deep])))
+    assert [str(one.args[0]) for one in found] == ["first", "second", "third", "deep"]
+    assert list(leaves(found[0])) == [found[0]]

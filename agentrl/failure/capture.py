@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl import usercode
+from agentrl.database import damaged
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection
 from agentrl.failure.rows import Count, count_of, kind_of, newest_version
@@ -194,5 +195,4 @@ class Capture:
 
 
 def _damaged(error: StoreError) -> bool:
-    code = getattr(error.__cause__, "sqlite_errorcode", None)
-    return code is not None and code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return isinstance(error.__cause__, sqlite3.Error) and damaged(error.__cause__)

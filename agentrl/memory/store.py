@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.database import enter_wal, make_tables, pragma, transaction
+from agentrl.database import damaged, enter_wal, make_tables, pragma, transaction
 from agentrl.errors import StoreError, UserError
 from agentrl.memo import Memo
 from agentrl.records import ScoredEpisode
@@ -185,8 +185,7 @@ class NoteStore:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            damaged = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if damaged else 'free disk space, and --resume'}") from error
+            raise StoreError(f"{self._name}: {error}\n  fix: {_AGAIN if damaged(error) else 'free disk space, and --resume'}") from error
         except OSError as error:
             raise StoreError(f"{self._name}: {error}") from error
 

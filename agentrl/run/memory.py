@@ -14,6 +14,7 @@ from pathlib import Path
 
 from agentrl import usercode
 from agentrl.agent.memory import NOTE, RECALL
+from agentrl.causes import short
 from agentrl.contract.leaks import leaks, truths
 from agentrl.errors import StoreError
 from agentrl.experience import StepGroups
@@ -176,7 +177,7 @@ def answers_shown(task: Task, scored: ScoredEpisode) -> list[str]:
 def keep_answers(folder: Path, task: Task, scored: Sequence[ScoredEpisode], *, phase: str, step: int) -> str:
     """Writes down which episodes were shown an answer to their task; what a person is told of it, empty where none was.
 
-    What goes wrong with looking is logged, and costs the run nothing.
+    What goes wrong with looking is logged and told, and costs the run nothing else.
     """
     try:
         lines = [
@@ -188,7 +189,7 @@ def keep_answers(folder: Path, task: Task, scored: Sequence[ScoredEpisode], *, p
             append_lines(folder / ANSWERS, map(json_line, lines))
     except Exception as error:  # a task's truth is its family's, and the disk may be full
         usercode.report("looking for answers in notes", error)
-        return ""
+        return f"memory: whether attempts at {task.id} were shown its answer is not known: {short(error)}"
     if not lines:
         return ""
     return f"memory: {len(lines)} of {len(scored)} attempts at {task.id} were shown words with its answer; {ANSWERS} has them"

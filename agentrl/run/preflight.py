@@ -35,11 +35,14 @@ from agentrl.run.models import find_model
 from agentrl.run.practising import open_own_practice
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
-from agentrl.usercode import interrupted
+from agentrl.usercode import told_as
 from agentrl.weights.model_folder import check_model, read_json
 
 if TYPE_CHECKING:
     from agentrl.agent.chat import ChatFormat
+
+
+_THERE = "correct it there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,30 +205,19 @@ def _check_known(kind: str) -> None:
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None) -> tuple[TaskFamily, TaskScorer]:
     """The recipe's task family, and a scorer that has the verifiers of its first task. Raises `UserError`, also for a bug in them."""
     scorer = TaskScorer(root=root, folder=folder, audit=recipe.tasks.audit)
-    try:
+    named = recipe.tasks.family
+
+    def said(error: BaseException) -> str:
+        return f"{short(error)} ({causes.location(error)})"
+
+    with told_as(lambda error: PluginError(f"tasks.family {named!r} cannot be opened: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         family = open_family(recipe.tasks, seed=recipe.seed, root=root)
-    except AgentRLError:
-        raise
-    except BaseException as error:  # the user's code may raise anything
-        if interrupted(error):
-            raise
-        raise PluginError(
-            f"tasks.family {recipe.tasks.family!r} cannot be opened: {short(error)} ({causes.location(error)})", fix="correct it there"
-        ) from error
-    try:
+    with told_as(lambda error: TaskError(f"the first task of {named!r} cannot be made: {said(error)}", fix=_THERE), but=(AgentRLError,)):
         _check_sizes(family, recipe)
         first = family.task(Split.TRAIN, 0)
-    except AgentRLError:
-        raise
-    except BaseException as error:
-        if interrupted(error):
-            raise
-        raise TaskError(
-            f"the first task of {recipe.tasks.family!r} cannot be made: {short(error)} ({causes.location(error)})", fix="correct it there"
-        ) from error
     if not isinstance(first, Task):
         raise TaskError(
-            f"the first task of {recipe.tasks.family!r} is not a Task but of type {type(first).__name__}",
+            f"the first task of {named!r} is not a Task but of type {type(first).__name__}",
             fix="return agentrl.records.Task(...) from its task()",
         )
     scorer.load([*first.verifiers, *recipe.tasks.audit])

@@ -133,3 +133,10 @@ def test_a_process_that_is_killed_leaves_whole_steps(tmp_path: Path) -> None:
         assert newest in (told[-1], told[-1] + 1)
         assert texts(store, "", store.version)[:5] == [f"word {newest} {n}" for n in (4, 3, 2, 1, 0)]
         store.close()
+
+
+def test_a_store_that_was_closed_says_so_as_any_other_fault() -> None:
+    store = NoteStore(None, MemoryConfig())
+    store.close()
+    with pytest.raises(StoreError, match="closed database"):
+        store.counts()

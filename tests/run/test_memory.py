@@ -22,7 +22,7 @@ from agentrl.prove.memory import audit
 from agentrl.records import Group, Split, Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.run.held_out import evaluate_served
-from agentrl.run.memory import ANSWERS, FILE, Replayed
+from agentrl.run.memory import ANSWERS, FILE, Replayed, keep_answers
 from agentrl.run.rollouts import make_step
 from agentrl.run.starts import Stage, state_before
 from agentrl.sampling import Sampling
@@ -172,3 +172,11 @@ async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -
     assert on.answer == "1" and on.memory == episode.memory
     replayed = Replayed(episode.memory, turns[:1])
     assert replayed.recall("where")[0] and replayed.recall("where") == (False, "this call was not made")
+
+
+def test_a_look_for_answers_that_fails_is_told_and_no_silence(tmp_path: Path) -> None:
+    """A clean run and one in which nobody could look are not the same."""
+    broken: Any = object()
+    told = keep_answers(tmp_path, again(0), [broken], phase="train", step=1)
+    assert "is not known" in told and again(0).id in told
+    assert keep_answers(tmp_path, again(0), [], phase="train", step=1) == ""
