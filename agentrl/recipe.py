@@ -42,6 +42,7 @@ from agentrl.sections import (
     TasksConfig,
     ToolBounds,
     ToolsConfig,
+    WeightingConfig,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "TasksConfig",
     "ToolBounds",
     "ToolsConfig",
+    "WeightingConfig",
     "apply_overrides",
     "build",
     "load",
