@@ -169,6 +169,11 @@ class Recipe(Section):
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares a step's attempts with one another, these teach too: set it to 0"
             )
+        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+            raise ValueError(
+                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} these teach too: leave it out"
+            )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
         return self

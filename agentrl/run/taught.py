@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.errors import StoreError
 from agentrl.experience import StepGroups
-from agentrl.files import append_lines, json_line, read_json_lines
+from agentrl.files import append_lines, json_line, whole_lines
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
 from agentrl.records import Group, Split, Task
@@ -81,5 +81,5 @@ class TaughtGroups:
                 yield Taught.of(self.task(index), group)
 
     def _read(self) -> dict[int, Taught]:
-        found = (Taught.from_json(line) for line in read_json_lines(self._path))
+        found = map(Taught.read, whole_lines(self._path))
         return {line.group: line for line in found if line is not None}

@@ -6,6 +6,7 @@ for a task that was never given off those of its kind.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterable, Mapping
@@ -58,11 +59,12 @@ class Taught:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: object) -> Taught | None:
-        """The inverse of `as_json`; None for what is no such record."""
+    def read(cls, line: bytes) -> Taught | None:
+        """Of a line of JSON that holds `as_json`; None for what does not."""
         try:
-            taught = cls(**found) if isinstance(found, Mapping) else None
-        except TypeError:
+            found = json.loads(line)
+            taught = cls(**found) if isinstance(found, dict) else None
+        except (TypeError, ValueError, RecursionError):
             return None
         return taught if taught is not None and taught._sound() else None
 

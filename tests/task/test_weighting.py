@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from agentrl.files import json_line
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
 from agentrl.sections import WeightingConfig
 from agentrl.task import GroupSchedule, Record, Taught, Weights
@@ -97,13 +99,15 @@ def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -
 
 def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     line = taught(3, scores=(0.0, 0.25))
-    assert line.differs and Taught.from_json(line.as_json()) == line
+    assert line.differs and Taught.read(json_line(line.as_json())) == line
     whole = line.as_json()
+    wrong: Any
     for wrong in ([], None, {}, {**whole, "more": 1}, {**whole, "kind": 3}, {**whole, "group": "3"}, {**whole, "counted": True}):
-        assert Taught.from_json(wrong) is None, wrong
+        assert Taught.read(json_line(wrong)) is None, wrong
     for key in whole:
-        assert Taught.from_json({**whole, key: None}) is None
-    assert Taught.from_json({**whole, "lowest": math.nan}) is None
+        assert Taught.read(json_line({**whole, key: None})) is None
+    assert all(Taught.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
+    assert Taught.read(json_line({**whole, "lowest": math.nan})) is None
 
 
 def test_a_kind_may_be_called_anything() -> None:
