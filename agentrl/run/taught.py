@@ -52,10 +52,11 @@ class TaughtGroups:
                 for line in self._lines.values():
                     self._steps.know(line.group, line.differs and line.counted >= self._steps.min_group_size)
             while self._reached < step - self._behind:
-                self._record.add(self._step(await asyncio.to_thread(self._consumed, self._reached)))
+                self._record.add(self._step(self._consumed(self._reached)))
                 self._reached += 1
                 self._weights[self._reached + self._behind] = self._record.weights()
                 self._weights.pop(self._reached - _KEPT, None)
+                await asyncio.sleep(0)  # a resumed run may have many steps, and others wait
 
     def task(self, index: int) -> Task:
         """The task of group `index`. Raises what `GroupSchedule.task` does."""
@@ -81,7 +82,7 @@ class TaughtGroups:
                 yield Taught.of(task, group)
 
     def _consumed(self, step: int) -> list[tuple[int, Group | None]]:
-        """The groups that a step consumed, as they are stored where they have no line. Reading them takes long: in a thread."""
+        """The groups that a step consumed, each as it is stored where it has no line."""
         assert self._lines is not None, "the file is read first"
         indices = self._steps.taken(step, self._store)
         if indices is None:
