@@ -54,7 +54,7 @@ async def _write(sandbox: Sandbox, folder: str, files: Mapping[str, bytes], refu
         try:
             await sandbox.write(f"{folder}/{path}", data)
         except ValueError as error:  # no room, or something stands in its way
-            refused[path] = printable(str(error), 200)
+            refused[path] = str(error)[:200]
         else:
             taken.append(f"{folder}/{path}")
     return taken
@@ -65,10 +65,10 @@ def _told(taken: Sequence[str], refused: Mapping[str, str]) -> str:
     if taken:
         more = f", and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
         lines.append(f"files: {', '.join(map(_shown, taken[:MOST_NAMED]))}{more}")
-    lines += [f"not handed back: {_shown(path)}: {reason}" for path, reason in list(refused.items())[:MOST_NAMED]]
+    lines += [f"not handed back: {_shown(path)}: {_shown(reason)}" for path, reason in list(refused.items())[:MOST_NAMED]]
     return "\n".join(lines)
 
 
-def _shown(path: str) -> str:
-    """A name as a part of a line."""
-    return printable(path, 600).replace("\n", "\ufffd")
+def _shown(text: str) -> str:
+    """A name, or a reason, as a part of a line."""
+    return printable(text, 600).replace("\n", "\ufffd")
