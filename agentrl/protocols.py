@@ -6,7 +6,7 @@ Every wait takes a deadline in seconds and ends with a typed error (`agentrl.err
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -340,6 +340,20 @@ class LiveEpisode(Protocol):
 
     async def sandbox(self) -> Sandbox:
         """The episode's sandbox, opened at the first need. Raises `SandboxError`, or `TaskError` when the task's cannot be made."""
+        ...
+
+    @property
+    def sandbox_opened(self) -> bool: ...  # whether `sandbox` has opened one yet
+
+    async def working_copy(self) -> bytes | None:
+        """What the working directory holds, for `apart`; None: what the task's begins with. Raises `ValueError` where too large."""
+        ...
+
+    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
+        """The same episode for an agent with a sandbox of its own, which begins with a `working_copy` and ends with the block.
+
+        It is of the task's spec, and `sandbox_lost` is of it alone. Meanwhile the episode has no state that could be captured.
+        """
         ...
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:

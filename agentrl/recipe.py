@@ -188,6 +188,23 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _sandboxes_suffice(self) -> Recipe:
+        """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
+        delegation, most = self.rollout.delegation, self.sandbox.max_open
+        if delegation is None or delegation.sandbox == "shared":
+            return self
+        each = 1 + delegation.at_once
+        if self.rollout.concurrency * each > most:
+            fewer = f", or rollout.concurrency={most // each}" if most >= each else ""
+            raise ValueError(
+                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
+                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes would wait for one another with"
+                f" sandbox.max_open={most}: set sandbox.max_open={self.rollout.concurrency * each}{fewer}, or a lower"
+                " rollout.delegation.width or total"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _memory_is_read(self) -> Recipe:
         if self.memory is None:
             return self

@@ -11,8 +11,9 @@ from agentrl.contract.outputs import Collected, collect, select
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.rollout.faults import fault, infrastructure_fault
-from agentrl.rollout.life import EpisodeLife, OnTurn, contents
+from agentrl.rollout.life import EpisodeLife, OnTurn
 from agentrl.rollout.remembering import memory_of
+from agentrl.rollout.workplace import contents
 from agentrl.sampling import Sampling
 
 

@@ -32,11 +32,12 @@ from agentrl.protocols import (
     VersionRegistry,
 )
 from agentrl.recipe import Recipe
-from agentrl.records import PolicyVersion
+from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemoryOf
+from agentrl.run.copies import check_copies
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
@@ -108,6 +109,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
+        await check_copies(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
         base = run_dir / "versions" / "000000"
         model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
         chat = open_chat(model, template, policy=recipe.policy)
@@ -121,7 +123,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             memory=stand_in(recipe),
         )
         if checked.suite is not None:
-            check_starts([checked.suite], chat, tools)
+            check_starts([checked.suite], chat, tools, recipe.rollout.delegation)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools, stand_in(recipe))
         write_start(run_dir, recipe, start)
