@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from agentrl.records import PolicyVersion
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
-from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemoryOf
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
@@ -47,6 +47,7 @@ from agentrl.run.preflight import Checked, check_prompt, open_chat
 from agentrl.run.starts import check_starts
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
+from agentrl.serving.replicas import ReplicatedPolicy
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.version import FolderRegistry
@@ -147,7 +148,11 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
+        served: PolicyServer = (
+            ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
+            if recipe.serving.replicas == 1
+            else ReplicatedPolicy(recipe, run_dir, registry, gpus=checked.gpus.replicas)
+        )
         stack.push_async_callback(served.close)
         judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
@@ -180,6 +185,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 tools,
                 group_judge=checked.group_judge,
                 cache_use=lambda: served.cache_use,
+                hosted=served.episode,
                 memory=None if memory is None else memory.of,
             ),
             schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
@@ -203,6 +209,7 @@ def group_runner(
     *,
     group_judge: GroupJudge | None = None,
     cache_use: Callable[[], CacheUse | None] = lambda: None,
+    hosted: Hosted = lambda episode_id, task_key: nullcontext(),
     memory: MemoryOf | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
@@ -217,6 +224,7 @@ def group_runner(
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
         tools=tools,
+        hosted=hosted,
     )
     return GroupRunner(
         runner=runner,
