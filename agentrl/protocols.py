@@ -445,11 +445,12 @@ class WeightChannel(Protocol):
     """Takes published versions into the running server.
 
     A factory gets the server (`agentrl.serving.VLLMServer`) and, as `registry_folder`, the folder that versions are in: a new
-    channel for each server that is started. The server begins with the file channel's end, unless the recipe says nccl.
+    channel for each server that is started, one of several replicas too. The server begins with the file channel's end, unless the
+    recipe says nccl.
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Returns once every replica answers with `version` and the probe agrees, else raises `SwapError`."""
+        """Returns once the server answers with `version` and the probe agrees, else raises `SwapError`."""
         ...
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
+from agentrl.cluster.gpus import Placement
 from agentrl.contract.together import GroupJudge
 from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
@@ -148,11 +149,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served: PolicyServer = (
-            ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
-            if recipe.serving.replicas == 1
-            else ReplicatedPolicy(recipe, run_dir, registry, gpus=checked.gpus.replicas)
-        )
+        served = policy_server(recipe, run_dir, registry, checked.gpus)
         stack.push_async_callback(served.close)
         judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
@@ -195,6 +192,13 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             suite=checked.suite,
             memory=memory,
         )
+
+
+def policy_server(recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement) -> PolicyServer:
+    """The policy on one server, or on several."""
+    if recipe.serving.replicas == 1:
+        return ServedPolicy(recipe, run_dir, registry, gpus=gpus.server)
+    return ReplicatedPolicy(recipe, run_dir, registry, gpus=gpus.replicas)
 
 
 def group_runner(
