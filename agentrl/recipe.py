@@ -42,6 +42,7 @@ from agentrl.sections import (
     TasksConfig,
     ToolBounds,
     ToolsConfig,
+    WeightingConfig,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "TasksConfig",
     "ToolBounds",
     "ToolsConfig",
+    "WeightingConfig",
     "apply_overrides",
     "build",
     "load",
@@ -168,6 +170,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares a step's attempts with one another, these teach too: set it to 0"
+            )
+        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+            raise ValueError(
+                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} these teach too: leave it out"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")

@@ -175,6 +175,11 @@ class Task(Record):
                 raise ValueError(f"task {self.id!r}: binary file {path!r} is not base64: {error}") from None
 
     @property
+    def kind(self) -> str:
+        """The kind of question that this is, as evaluations count it: what the family says in `data["kind"]`, else its name."""
+        return str(self.data.get("kind", self.family))
+
+    @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
         text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))

@@ -21,6 +21,7 @@ from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
+from agentrl.observe.taught import taught_tables
 from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, shown_pair
 
 _EPISODES_SHOWN = 6
@@ -99,6 +100,7 @@ def write_report(run_dir: Path) -> Path:
         kinds=_kinds(summary) if summary else [],
         compute=_compute(run),
         machinery=_machinery(run),
+        taught=taught_tables(run.taught),
         failures=failures.told(run.failures),
         left_out=_left_out(run),
         setbacks=_setbacks(run),

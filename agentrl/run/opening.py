@@ -46,6 +46,7 @@ from agentrl.run.models import place_base_version
 from agentrl.run.practising import keep_practice
 from agentrl.run.preflight import Checked, check_prompt, open_chat
 from agentrl.run.starts import check_starts
+from agentrl.run.taught import TaughtGroups
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.replicas import ReplicatedPolicy
@@ -72,7 +73,7 @@ class Run:
     sandboxes: SandboxBackend
     served: PolicyServer
     groups: GroupRunner
-    schedule: GroupSchedule
+    taught: TaughtGroups
     learner: LearnerProcess
     judges: JudgeServers
     stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
@@ -157,6 +158,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
         capture = Capture(run_dir, recipe.capture, origin=origin, audit=partial(disagreement, below=recipe.capture.below))
         stack.callback(capture.close)
+        schedule = GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice)
         yield Run(
             recipe=recipe,
             folder=run_dir,
@@ -185,7 +187,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 hosted=served.episode,
                 memory=None if memory is None else memory.of,
             ),
-            schedule=GroupSchedule(checked.family, recipe.seed, withheld=Withholding(run_dir, checked.withheld), practice=checked.practice),
+            taught=TaughtGroups(recipe, run_dir, store, schedule),
             learner=learner,
             judges=judges,
             stop_at=recipe.steps,
