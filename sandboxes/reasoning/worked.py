@@ -31,7 +31,7 @@ def program(kind: str, question: str) -> str | None:
 
 
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The problems whose questions together show the most marks, and then pairs of neighbouring ones; of equal ones, those of a usual length.
+    """The problems whose questions together show the most marks, then the most pairs of them; of equal ones, those of a usual length.
 
     Digits are one mark and letters another. Questions of more than twice the usual length are no candidates.
     """
