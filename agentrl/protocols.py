@@ -188,7 +188,7 @@ class Policy(Protocol):
         """Raises `ServingError` when the server fails; never gives an empty completion without a finish reason.
 
         The tokens are drawn from the distribution that `params` describe, and their logprobs are of it; with `params.supports` the
-        completion has the support of every token, or its episode fails.
+        completion has the support of every token, or its episode fails. `request_id` is the id of the episode, a hyphen and a number.
         """
         ...
 
@@ -399,10 +399,10 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """How full a server's key/value cache is."""
+    """How full the key/value caches of a policy's servers are."""
 
     reading: int  # counts up: another number is another reading
-    share: float  # of its blocks that running requests hold, 0 to 1; prefixes that are only kept count as free
+    shares: tuple[float, ...]  # of each cache's blocks that running requests hold, 0 to 1; prefixes that are only kept count as free
 
 
 class PolicyServer(Policy, Protocol):
@@ -428,6 +428,14 @@ class PolicyServer(Policy, Protocol):
 
     async def start(self, version: PolicyVersion) -> None: ...
 
+    def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
+        """Around an episode whose requests come: attempts at one task share their prompt, and may be kept together."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """What a step's line of metrics says of several servers; empty for one."""
+        ...
+
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Takes a published version in; the old one serves on unless the probe agrees. Raises `SwapError`, `ServingError`."""
         ...
@@ -451,11 +459,12 @@ class WeightChannel(Protocol):
     """Takes published versions into the running server.
 
     A factory gets the server (`agentrl.serving.VLLMServer`) and, as `registry_folder`, the folder that versions are in: a new
-    channel for each server that is started. The server begins with the file channel's end, unless the recipe says nccl.
+    channel for each server that is started, one of several replicas too. The server begins with the file channel's end, unless the
+    recipe says nccl.
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Returns once every replica answers with `version` and the probe agrees, else raises `SwapError`."""
+        """Returns once the server answers with `version` and the probe agrees, else raises `SwapError`."""
         ...
 
     async def close(self) -> None:

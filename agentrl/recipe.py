@@ -151,6 +151,8 @@ class Recipe(Section):
                 "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
                 " must be less than policy.max_model_len"
             )
+        if self.serving.replicas > self.rollout.concurrency:
+            raise ValueError("serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.kernels == "liger" and self.device == "cpu":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from agentrl import usercode
@@ -15,6 +17,9 @@ from agentrl.rollout.life import EpisodeLife, OnTurn
 from agentrl.rollout.remembering import memory_of
 from agentrl.rollout.workplace import contents
 from agentrl.sampling import Sampling
+
+Hosted = Callable[[str, str], AbstractContextManager[object]]
+"""Around the requests of an episode, by its id and its task's key: whoever spreads them over several servers hears of its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
+    hosted: Hosted = lambda episode_id, task_key: nullcontext()
 
     async def run(
         self,
@@ -71,7 +77,8 @@ class EpisodeRunner:
             memory=memory_of(memory, start),
         )
         try:
-            stop_reason, collected, failures = await self._attempt(life)
+            with self.hosted(episode_id, task.key):
+                stop_reason, collected, failures = await self._attempt(life)
         finally:
             await life.close()
         return Episode(

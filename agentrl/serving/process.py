@@ -211,9 +211,9 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
     }
 
 
-def threads_or_all(threads: int) -> int:
-    """A number of CPU threads; 0 stands for all cores."""
-    return threads or len(os.sched_getaffinity(0))
+def threads_or_all(threads: int, *, servers: int = 1) -> int:
+    """A number of CPU threads; 0 stands for all cores, of which each of several servers gets its share, and one at least."""
+    return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def scratch_folder(of: str) -> Path:

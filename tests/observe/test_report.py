@@ -99,6 +99,14 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
+def test_several_servers_are_drawn_side_by_side_and_restarts_only_where_there_were_some(run_dir: Path) -> None:
+    for restarts, drawn in ((0, False), (2, True)):
+        servers = {"replica0_tokens": 50.0, "replica1_tokens": 30.0, "replica0_restarts": 0, "replica1_restarts": restarts}
+        write_lines(run_dir / "metrics.jsonl", [step_line(step, random.Random(0)) | servers for step in (1, 2)])
+        shown = Page(write_report(run_dir)).shown
+        assert "Tokens by server" in shown and "server 1" in shown and ("Restarts by server" in shown) is drawn
+
+
 def test_it_says_from_which_distribution_episodes_were_sampled(run_dir: Path) -> None:
     path = run_dir / "recipe.json"
     recipe = json.loads(path.read_text())
