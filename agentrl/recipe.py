@@ -141,6 +141,11 @@ class Recipe(Section):
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
+        if self.rollout.spare_attempts and self.rollout.branching is not None:
+            raise ValueError(
+                "rollout.spare_attempts does not go with rollout.branching: a branch begins where its stem stands, so that the first to end"
+                " would be those of the fastest stem; leave one of them out"
+            )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
             raise ValueError("objective.credit=siblings compares attempts that branched, and none do: set rollout.branching")
         compaction, longest = self.rollout.compaction, self.policy.max_model_len

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
+from agentrl.limits import Limits as Limits
 from agentrl.memo import Memo
 from agentrl.sampling import SamplingParams as SamplingParams
 from agentrl.sampling import Supports
@@ -25,9 +26,6 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 
 MAX_AGENT_STATE_CHARS = 1 << 20
 """Most characters of JSON in `EpisodeState.agent_state`."""
-
-OUTPUT_CALLS = 20
-"""How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
 
 OUTPUT_FILES = 256
 """Most files that an episode's outputs may have."""
@@ -111,31 +109,6 @@ class SandboxSpec(Record):
             destinations.parse_all(self.network)
         except ValueError as error:
             raise ValueError(f"SandboxSpec.network: {error}") from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(Record):
-    """What one episode may spend: `Limits(turns=4, tool_timeout_s=5.0)`."""
-
-    turns: int = 4  # of all trajectories together
-    turn_tokens: int = 256  # completion tokens in one turn
-    episode_tokens: int = 1024  # prompt + completion tokens of one trajectory
-    tool_timeout_s: float = 10.0
-    tool_output_chars: int = 2000  # of one call; head and tail are kept, the cut is marked
-    wall_s: float = 120.0  # whole episode, waiting included
-    episode_output_chars: int | None = None  # of all calls together; None: OUTPUT_CALLS times tool_output_chars
-
-    def __post_init__(self) -> None:
-        Record.__post_init__(self)
-        for name in ("turns", "turn_tokens", "episode_tokens", "tool_timeout_s", "tool_output_chars", "wall_s", "episode_output_chars"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"Limits.{name} must be positive, got {value}")
-
-    @property
-    def all_output_chars(self) -> int:
-        """Characters that the calls of one episode may show together."""
-        return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,6 +419,23 @@ class ScoredEpisode(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Record):
+    """An attempt that its group went on without. It is no failure and nobody's fault, and nothing of it is trained."""
+
+    episode_id: str
+    reason: str  # spare: as many as the group needs had ended
+    begun: bool = True
+    turns: int = 0  # that were finished
+    tokens: int = 0  # sampled in them; what the server had sampled of the next one is lost
+    wall_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if min(self.turns, self.tokens, self.wall_s) < 0:
+            raise ValueError(f"Cancelled {self.episode_id}: a negative number of turns, tokens or seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Record):
     """All attempts at one task that share a baseline. `index` numbers groups of a run from 0; it fixes task and step."""
 
@@ -453,6 +443,7 @@ class Group(Record):
     task_id: str
     task_key: str
     episodes: tuple[ScoredEpisode, ...]
+    cancelled: tuple[Cancelled, ...] = ()
 
     @property
     def scored(self) -> tuple[ScoredEpisode, ...]:

@@ -159,6 +159,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (f"{summary.episodes_left_out:,}", "left out"),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
+        *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),
         (f"{summary.updates_left_out:,}", "updates left out"),
         (short(summary.tokens_trained), "tokens trained"),
         (maybe(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
@@ -292,6 +293,8 @@ def _machinery(run: RunData) -> list[Card]:
         ),
         _small(run, "Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}),
         _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}, whole=True),
+        _small(run, "Further attempts", "that a group had enough without", _further(run), whole=True),
+        _small(run, "Length of what was cancelled", "sampled tokens, until then", _lengths(run)),
         _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, whole=True),
         _small(run, "Reward and audit", _drift(run), _audit(run)),
         _small(run, "Judges' disagreement", "mean over the episodes that several judged", {"judge_disagreement": "disagreement"}),
@@ -299,6 +302,15 @@ def _machinery(run: RunData) -> list[Card]:
         _small(run, "Parts of the score", "means over the episodes that have them", _parts(run)),
     ]
     return [chart for chart in charts if chart]
+
+
+def _further(run: RunData) -> dict[str, str]:
+    return {"attempts_cancelled": "cancelled", "attempts_not_begun": "not begun"} if run.series("attempts_cancelled") else {}
+
+
+def _lengths(run: RunData) -> dict[str, str]:
+    names = {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"}
+    return names if run.series("cancelled_tokens_mean") else {}
 
 
 def _audit(run: RunData) -> dict[str, str]:

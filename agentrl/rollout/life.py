@@ -15,6 +15,7 @@ from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskE
 from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
+    Cancelled,
     Completion,
     EpisodeState,
     Failure,
@@ -226,6 +227,12 @@ class EpisodeLife:
 
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
+
+    def cancelled(self, reason: str) -> Cancelled:
+        """What it had come to when its group went on without it."""
+        own = [turn for line in self.record() for turn in line.own_turns]
+        tokens = sum(len(turn.completion_ids) for turn in own)
+        return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
 
     def ended(self, stop_reason: str) -> str:
         """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""

@@ -92,6 +92,7 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         metrics["unscored_share"] = sum(scored.score.value is None for scored in played) / len(played)
     if ages:
         metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
+    metrics |= done_without(groups)
     if report is not None:
         metrics["swap_stall_ms"] = report.stall_ms
         metrics["swap_total_ms"] = report.total_ms
@@ -100,6 +101,28 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
     update = json.loads(learner.read_text()) if learner.exists() else {}
     # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
+
+
+def done_without(groups: Sequence[Group]) -> dict[str, float]:
+    """The attempts that groups went on without, how many and how long, beside those that count. Empty: there were none.
+
+    Lengths are up to the moment at which an attempt was cancelled: those of whole attempts would be larger.
+    """
+    cancelled = [one for group in groups for one in group.cancelled]
+    if not cancelled:
+        return {}
+    begun = [one for one in cancelled if one.begun]
+    metrics = {
+        "attempts_cancelled": float(len(begun)),
+        "attempts_not_begun": float(len(cancelled) - len(begun)),
+        "tokens_cancelled": float(sum(one.tokens for one in begun)),
+    }
+    if begun:
+        metrics["cancelled_tokens_mean"] = metrics["tokens_cancelled"] / len(begun)
+        metrics["cancelled_wall_s_mean"] = statistics.fmean(one.wall_s for one in begun)
+    if counted := [one.episode.wall_s for group in groups for one in group.scored]:
+        metrics["counted_wall_s_mean"] = statistics.fmean(counted)
+    return metrics
 
 
 def part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
@@ -214,6 +237,8 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         episodes_left_out=total("episodes_left_out"),
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
+        attempts_cancelled=total("attempts_cancelled"),
+        attempts_not_begun=total("attempts_not_begun"),
         tasks_quarantined=quarantine.count(folder),
         tasks_withheld=withholding.count(folder),
         tokens_trained=total("tokens_trained"),

@@ -93,6 +93,9 @@ class RolloutConfig(Section):
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
     """Tasks in one learner step."""
+    spare_attempts: int = Field(0, ge=0)
+    """Attempts that each group begins beyond group_size, so that it need not wait for its slowest: when group_size of them count, the rest
+    are cancelled. Episodes that end early are then preferred: docs/objectives.md says what that does."""
     extra_groups: int = Field(0, ge=0)
     """Groups that a step may have beyond these: one is made for each whose attempts all score the same, which teaches nothing. 0: a step
     trains on what is left."""
