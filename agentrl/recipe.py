@@ -177,6 +177,30 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _equal_scores_teach_nothing(self) -> Recipe:
+        objective = self.objective
+        if not self.rollout.stop_equal_after:
+            return self
+        if self.tasks.group_judge is not None:
+            raise ValueError("rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none")
+        teaching = [
+            f"objective.{key}={getattr(objective, key)}"
+            for key, teaches in (
+                ("advantage", objective.advantage in ("reinforce++", "gae")),
+                ("turn_coef", objective.turn_coef > 0),
+                ("credit", objective.credit in ("verifier", "counterfactual")),
+                ("kl", objective.kl == "k1_reward"),
+            )
+            if teaches
+        ]
+        if teaching:
+            raise ValueError(
+                f"rollout.stop_equal_after takes a group whose attempts score the same for one that teaches nothing; with"
+                f" {' and '.join(teaching)} it teaches something: set it to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_way_to_begin_anew(self) -> Recipe:
         if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
             raise ValueError(

@@ -423,7 +423,7 @@ class Cancelled(Record):
     """An attempt that its group went on without. It is no failure and nobody's fault, and nothing of it is trained."""
 
     episode_id: str
-    reason: str  # spare: as many as the group needs had ended
+    reason: str  # spare: as many as the group needs had ended; equal: the first ones had all scored the same
     begun: bool = True
     turns: int = 0  # that were finished
     tokens: int = 0  # sampled in them; what the server had sampled of the next one is lost

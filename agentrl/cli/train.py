@@ -149,6 +149,7 @@ def describe(summary: Summary, folder: Path) -> str:
     broken = f"{summary.tasks_quarantined} broken tasks left out, " if summary.tasks_quarantined else ""
     broken += f"{summary.tasks_withheld} training tasks withheld, " if summary.tasks_withheld else ""
     broken += f"{summary.attempts_cancelled} further attempts cancelled, " if summary.attempts_cancelled else ""
+    broken += f"{summary.groups_stopped} groups stopped early, " if summary.groups_stopped else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
         f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "

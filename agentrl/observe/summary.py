@@ -47,6 +47,8 @@ class Summary(BaseModel):
     """Further attempts that had begun when their group had enough; they are among no episodes."""
     attempts_not_begun: int = Field(0, ge=0)
     """Further attempts that their group did not need to begin."""
+    groups_stopped: int = Field(0, ge=0)
+    """Groups that ended early because their first attempts had all scored the same."""
     failures: dict[str, int] = {}
     """Tag -> failed episodes of training and evaluations, the most frequent first; `agentrl failures` shows them."""
     tasks_quarantined: int = Field(0, ge=0)

@@ -107,6 +107,7 @@ class GroupRunner:
     group_size: int
     max_retries: int
     spare_attempts: int = 0  # begun beyond these, and cancelled when so many count; none beside `branching`
+    stop_equal_after: int = 0  # begun before the others, which are not where these score the same; 0: all begin at once
     branching: BranchingConfig | None = None
     keeper: EpisodeKeeper | None = None
     memory: MemoryOf | None = None
@@ -141,7 +142,7 @@ class GroupRunner:
                 attempt.close()
                 return None
 
-        race = Race([member.name for member in members], group=index, size=self.group_size, begin=begin)
+        race = Race([member.name for member in members], group=index, size=self.group_size, begin=begin, first=self.stop_equal_after)
         try:
             async with asyncio.TaskGroup() as running:
                 race.start([number for number, one in enumerate(found) if isinstance(one, ScoredEpisode)])

@@ -116,6 +116,7 @@ def done_without(groups: Sequence[Group]) -> dict[str, float]:
         "attempts_cancelled": float(len(begun)),
         "attempts_not_begun": float(len(cancelled) - len(begun)),
         "tokens_cancelled": float(sum(one.tokens for one in begun)),
+        "groups_stopped": float(sum(any(one.reason == "equal" for one in group.cancelled) for group in groups)),
     }
     if begun:
         metrics["cancelled_tokens_mean"] = metrics["tokens_cancelled"] / len(begun)
@@ -239,6 +240,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         failures=failures_by_tag(folder),
         attempts_cancelled=total("attempts_cancelled"),
         attempts_not_begun=total("attempts_not_begun"),
+        groups_stopped=total("groups_stopped"),
         tasks_quarantined=quarantine.count(folder),
         tasks_withheld=withholding.count(folder),
         tokens_trained=total("tokens_trained"),

@@ -225,6 +225,7 @@ def group_runner(
         slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
         group_size=recipe.rollout.group_size,
         spare_attempts=recipe.rollout.spare_attempts,
+        stop_equal_after=recipe.rollout.stop_equal_after,
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
         memory=memory,

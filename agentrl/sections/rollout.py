@@ -96,6 +96,9 @@ class RolloutConfig(Section):
     spare_attempts: int = Field(0, ge=0)
     """Attempts that each group begins beyond group_size, so that it need not wait for its slowest: when group_size of them count, the rest
     are cancelled. Episodes that end early are then preferred: docs/objectives.md says what that does."""
+    stop_equal_after: int = Field(0, ge=0)
+    """Attempts of a group that begin first; where so many count and all score the same, the others are not begun. This saves hopeless
+    groups, at the price of rare successes: docs/objectives.md says how much of which. 0: all attempts begin at once."""
     extra_groups: int = Field(0, ge=0)
     """Groups that a step may have beyond these: one is made for each whose attempts all score the same, which teaches nothing. 0: a step
     trains on what is left."""
@@ -150,6 +153,18 @@ class RolloutConfig(Section):
     @property
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, supports=self.top_k > 0)
+
+    @model_validator(mode="after")
+    def _first_ones_can_differ(self) -> RolloutConfig:
+        first, fewest = self.stop_equal_after, max(2, self.min_group_size)
+        if first and not fewest <= first < self.group_size:
+            raise ValueError(
+                f"stop_equal_after={first} stops no group that could have gone on: give at least {fewest} attempts (two can differ, and"
+                f" min_group_size of them must count) and fewer than group_size={self.group_size}, or 0"
+            )
+        if first and self.branching is not None:
+            raise ValueError("stop_equal_after does not go with branching: a branch begins when its stem is there; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _supports_are_bounded(self) -> RolloutConfig:

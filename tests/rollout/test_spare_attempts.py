@@ -154,3 +154,17 @@ async def test_a_group_that_died_goes_on_to_a_whole_one(tokenizer: Any, task: Ta
     assert not any(name.endswith("-0") for name in again), "turns that were there are not sampled again"
     assert max(again.values(), default=1) == 1 and {one.split("-")[1] for one in again}.isdisjoint(map(str, range(ended)))
     assert all(one.begun is (ended < 3) for one in group.cancelled), "with enough that had ended, no other begins"
+
+
+async def test_a_hopeless_group_is_stopped_and_another_goes_on(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    async def half(task: Task, episode: Episode) -> Score:
+        return Score(value=float(int(episode.id.split("-")[1]) % 2))
+
+    async def zero(task: Task, episode: Episode) -> Score:
+        return Score(value=0.0)
+
+    policy = Slow(tokenizer, lambda member, turn: False)
+    stopped = await racing(make_runner(policy), size=4, spare=0, score=zero, stop_equal_after=2).group(0, task)
+    assert numbers(stopped) == [0, 1] and len({name.split("-")[1] for name in policy.asked}) == 2
+    assert [(one.reason, one.begun) for one in stopped.cancelled] == [("equal", False)] * 2
+    assert numbers(await racing(make_runner(policy), size=4, spare=0, score=half, stop_equal_after=2).group(1, task)) == [0, 1, 2, 3]
