@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from agentrl.learning import AdvantageEstimator as AdvantageEstimator
 from agentrl.learning import Loss as Loss
 from agentrl.learning import LossTokens as LossTokens
+from agentrl.limits import Thinking
 from agentrl.memo import Memo
 from agentrl.records import (
     Completion,
@@ -239,8 +240,11 @@ class LiveTrajectory(Protocol):
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
         ...
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`."""
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
+        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`.
+
+        `thinking` ends it at `Limits.thinking_tokens`; `TaskError` for a task with that limit where it is None.
+        """
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:

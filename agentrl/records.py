@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
+from agentrl.limits import LATER
 from agentrl.limits import Limits as Limits
 from agentrl.memo import Memo
 from agentrl.sampling import SamplingParams as SamplingParams
-from agentrl.sampling import Supports
+from agentrl.sampling import Supports, check_forced
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
@@ -150,7 +151,9 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        content = asdict(self)
+        content["limits"] = {name: value for name, value in content["limits"].items() if value is not None or name not in LATER}
+        text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:
@@ -201,9 +204,11 @@ class Turn(Record):
     generate_s: float = 0.0
     tool_s: float = 0.0
     supports: Supports | None = None  # [T] of the completion's tokens; None: all were drawn from the whole vocabulary
+    forced: tuple[int, ...] = ()  # places of completion tokens that were put there, not sampled: they are context, and never trained
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        check_forced("Turn", self.forced, len(self.completion_ids))
         if self.supports is not None:
             self.supports.check("Turn", self.completion_ids)
         n = len(self.completion_ids)
@@ -216,6 +221,11 @@ class Turn(Record):
             edge = span.end
         if edge != n:
             raise ValueError(f"Turn: version spans cover {edge} of {n} completion tokens")
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens of the completion the policy sampled."""
+        return len(self.completion_ids) - len(self.forced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +338,7 @@ class Episode(Record):
     @property
     def completion_tokens(self) -> int:
         """Tokens sampled for this episode; those it inherited are another's."""
-        return sum(len(u.completion_ids) for t in self.trajectories for u in t.own_turns)
+        return sum(u.sampled for t in self.trajectories for u in t.own_turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -547,9 +557,11 @@ class Completion(Record):
     versions: tuple[VersionSpan, ...]
     finish_reason: str  # "stop" or "length"
     supports: Supports | None = None  # one a token, where they were asked for
+    forced: tuple[int, ...] = ()  # places of tokens that were not sampled, as in a `Turn`
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        check_forced("Completion", self.forced, len(self.token_ids))
         if self.supports is not None:
             self.supports.check("Completion", self.token_ids)
 

@@ -123,6 +123,10 @@ def evaluate(
         if rate["attempts"] > 1:
             shares = "  ".join(f"pass@{k} {share:.3f}" for k, share in rate["pass_at"].items())
             print(f"{'':14} {shares}  {rate['attempts']} attempts a task, {rate['tokens_mean']:,.0f} sampled tokens each")
+        for one in rate["thinking"]:
+            told = f"{one['value']:.3f}  95% interval [{one['ci_low']:.3f}, {one['ci_high']:.3f}]" if "value" in one else "no score"
+            tokens = "" if one["tokens_mean"] is None else f"  {one['tokens_mean']:,.0f} sampled tokens each"
+            print(f"{'':14} {told}  at most {one['thinking_tokens']} thought{tokens}")
 
 
 def _model(named: str) -> str:

@@ -5,7 +5,7 @@ Here is what the report says; `agentrl/observe/templates` lays it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -227,10 +227,18 @@ def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
 
 
 def _compute(run: RunData) -> list[Card]:
-    """Success against sampled tokens, for each split of the last evaluation."""
-    found = []
-    for split in dict.fromkeys(split for split, _, _ in run.compute):
-        lines = [(attempts, points) for other, attempts, points in run.compute if other == split]
+    """Success against sampled tokens, for each split of the last evaluation: over budgets for an attempt, and over bounds on thinking."""
+    note = "share of tasks solved, by sampled tokens a task"
+    return [
+        *_against(run.compute, "Success against compute", "", note),
+        *_against(run.thinking, "Success against thinking", ", thinking bounded", f"{note}; a point for each bound on thinking, and none"),
+    ]
+
+
+def _against(found: Sequence[tuple[str, int, tuple[tuple[float, float], ...]]], title: str, after: str, note: str) -> list[Card]:
+    cards = []
+    for split in dict.fromkeys(split for split, _, _ in found):
+        lines = [(attempts, points) for other, attempts, points in found if other == split]
         lines = [*lines[:1], *lines[1:][-(_LINES_SHOWN - 1) :]]
         series = [
             Series(label="1 attempt" if attempts == 1 else f"the best of {attempts}", color=f"c{1 + n}", points=points)
@@ -239,15 +247,15 @@ def _compute(run: RunData) -> list[Card]:
         width, height = _NARROW
         chart = line_chart(
             series,
-            title=f"Success against compute, {split}",
+            title=f"{title}, {split}",
             width=width,
             height=height,
             y_range=(0.0, 1.0),
             y_format=lambda value: f"{value:.2f}",
             x_name="tokens",
         )
-        found.append(Card(title=printable(split).replace("_", " "), note="share of tasks solved, by sampled tokens a task", chart=chart))
-    return found
+        cards.append(Card(title=printable(split).replace("_", " ") + after, note=note, chart=chart))
+    return cards
 
 
 def _machinery(run: RunData) -> list[Card]:

@@ -8,10 +8,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from agentrl import usercode
 from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
+from agentrl.limits import Thinking
 from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
@@ -28,6 +30,7 @@ from agentrl.records import (
     Turn,
     check_tree,
 )
+from agentrl.rollout.thinking import bound_of, sampled
 from agentrl.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -78,18 +81,21 @@ class TrajectoryLife:
     def _budget(self) -> int:
         """Tokens that the next completion may have; none or fewer: it does not fit."""
         limits, room = self._life.task.limits, self._life.room
-        budget = min(limits.turn_tokens, room - self.tokens)
+        left = room - self.tokens
+        if limits.all_tokens is not None:  # agents that sample side by side are counted when they have
+            room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._life.tokens)
+        budget = min(limits.turn_tokens, left)
         if budget <= 0 and not self._life.turns_begun:
             raise TaskError(
                 f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
-                fix="shorten the prompt, or raise limits.episode_tokens and policy.max_model_len",
+                fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
             )
         return budget
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
         if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
         budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
@@ -99,7 +105,8 @@ class TrajectoryLife:
             budget = min(budget, max_tokens)
         self.sampling = True
         try:
-            completion = await self._life.generate([*self._context, *self.prompt_ids], budget, stop_token_ids, number)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number)
+            completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except BaseException:
             self.sampling = False
             raise
@@ -116,6 +123,7 @@ class TrajectoryLife:
             finish_reason=completion.finish_reason,
             generate_s=self._generate_s,
             supports=completion.supports,
+            forced=completion.forced,
         )
         self.turns.append(turn)
         self._context += (*turn.prompt_ids, *turn.completion_ids)
@@ -198,6 +206,11 @@ class EpisodeLife:
         return tuple(self._trajectories)
 
     @property
+    def tokens(self) -> int:
+        """Of all trajectories, those that wait for the next turn included."""
+        return sum(trajectory.tokens for trajectory in self._trajectories)
+
+    @property
     def turn_count(self) -> int:
         return sum(len(trajectory.turns) for trajectory in self._trajectories)
 
@@ -231,7 +244,7 @@ class EpisodeLife:
     def cancelled(self, reason: str) -> Cancelled:
         """What it had come to when its group went on without it."""
         own = [turn for line in self.record() for turn in line.own_turns]
-        tokens = sum(len(turn.completion_ids) for turn in own)
+        tokens = sum(turn.sampled for turn in own)
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
 
     def ended(self, stop_reason: str) -> str:
@@ -241,10 +254,13 @@ class EpisodeLife:
             raise ValueError(f"the agent's answer must be text, got {kind}")
         return _checked(stop_reason)
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], number: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int
+    ) -> Completion:
+        """Raises `ServingError`. `part`: of a turn that takes several requests."""
         params = SamplingParams(**asdict(self._sampling), max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
         self.stage = "generate"
-        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}{part}-{number}", timeout_s=self._request_timeout_s)
         if params.supports and (made.supports is None or not all(made.supports.rows)):
             raise ServingError(
                 "the policy answered without the support of every token, and without them the learner would score them wrongly"

@@ -43,7 +43,7 @@ from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.memory import RunMemory, open_memory, stand_in
 from agentrl.run.models import place_base_version
 from agentrl.run.practising import keep_practice
-from agentrl.run.preflight import Checked, check_prompt, open_chat
+from agentrl.run.preflight import Checked, check_prompt, check_thinking, open_chat
 from agentrl.run.starts import check_starts
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
@@ -123,6 +123,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             check_starts([checked.suite], chat, tools)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools, stand_in(recipe))
+        check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)

@@ -73,6 +73,7 @@ class _Player:
             versions=turn.versions,
             finish_reason=turn.finish_reason,
             supports=turn.supports,
+            forced=turn.forced,
         )
 
 

@@ -187,6 +187,9 @@ class EvalConfig(Section):
     """Held-out tasks on real data in each evaluation."""
     attempts: int = Field(1, ge=1, le=1024)
     """Attempts at each of these tasks. With more than one there is pass@k, too, and success against compute for several attempts."""
+    thinking_tokens: tuple[int, ...] = Field((), max_length=16)
+    """Bounds on what may be thought in a turn: with each of them the held-out tasks are played once more, and the report draws success
+    against compute over these bounds. The rates are those of the tasks' own limits. Empty: nothing is played again."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_k: int = Field(0, ge=0)
@@ -206,6 +209,10 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> EvalConfig:
+        if any(most < 1 for most in self.thinking_tokens) or len({*self.thinking_tokens}) < len(self.thinking_tokens):
+            raise ValueError("thinking_tokens must be positive, and each bound is given once")
+        if self.thinking_tokens and not self.heldout and not self.heldout_real:
+            raise ValueError("thinking_tokens does nothing without held-out tasks: set heldout or heldout_real")
         if 0 < self.temperature < _COLDEST:
             raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM samples colder ones at {_COLDEST:g}")
         if self.temperature == 0 and self.attempts > 1:
