@@ -42,6 +42,7 @@ from agentrl.sections import (
     TasksConfig,
     ToolBounds,
     ToolsConfig,
+    WeightingConfig,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "TasksConfig",
     "ToolBounds",
     "ToolsConfig",
+    "WeightingConfig",
     "apply_overrides",
     "build",
     "load",
@@ -154,6 +156,8 @@ class Recipe(Section):
                 "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
                 " must be less than policy.max_model_len"
             )
+        if self.serving.replicas > self.rollout.concurrency:
+            raise ValueError("serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.kernels == "liger" and self.device == "cpu":
@@ -171,6 +175,11 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares a step's attempts with one another, these teach too: set it to 0"
+            )
+        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+            raise ValueError(
+                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} these teach too: leave it out"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
@@ -206,6 +215,23 @@ class Recipe(Section):
             raise ValueError(
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
                 " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sandboxes_suffice(self) -> Recipe:
+        """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
+        delegation, most = self.rollout.delegation, self.sandbox.max_open
+        if delegation is None or delegation.sandbox == "shared":
+            return self
+        each = 1 + delegation.at_once
+        if self.rollout.concurrency * each > most:
+            fewer = f", or rollout.concurrency={most // each}" if most >= each else ""
+            raise ValueError(
+                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
+                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes would wait for one another with"
+                f" sandbox.max_open={most}: set sandbox.max_open={self.rollout.concurrency * each}{fewer}, or a lower"
+                " rollout.delegation.width or total"
             )
         return self
 

@@ -149,6 +149,11 @@ class Task(Record):
                 raise ValueError(f"task {self.id!r}: binary file {path!r} is not base64: {error}") from None
 
     @property
+    def kind(self) -> str:
+        """The kind of question that this is, as evaluations count it: what the family says in `data["kind"]`, else its name."""
+        return str(self.data.get("kind", self.family))
+
+    @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
         content = asdict(self)
@@ -438,11 +443,6 @@ class Cancelled(Record):
     turns: int = 0  # that were finished
     tokens: int = 0  # sampled in them; what the server had sampled of the next one is lost
     wall_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        Record.__post_init__(self)
-        if min(self.turns, self.tokens, self.wall_s) < 0:
-            raise ValueError(f"Cancelled {self.episode_id}: a negative number of turns, tokens or seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

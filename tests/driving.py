@@ -27,6 +27,7 @@ from agentrl.records import Completion, Episode, ExecResult, Limits, Message, Sa
 from agentrl.run import loop, opening
 from agentrl.run.judges import JudgeServers
 from agentrl.run.memory import open_memory
+from agentrl.run.taught import TaughtGroups
 from agentrl.sandbox import select_backend
 from agentrl.task import GroupSchedule
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
@@ -148,7 +149,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
             groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.of),
-            schedule=GroupSchedule(family, recipe.seed),
+            taught=TaughtGroups(recipe, run_dir, store, GroupSchedule(family, recipe.seed)),
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
             stop_at=recipe.steps,

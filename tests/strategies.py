@@ -192,7 +192,6 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "binary_files": st.dictionaries(paths, st.sampled_from(["", "/w=="]), max_size=2),
         "outputs": st.lists(paths, max_size=2).map(tuple),
     },
-    "Cancelled": {"turns": st.integers(0, 9), "tokens": st.integers(0, 9), "wall_s": st.floats(min_value=0)},
     "VersionSpan": {"start": st.just(0), "end": st.integers(1, 9)},
     "Turn": {"logprobs": _rows, "versions": wholes},
     "Supports": {"sizes": st.just(b"\1\0\0\0\2\0"), "ids": st.just(b"\7\0\0\0\7\0\0\0\xff\xff\xff\x7f")},

@@ -113,7 +113,7 @@ def example(trace: Trace) -> dict[str, Any]:
         "step": trace.step,
         "task_id": "" if trace.task is None else trace.task.id,
         "split": "" if trace.task is None else str(trace.task.split),
-        "kind": "" if trace.task is None else str(trace.task.data.get("kind", trace.task.family)),
+        "kind": "" if trace.task is None else trace.task.kind,
         "question": seen.asked,
         "answer": seen.answer,
         "truth": seen.truth,

@@ -46,7 +46,7 @@ def _named(trace: Trace, seen: View) -> Iterator[tuple[str, str]]:
     if trace.tags and trace.tags[0].turn is not None:
         yield "turn", str(min(trace.tags[0].turn, 9))
     if trace.task is not None:
-        yield "kind", str(trace.task.data.get("kind", trace.task.family))[:60]
+        yield "kind", trace.task.kind[:60]
     yield "why", str(trace.why)
     yield "ended", seen.stop_reason or "unknown"
     for line in _error_lines(seen):

@@ -86,4 +86,4 @@ def newest_version(episode: Episode | None) -> int:
 
 def kind_of(task: Task | None) -> str:
     """The kind of question that a task is, as evaluations count it."""
-    return "" if task is None else str(task.data.get("kind", task.family))[:80]
+    return "" if task is None else task.kind[:80]

@@ -21,6 +21,7 @@ from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
+from agentrl.observe.taught import taught_tables
 from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, shown_pair
 
 _EPISODES_SHOWN = 6
@@ -99,6 +100,7 @@ def write_report(run_dir: Path) -> Path:
         kinds=_kinds(summary) if summary else [],
         compute=_compute(run),
         machinery=_machinery(run),
+        taught=taught_tables(run.taught),
         failures=failures.told(run.failures),
         left_out=_left_out(run),
         setbacks=_setbacks(run),
@@ -307,6 +309,8 @@ def _machinery(run: RunData) -> list[Card]:
         _small(run, "Reward and audit", _drift(run), _audit(run)),
         _small(run, "Judges' disagreement", "mean over the episodes that several judged", {"judge_disagreement": "disagreement"}),
         _small(run, "Unscored", "share of the played episodes that no verifier gave a value", _unscored(run)),
+        _small(run, "Tokens by server", "sampled in a step", _replicas(run, "tokens"), short),
+        _small(run, "Restarts by server", "since the run was started or resumed", _restarted(run), whole=True),
         _small(run, "Parts of the score", "means over the episodes that have them", _parts(run)),
     ]
     return [chart for chart in charts if chart]
@@ -334,6 +338,17 @@ def _drift(run: RunData) -> str:
 
 def _unscored(run: RunData) -> dict[str, str]:
     return {"unscored_share": "share"} if any(value for _, value in run.series("unscored_share")) else {}
+
+
+def _replicas(run: RunData, figure: str) -> dict[str, str]:
+    """The first servers of a policy that has several."""
+    return {f"replica{n}_{figure}": f"server {n}" for n in range(_LINES_SHOWN) if run.series(f"replica{n}_{figure}")}
+
+
+def _restarted(run: RunData) -> dict[str, str]:
+    """The same, where one was restarted."""
+    found = _replicas(run, "restarts")
+    return found if any(value for key in found for _, value in run.series(key)) else {}
 
 
 def _parts(run: RunData) -> dict[str, str]:

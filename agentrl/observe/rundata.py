@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from agentrl.errors import StoreError
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
+from agentrl.observe.taught import REQUIRED
 
 Line = dict[str, Any]
 
@@ -34,6 +35,7 @@ class RunData:
     compute: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # of the last evaluation: split, attempts, (tokens, success)
     thinking: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # the same over bounds on thinking
     evaluated: dict[str, Rate]  # split -> what `agentrl eval` found; empty for a training run
+    taught: tuple[Line, ...]  # a line a group: of which task, and its scores
     failures: Line  # what `failures/failures.json` says; empty without one
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
@@ -64,6 +66,7 @@ def read_run(run_dir: Path) -> RunData:
         compute=tuple(_read_compute(evaluations)),
         thinking=tuple(_read_thinking(evaluations)),
         evaluated=evaluated,
+        taught=tuple(_read_lines(run_dir / "tasks.jsonl", REQUIRED, notes)),
         failures=_read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )

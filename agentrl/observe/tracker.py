@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from agentrl import parts, usercode
+from agentrl.causes import short
 from agentrl.errors import AgentRLError
 from agentrl.files import cut_torn_line
 from agentrl.observe.terminal import Progress, Terminal
 from agentrl.protocols import Interval, Tracker
 from agentrl.recipe import Recipe
 from agentrl.records import Group
+
+logger = logging.getLogger(__name__)
 
 
 class RunTracker(Tracker):
@@ -93,23 +101,43 @@ class MetricsFile(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Scalars in a new event file in `logs/tensorboard` of the run folder."""
+    """Scalars in a new event file in `logs/tensorboard` of the run folder. One that can no longer be written to is told of, and left.
+
+    TensorBoard's own writer has a thread that dies of a full disk, and takes what it held with it; so each step is written here.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        from tensorboard.summary import Writer  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-        self._writer = Writer(str(run_dir / "logs" / "tensorboard"))
-        self._closed = False
+        self._event, self._scalar = Event, scalar_pb
+        self._folder = run_dir / "logs" / "tensorboard"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # readers know a file by this beginning
+        self._file = (self._folder / name).open("xb")
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        event = self._event(wall_time=time.time(), step=step)
         for key, value in metrics.items():
-            self._writer.add_scalar(f"{'eval' if key.startswith('heldout') else 'train'}/{key}", float(value), step)
-        self._writer.flush()
+            event.summary.MergeFrom(self._scalar(f"{'eval' if key.startswith('heldout') else 'train'}/{key}", float(value)))
+        self._write(event)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._writer.close()
+        with suppress(OSError):  # what could not be written was told when it was
+            self._file.close()
+
+    def _write(self, event: Any) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._records.write(event.SerializeToString())
+            self._records.flush()
+        except OSError as error:
+            logger.warning("%s: %s; nothing more is written there", self._folder, short(error))
+            self.close()
 
 
 class TerminalTracker(Tracker):

@@ -4,7 +4,7 @@
 """
 
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.episode import EpisodeRunner, Hosted
 from agentrl.rollout.faults import fault, task_fault
 from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
@@ -17,6 +17,7 @@ __all__ = [
     "EpisodeRunner",
     "Forgotten",
     "GroupRunner",
+    "Hosted",
     "MemoryOf",
     "OnAttempt",
     "OnTurn",

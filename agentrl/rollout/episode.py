@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from agentrl import usercode
@@ -12,9 +13,13 @@ from agentrl.contract.outputs import Collected, collect, select
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.rollout.faults import fault, infrastructure_fault
-from agentrl.rollout.life import EpisodeLife, OnTurn, contents
+from agentrl.rollout.life import EpisodeLife, OnTurn
 from agentrl.rollout.remembering import memory_of
+from agentrl.rollout.workplace import contents
 from agentrl.sampling import Sampling
+
+Hosted = Callable[[str, str], AbstractContextManager[object]]
+"""Around the requests of an episode, by its id and its task's key: whoever spreads them over several servers hears of its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
+    hosted: Hosted = lambda episode_id, task_key: nullcontext()
 
     async def run(
         self,
@@ -74,7 +80,8 @@ class EpisodeRunner:
         )
         on_begin(life)
         try:
-            stop_reason, collected, failures = await self._attempt(life)
+            with self.hosted(episode_id, task.key):
+                stop_reason, collected, failures = await self._attempt(life)
         finally:
             await life.close()
         return Episode(

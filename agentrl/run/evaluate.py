@@ -162,4 +162,4 @@ def _made(family: TaskFamily, split: Split, index: int) -> Task | Failure:
 
 
 def _kind(task: Task | Failure) -> str:
-    return "" if isinstance(task, Failure) else str(task.data.get("kind", task.family))
+    return "" if isinstance(task, Failure) else task.kind

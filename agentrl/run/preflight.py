@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl import causes, parts
 from agentrl.agent import forms, load_tools
+from agentrl.agent.mcp.servers import PREFIX
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
@@ -160,12 +161,20 @@ def _check_agent(recipe: Recipe) -> None:
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:
-    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had."""
-    tools = None if recipe.rollout.delegation is None else recipe.rollout.delegation.tools
+    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had, or use no sandbox where each is to have one."""
+    config = recipe.rollout.delegation
+    names = config.tools if config is not None and config.tools is not None else ()
     try:
-        load_tools(tools or (), None, declared(recipe.tools, root))
+        tools = load_tools(names, None, declared(recipe.tools, root))
     except UserError as error:
         raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
+    if config is None or config.tools is None or config.sandbox == "shared" or any(name.startswith(PREFIX) for name in names):
+        return
+    if not any(tool.needs_sandbox for tool in tools.values()):
+        raise RecipeError(
+            "rollout.delegation.sandbox=own does nothing: none of rollout.delegation.tools uses a sandbox",
+            fix="give sub-agents one that does, such as python or shell, or leave it at shared",
+        )
 
 
 def _try_objective(recipe: Recipe) -> None:

@@ -18,6 +18,7 @@ async def make_step(run: Run, step: int) -> None:
     """Makes the groups of a step that are not stored yet; for each that has no preference another one, as far as the recipe allows."""
     if run.memory is not None:
         await run.memory.reach(step)
+    await run.taught.reach(step)
     block = run.step_groups.indices(step)
     waiting = iter(block)
 
@@ -40,6 +41,8 @@ async def make_group(run: Run, index: int) -> Group:
     run.capture.group(task, group, step=step)
     run.tracker.progress(index, group)
     run.quarantine.add(group)
+    if task is not None:
+        run.taught.add(task, group)
     if task is not None and (told := keep_answers(run.folder, task, group.episodes, phase="train", step=step)):
         run.tracker.alert(told)
     if task is not None and index == run.step_groups.indices(step)[0]:
@@ -65,7 +68,7 @@ async def _sampled(run: Run, index: int, step: int) -> tuple[Group, Task | None]
     """The group of a task; without a single attempt when the task is broken, known to be or not even made (then it is None)."""
     size = run.recipe.rollout.group_size
     try:
-        task = run.schedule.task(run.step_groups.position(index))
+        task = run.taught.task(index)
     except Exception as error:  # a family may raise anything (see make_task); the task is a pure function of the index, so it always will
         if not isinstance(error, UserError):
             usercode.report(f"task of group {index}", error)

@@ -20,7 +20,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "step": step,
         "task_id": task.id,
         "split": str(task.split),
-        "kind": str(task.data.get("kind", task.family)),
+        "kind": task.kind,
         "question": task.prompt[-1].content,
         "answer": episode.answer,
         "truth": task.data.get("answer"),

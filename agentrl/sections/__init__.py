@@ -7,7 +7,7 @@ from agentrl.sections.learner import LearnerConfig, Limit, LimitsConfig, LoraCon
 from agentrl.sections.objective import CriticConfig, ObjectiveConfig
 from agentrl.sections.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
 from agentrl.sections.serving import JudgeServerConfig, PolicyConfig, ServingConfig
-from agentrl.sections.tasks import GroupJudging, PracticeConfig, TasksConfig
+from agentrl.sections.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
 from agentrl.sections.tools import MCPConfig, MemoryConfig, SandboxConfig, ToolBounds, ToolsConfig
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "TasksConfig",
     "ToolBounds",
     "ToolsConfig",
+    "WeightingConfig",
 ]

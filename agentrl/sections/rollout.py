@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl import parts
+from agentrl.contract.outputs import wrong_pattern
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
 
@@ -45,11 +46,32 @@ class DelegationConfig(Section):
     to the agent that called, else their last message is it."""
     instruction: str = ""
     """System message of the sub-agents; empty: none."""
+    sandbox: Literal["shared", "own"] = "shared"
+    """Where sub-agents work. shared: in the sandbox of their episode, side by side on its files. own: each in a sandbox of its own, of the
+    task's spec, which begins with a copy of its caller's working directory and ends with it."""
+    returns: tuple[str, ...] = ()
+    """Patterns of files, such as out/**, that come back from a sandbox of a sub-agent's own: they are put into a folder of its caller's
+    working directory, helper-1 for trajectory 1, which its answer names. Patterns and bounds are those of a task's outputs."""
+
+    @property
+    def at_once(self) -> int:
+        """Most sub-agents of one episode that are at work at the same time."""
+        return min(self.total, sum(int(self.width**depth) for depth in range(1, self.depth + 1)))
+
+    @field_validator("returns")
+    @classmethod
+    def _are_patterns(cls, returns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in returns:
+            if wrong := wrong_pattern(pattern):
+                raise ValueError(f"{pattern[:80]!r} {wrong}")
+        return returns
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> DelegationConfig:
         if self.total < self.width:
             raise ValueError(f"width does nothing above total: no turn can start {self.width} sub-agents when an episode has {self.total}")
+        if self.returns and self.sandbox == "shared":
+            raise ValueError("returns does nothing with sandbox=shared, where the files of all agents are the same: set sandbox=own")
         return self
 
 

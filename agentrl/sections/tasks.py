@@ -1,4 +1,4 @@
-"""What an agent is given to do, and how it is judged: `tasks`, `tasks.practice`."""
+"""What an agent is given to do, and how it is judged: `tasks`, `tasks.practice`, `tasks.weighting`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ class PracticeConfig(Section):
     """Suites, as folders relative to the project root, and how often each takes its turn. None of their cases is ever trained on."""
     share: float = Field(0.3, ge=0.001, le=1)
     """Share of the groups that practise; the others have tasks of the family."""
+
+
+class WeightingConfig(Section):
+    """Training tasks that teach are given more often than those whose attempts all score the same. docs/recipes.md, "Which tasks"."""
+
+    least: float = Field(0.1, ge=0.01, lt=1)
+    """Weight of a task that teaches nothing, against one that always does: it comes back now and then, as the policy changes."""
+    window: int = Field(8, ge=1, le=1000)
+    """Newest groups of a task, and of a kind of tasks, by which it is weighed."""
 
 
 class GroupJudging(Section):
@@ -48,6 +57,8 @@ class TasksConfig(GroupJudging):
     """Suites, as folders relative to the project root: no case of theirs, nor a near twin of one, is ever trained on."""
     practice: PracticeConfig | None = None
     """Tasks made from the cases of suites, for a share of the groups; None: every group has a task of the family."""
+    weighting: WeightingConfig | None = None
+    """Give tasks more often that teach; None: all as often. `{}` takes its defaults."""
     audit: tuple[str, ...] = Field(())
     """Verifiers that judge every episode beside the others, as references: logged and plotted, never trained on. docs/verifiers.md."""
 

@@ -18,6 +18,7 @@ from agentrl.protocols import TaskFamily, VariedFamily
 from agentrl.recipe import TasksConfig
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
+from agentrl.task.weighting import Weights
 from agentrl.usercode import describe, interrupted
 
 
@@ -143,7 +144,8 @@ class GroupSchedule:
     """Group index -> training task. A finite split has a new seeded order each epoch; an endless one is taken in order.
 
     A task in `withheld` is never given: the next one of the epoch takes its place, or one from further on in an endless split. Groups
-    that `practice` has a task for get that; the others go through the family's tasks as if there were no such groups.
+    that `practice` has a task for get that; the others go through the family's tasks as if there were no such groups. Tasks whose weight
+    is below 1 are passed over so often.
 
     `task` raises `TaskError` when the family cannot make it, `RecipeError` where there is none that may be trained on.
     """
@@ -154,7 +156,8 @@ class GroupSchedule:
     practice: Practice | None = None
     _orders: dict[int, list[int]] = field(default_factory=dict, repr=False)
 
-    def task(self, group_index: int) -> Task:
+    def task(self, group_index: int, weights: Weights | None = None) -> Task:
+        """With `weights`, one that these pass over gives its place to the next one, too; where they pass over all, the first stays."""
         if self.practice is not None:
             if (set_aside := self.practice.task(group_index)) is not None:
                 return set_aside
@@ -162,14 +165,23 @@ class GroupSchedule:
         size = self.family.size(Split.TRAIN)
         if size == 0:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
+        first = None
         for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
             task = self._made(self._index(group_index, turn, size))
             if task not in self.withheld:
-                return task
+                if weights is None or weights.takes(task, seed=self.seed, group=group_index, turn=turn):
+                    return task
+                first = first or task
+        if first is not None:
+            return first
         raise RecipeError(
             f"task family {_named(self.family)!r}: group {group_index} finds no training task that tasks.withhold lets it have",
             fix="take the suite out of tasks.withhold, or give the family tasks that are not in it",
         )
+
+    def practises(self, group_index: int) -> bool:
+        """Whether the group's task is none of the family's, but from `practice`."""
+        return self.practice is not None and self.practice.task(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
         """Index of a group's task, or with `turn` above 0 of the one that is tried next in its place."""

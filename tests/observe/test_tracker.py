@@ -52,6 +52,25 @@ def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, float(make_ndarray(event.tensor_proto))) for event in scalars] == [(1, 0.75), (2, 0.75)]
 
 
+def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = RunTracker(tmp_path, [events := TensorBoard(tmp_path)], steps=2)
+    tracker.log(1, STEP)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), events._file.fileno())
+    before = threading.active_count()
+    tracker.log(2, STEP)
+    tracker.log(3, STEP)
+    tracker.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/logs/tensorboard: OSError: [Errno 28] No space left on device; nothing more is written there"
+    ]
+    assert "Traceback" not in caplog.text and threading.active_count() == before
+    found = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Tensors("eval/heldout")] == [1]
+
+
 def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -1,0 +1,85 @@
+"""What the groups of a run taught, a line each in `tasks.jsonl` of its folder, and the weights of its tasks that follow from it.
+
+The weights of a step are a pure function of the stored groups of all steps before step `s - max_staleness`, which are there when step `s`
+may begin: a resumed run gives each group the task that it had. The file saves reading the groups again, and is what the report reads; a
+group without a line, which a killed process may leave, is read from the store and its task made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from agentrl.errors import StoreError
+from agentrl.experience import StepGroups
+from agentrl.files import append_lines, json_line, whole_lines
+from agentrl.protocols import ExperienceStore
+from agentrl.recipe import Recipe
+from agentrl.records import Group, Split, Task
+from agentrl.task import GroupSchedule, Record, Taught
+
+FILE = "tasks.jsonl"
+_KEPT = 4  # steps whose weights are remembered after the learner has consumed them
+
+
+class TaughtGroups:
+    """The tasks of a run's groups, chosen and written down."""
+
+    def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule) -> None:
+        self._path = folder / FILE
+        self._store = store
+        self._schedule = schedule
+        self._steps = StepGroups.of(recipe.rollout)
+        self._behind = recipe.max_staleness
+        self._record: Record | None = None
+        if recipe.tasks.weighting is not None:
+            by_task = schedule.family.size(Split.TRAIN) is not None
+            self._record = Record(recipe.tasks.weighting, min_group_size=recipe.rollout.min_group_size, by_task=by_task)
+        self._lines: dict[int, Taught] | None = None  # of the file, until they are in the record
+        self._reached = 0  # steps that are in the record
+        self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}
+        self._reaching = asyncio.Lock()
+
+    async def reach(self, step: int) -> None:
+        """Makes the weights of a step. Called once the step may begin, when the groups that they follow from are in the store."""
+        if self._record is None:
+            return
+        async with self._reaching:
+            if self._lines is None:
+                self._lines = await asyncio.to_thread(self._read)
+            while self._reached < step - self._behind:
+                self._record.add(self._step(self._reached))
+                self._reached += 1
+                self._weights[self._reached + self._behind] = self._record.weights()
+                self._weights.pop(self._reached - _KEPT, None)
+
+    def task(self, index: int) -> Task:
+        """The task of group `index`. Raises what `GroupSchedule.task` does."""
+        weights = None if self._record is None else self._weights[self._steps.step_of(index)]
+        return self._schedule.task(self._steps.position(index), weights)
+
+    def add(self, task: Task, group: Group) -> None:
+        """Writes down what a stored group taught; nothing of a task that practises a suite, which is none of the family's."""
+        if self._schedule.practises(self._steps.position(group.index)):
+            return
+        taught = Taught.of(task, group)
+        append_lines(self._path, [json_line(taught.as_json())])
+        if self._lines is not None:
+            self._lines[group.index] = taught
+
+    def _step(self, step: int) -> Iterator[Taught]:
+        """What the groups taught that a step consumed."""
+        assert self._lines is not None, "the file is read first"
+        indices = self._steps.taken(step, self._store)
+        if indices is None:
+            raise StoreError(f"what step {step} taught is not known: some of its groups are not in the experience store")
+        for index in indices:
+            if (line := self._lines.pop(index, None)) is not None:
+                yield line
+            elif not self._schedule.practises(self._steps.position(index)) and (group := self._store.groups([index])[0]).scored:
+                yield Taught.of(self.task(index), group)
+
+    def _read(self) -> dict[int, Taught]:
+        found = map(Taught.read, whole_lines(self._path))
+        return {line.group: line for line in found if line is not None}

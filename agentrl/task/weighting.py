@@ -1,0 +1,143 @@
+"""Which training tasks are given more often: those whose attempts were lately scored differently from one another.
+
+A group whose attempts all score the same trains nothing, solved or not; and what is solved nearly always has little left to teach. Both
+are read off a task's own last groups, and for a task that was never given off those of its kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agentrl.records import Group, Task
+from agentrl.sections import WeightingConfig
+
+MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
+
+_Lately = tuple[tuple[bool, float], ...]  # of the newest groups, oldest first: whether the attempts were scored differently, and headroom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """What one group of a task of the family was worth to the learner."""
+
+    group: int
+    task: str
+    """`Task.id`."""
+    key: str
+    """`Task.key`."""
+    kind: str
+    counted: int
+    """Attempts that were scored."""
+    lowest: float
+    mean: float
+    highest: float
+    """Of their scores; 0.0 where there are none."""
+
+    @classmethod
+    def of(cls, task: Task, group: Group) -> Taught:
+        scores = [one.score.value for one in group.scored if one.score.value is not None]
+        return cls(
+            group=group.index,
+            task=task.id,
+            key=group.task_key,
+            kind=task.kind[:MOST_KIND],
+            counted=len(scores),
+            lowest=min(scores, default=0.0),
+            mean=sum(scores) / max(len(scores), 1),
+            highest=max(scores, default=0.0),
+        )
+
+    @property
+    def differs(self) -> bool:
+        """Whether some attempts were scored higher than others."""
+        return self.highest > self.lowest
+
+    @property
+    def headroom(self) -> float:
+        """How far the attempts were from a score of 1, from 0 to 1."""
+        return min(max(1.0 - self.mean, 0.0), 1.0)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, line: bytes) -> Taught | None:
+        """Of a line of JSON that holds `as_json`; None for what does not."""
+        try:
+            found = json.loads(line)
+            taught = cls(**found) if isinstance(found, dict) else None
+        except (TypeError, ValueError, RecursionError):
+            return None
+        return taught if taught is not None and taught._sound() else None
+
+    def _sound(self) -> bool:
+        texts, counts = (self.task, self.key, self.kind), (self.group, self.counted)
+        scores = (self.lowest, self.mean, self.highest)
+        return (
+            all(isinstance(text, str) for text in texts)
+            and all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
+            and all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
+        )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How often tasks are given, against the kind that is given most often, which has 1. Never below `least`.
+
+    The weight of a task, or of a kind, of whose newest n groups (at most `window`) s had attempts that scored differently, with a mean
+    score of m, is (1 + s) / (1 + n) * (1 - m): how likely its next group is to teach, times what is left to learn. One of which nothing
+    is known has 1.
+    """
+
+    least: float
+    tasks: Mapping[str, float]
+    """`Task.key` -> weight, of those that were given."""
+    kinds: Mapping[str, float]
+
+    def of(self, task: Task) -> float:
+        weight = self.tasks.get(task.key, self.kinds.get(task.kind[:MOST_KIND], 1.0))
+        best = max(self.kinds.values(), default=1.0)
+        return min(1.0, max(self.least, weight / best)) if best > 0 else 1.0
+
+    def takes(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
+        """Whether the group is given this task, which is the so manieth that it was offered: always the same answer."""
+        return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.of(task)
+
+
+class Record:
+    """The last groups of each kind, and with `by_task` of each task. `add` them in the order of their indices."""
+
+    def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
+        self._config = config
+        self._counts = min_group_size
+        self._by_task = by_task
+        self._tasks: dict[str, _Lately] = {}
+        self._kinds: dict[str, _Lately] = {}
+
+    def add(self, groups: Iterable[Taught]) -> None:
+        """Groups with fewer scored attempts than the learner takes tell nothing of their task."""
+        for one in groups:
+            if one.counted >= self._counts:
+                self._note(self._kinds, one.kind, one)
+                if self._by_task:
+                    self._note(self._tasks, one.key, one)
+
+    def weights(self) -> Weights:
+        return Weights(self._config.least, _weights(self._tasks), _weights(self._kinds))
+
+    def _note(self, lately: dict[str, _Lately], name: str, one: Taught) -> None:
+        lately[name] = (*lately.get(name, ()), (one.differs, one.headroom))[-self._config.window :]
+
+
+def _weights(lately: Mapping[str, _Lately]) -> dict[str, float]:
+    return {name: _weight(groups) for name, groups in lately.items()}
+
+
+def _weight(groups: _Lately) -> float:
+    n = len(groups)
+    return (1 + sum(differed for differed, _ in groups)) / (1 + n) * sum(headroom for _, headroom in groups) / n

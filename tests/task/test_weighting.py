@@ -1,0 +1,122 @@
+"""Which tasks are given more often: known weights, and a schedule that follows them and says the same each time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl.files import json_line
+from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
+from agentrl.sections import WeightingConfig
+from agentrl.task import GroupSchedule, Record, Taught, Weights
+from tests.task.test_schedule import Ten
+
+KINDS = ("easy", "even", "hard")
+
+
+def plain(split: Split, index: int) -> Task:
+    return replace(Ten().task(split, index % 10), id=f"{split}-{index}")
+
+
+class Kinds:
+    """Tasks of three kinds in turn."""
+
+    name = "kinds"
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
+
+    def size(self, split: Split) -> int | None:
+        return self._size
+
+    def task(self, split: Split, index: int) -> Task:
+        return replace(plain(split, index), data={"kind": KINDS[index % 3]})
+
+    def gold(self, task: Task) -> str:
+        return ""
+
+
+def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[float] = (1.0, 1.0)) -> Taught:
+    episode = Episode(id="e", task_id="t", task_key="k", trajectories=())
+    scored = tuple(ScoredEpisode(episode=episode, score=Score(value=score)) for score in scores)
+    group = Group(index=index, task_id="t", task_key=key or f"key {index}", episodes=scored)
+    return Taught.of(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
+
+
+def recorded(lines: Iterable[Taught], *, by_task: bool = False, **config: float) -> Weights:
+    record = Record(WeightingConfig(**config), min_group_size=2, by_task=by_task)
+    record.add(lines)
+    return record.weights()
+
+
+def of_kind(kind: str, index: int = 0) -> Task:
+    return replace(plain(Split.TRAIN, index), data={"kind": kind})
+
+
+def test_a_kind_is_weighed_by_its_newest_groups_against_the_best_one() -> None:
+    lines = [taught(n, kind="easy") for n in range(20)]
+    lines += [taught(n, kind="even", scores=(0.0, 1.0) if n % 2 else (0.0, 0.0)) for n in range(20)]
+    lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: what a fault left of the group
+    weights = recorded(lines, window=8, least=0.05)
+    assert weights.kinds == {"easy": 0.0, "even": pytest.approx(5 / 9 * 0.75)}
+    assert weights.of(of_kind("even")) == 1.0
+    assert weights.of(of_kind("easy")) == 0.05
+    assert weights.of(of_kind("hard")) == 1.0, "nothing is known of it"
+    lines += [taught(n, kind="hard", scores=(0.0, 0.0)) for n in range(7)] + [taught(7, kind="hard", scores=(0.0, 1.0, 0.0, 0.0))]
+    assert recorded(lines, least=0.05).of(of_kind("hard")) == pytest.approx((2 / 9 * 7.75 / 8) / (5 / 9 * 0.75))
+    assert recorded([taught(0), taught(1, kind="even")]).of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
+
+
+def test_scores_off_the_scale_are_at_its_ends() -> None:
+    low, high = taught(0, scores=(-5.0, -1.0)), taught(0, scores=(3.0, 7.0))
+    assert (low.mean, low.headroom, high.headroom) == (-3.0, 1.0, 0.0)
+
+
+def test_a_task_that_was_given_is_weighed_by_its_own_groups() -> None:
+    task, other = of_kind("easy", 1), of_kind("easy", 2)
+    lines = [taught(n, key=task.key, scores=(0.0, 0.0)) for n in range(2)] + [taught(n, scores=(0.0, 1.0)) for n in (2, 3)]
+    weights = recorded(lines, by_task=True, least=0.01)
+    assert weights.kinds == {"easy": 3 / 5 * 3 / 4}
+    assert weights.of(task) == pytest.approx((1 / 3) / (3 / 5 * 3 / 4)) and weights.of(other) == 1.0
+    assert not recorded(lines).tasks, "the tasks of an endless family do not come again"
+
+
+@pytest.mark.parametrize("size", [None, 300])
+def test_the_schedule_follows_the_weights_and_says_the_same_each_time(size: int | None) -> None:
+    weights = Weights(0.1, {}, {"easy": 0.1, "even": 1.0, "hard": 0.1})
+    schedule = GroupSchedule(Kinds(size), seed=5)
+    given = [schedule.task(n, weights) for n in range(300)]
+    assert given == [GroupSchedule(Kinds(size), seed=5).task(n, weights) for n in reversed(range(300))][::-1]
+    times = Counter(task.kind for task in given)
+    assert 0.75 < times["even"] / 300 < 0.92, times  # 10 of 12 shares are its own
+    assert times["easy"] and times["hard"]
+    assert [schedule.task(n, Weights(0.1, {}, {})) for n in range(9)] == [schedule.task(n) for n in range(9)]
+
+
+def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -> None:
+    schedule = GroupSchedule(Kinds(3), seed=0)
+    never = Weights(0.0, {schedule.task(n).key: 0.0 for n in range(3)}, {"easy": 1.0})
+    assert [schedule.task(n, never) for n in range(6)] == [schedule.task(n) for n in range(6)]
+
+
+def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
+    line = taught(3, scores=(0.0, 0.25))
+    assert line.differs and Taught.read(json_line(line.as_json())) == line
+    whole = line.as_json()
+    wrong: Any
+    for wrong in ([], None, {}, {**whole, "more": 1}, {**whole, "kind": 3}, {**whole, "group": "3"}, {**whole, "counted": True}):
+        assert Taught.read(json_line(wrong)) is None, wrong
+    for key in whole:
+        assert Taught.read(json_line({**whole, key: None})) is None
+    assert all(Taught.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
+    assert Taught.read(json_line({**whole, "lowest": math.nan})) is None
+
+
+def test_a_kind_may_be_called_anything() -> None:
+    assert len(taught(0, kind="x" * 10_000).kind) == 200
+    assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).of(of_kind("x" * 10_000)) == 1.0
