@@ -143,6 +143,11 @@ class Recipe(Section):
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
+        if self.rollout.spare_attempts and self.rollout.branching is not None:
+            raise ValueError(
+                "rollout.spare_attempts does not go with rollout.branching: a branch begins where its stem stands, so that the first to end"
+                " would be those of the fastest stem; leave one of them out"
+            )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
             raise ValueError("objective.credit=siblings compares attempts that branched, and none do: set rollout.branching")
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
@@ -178,6 +183,30 @@ class Recipe(Section):
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _equal_scores_teach_nothing(self) -> Recipe:
+        objective = self.objective
+        if not self.rollout.stop_equal_after:
+            return self
+        if self.tasks.group_judge is not None:
+            raise ValueError("rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none")
+        teaching = [
+            f"objective.{key}={getattr(objective, key)}"
+            for key, teaches in (
+                ("advantage", objective.advantage in ("reinforce++", "gae")),
+                ("turn_coef", objective.turn_coef > 0),
+                ("credit", objective.credit in ("verifier", "counterfactual")),
+                ("kl", objective.kl == "k1_reward"),
+            )
+            if teaches
+        ]
+        if teaching:
+            raise ValueError(
+                f"rollout.stop_equal_after takes a group whose attempts score the same for one that teaches nothing; with"
+                f" {' and '.join(teaching)} it teaches something: set it to 0"
+            )
         return self
 
     @model_validator(mode="after")

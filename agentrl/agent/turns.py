@@ -21,7 +21,7 @@ from agentrl.agent.contexts import current, go_on
 from agentrl.agent.handing import hand_back
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.agent.turncalls import call_all, calls_made
+from agentrl.agent.turncalls import call_all, calls_made, over_budget
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolCall, ToolResult
 from agentrl.sections import CompactionConfig, DelegationConfig
@@ -102,7 +102,7 @@ class Speaker:
         if not self.line.tokens:
             self.line.add_prompt(chat.opening(self._prompt, schemas))
         while not (limit := self._limit()):
-            completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance())
+            completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance(), thinking=chat.thinking)
             episode.stage = "chat"
             parsed = chat.parse(completion.token_ids, schemas)
             self.line.add_turn(completion, parsed.message)
@@ -205,6 +205,7 @@ class Speaker:
             if answer is not None or self._episode.sandbox_lost:
                 return tuple(results), answer
         for error in parsed.errors:
+            self._spent[""] += 1
             text = clip(f"error: {error}", self._episode.task.limits.tool_output_chars)
             results.append(ToolResult(name="", output=self._episode.shown(text), ok=False))
         return tuple(results), None
@@ -219,9 +220,16 @@ class Speaker:
         assert self._loop.delegation is not None, "only then calls start sub-agents"
         began, turn = time.monotonic(), len(self.line.turns) - 1
         desk = delegation.Desk(self._episode, self._loop.delegation, defang=self._loop.chat.defang)
-        copy, uncopied = await self._copied(desk, [calls[number] for number in numbers])
+        refused: list[str] = []
+        for _ in numbers:
+            self._spent[delegation.NAME] += 1
+            over = over_budget(self._episode, self._spent, delegation.NAME)
+            refused.append(over.output if over is not None else "")
+        begun = [calls[number] for number, why in zip(numbers, refused, strict=True) if not why]
+        copy, uncopied = await self._copied(desk, begun)
         asked = [
-            uncopied or desk.open(calls[number], number, line=self.line, turn=turn, place=place) for place, number in enumerate(numbers)
+            refused[place] or uncopied or desk.open(calls[number], number, line=self.line, turn=turn, place=place)
+            for place, number in enumerate(numbers)
         ]
         async with asyncio.TaskGroup() as running:
             jobs = [None if isinstance(one, str) else running.create_task(self._worked(one, copy)) for one in asked]

@@ -7,12 +7,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from agentrl.errors import ServingError, TaskError
+from agentrl.limits import Thinking
 from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
+    Cancelled,
     Completion,
     EpisodeState,
     Failure,
@@ -26,6 +29,7 @@ from agentrl.records import (
     check_tree,
 )
 from agentrl.rollout.apart import Apart, set_apart
+from agentrl.rollout.thinking import bound_of, sampled
 from agentrl.rollout.workplace import Workplace
 from agentrl.sampling import Sampling
 
@@ -77,18 +81,21 @@ class TrajectoryLife:
     def _budget(self) -> int:
         """Tokens that the next completion may have; none or fewer: it does not fit."""
         limits, room = self._life.task.limits, self._life.room
-        budget = min(limits.turn_tokens, room - self.tokens)
+        left = room - self.tokens
+        if limits.all_tokens is not None:  # agents that sample side by side are counted when they have
+            room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._life.tokens)
+        budget = min(limits.turn_tokens, left)
         if budget <= 0 and not self._life.turns_begun:
             raise TaskError(
                 f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
-                fix="shorten the prompt, or raise limits.episode_tokens and policy.max_model_len",
+                fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
             )
         return budget
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
         if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
         budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
@@ -98,7 +105,8 @@ class TrajectoryLife:
             budget = min(budget, max_tokens)
         self.sampling = True
         try:
-            completion = await self._life.generate([*self._context, *self.prompt_ids], budget, stop_token_ids, number)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number)
+            completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except BaseException:
             self.sampling = False
             raise
@@ -115,6 +123,7 @@ class TrajectoryLife:
             finish_reason=completion.finish_reason,
             generate_s=self._generate_s,
             supports=completion.supports,
+            forced=completion.forced,
         )
         self.turns.append(turn)
         self._context += (*turn.prompt_ids, *turn.completion_ids)
@@ -195,6 +204,11 @@ class EpisodeLife:
         return tuple(self._trajectories)
 
     @property
+    def tokens(self) -> int:
+        """Of all trajectories, those that wait for the next turn included."""
+        return sum(trajectory.tokens for trajectory in self._trajectories)
+
+    @property
     def turn_count(self) -> int:
         return sum(len(trajectory.turns) for trajectory in self._trajectories)
 
@@ -225,6 +239,12 @@ class EpisodeLife:
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
+    def cancelled(self, reason: str) -> Cancelled:
+        """What it had come to when its group went on without it."""
+        own = [turn for line in self.record() for turn in line.own_turns]
+        tokens = sum(turn.sampled for turn in own)
+        return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
+
     def ended(self, stop_reason: str) -> str:
         """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
         if not isinstance(self.answer, str | None):
@@ -232,10 +252,13 @@ class EpisodeLife:
             raise ValueError(f"the agent's answer must be text, got {kind}")
         return _checked(stop_reason)
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], number: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int
+    ) -> Completion:
+        """Raises `ServingError`. `part`: of a turn that takes several requests."""
         params = SamplingParams(**asdict(self._sampling), max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
         self.stage = "generate"
-        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}{part}", timeout_s=self._request_timeout_s)
         if params.supports and (made.supports is None or not all(made.supports.rows)):
             raise ServingError(
                 "the policy answered without the support of every token, and without them the learner would score them wrongly"

@@ -45,7 +45,7 @@ from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.memory import RunMemory, open_memory, stand_in
 from agentrl.run.models import place_base_version
 from agentrl.run.practising import keep_practice
-from agentrl.run.preflight import Checked, check_prompt, open_chat
+from agentrl.run.preflight import Checked, check_prompt, check_thinking, open_chat
 from agentrl.run.starts import check_starts
 from agentrl.run.taught import TaughtGroups
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
@@ -128,6 +128,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             check_starts([checked.suite], chat, tools, recipe.rollout.delegation)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools, stand_in(recipe))
+        check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)
@@ -240,6 +241,8 @@ def group_runner(
         together=together,
         slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
         group_size=recipe.rollout.group_size,
+        spare_attempts=recipe.rollout.spare_attempts,
+        stop_equal_after=recipe.rollout.stop_equal_after,
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
         memory=memory,

@@ -24,11 +24,13 @@ from agentrl.memory import check_search, scope_of
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
 from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
-from agentrl.recipe import PolicyConfig, Recipe
+from agentrl.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
 from agentrl.reward.together import load_group_judge
+from agentrl.rollout import bound_of
+from agentrl.run.evaluate import bounded
 from agentrl.run.folder import check_disk
 from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.memory import stand_in
@@ -318,6 +320,21 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
 
 
 def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None, memory: EpisodeMemory | None = None) -> None:
-    """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
+    """Raises `UserError` when the chat template does not take the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
+    bound_of(first, chat.thinking)
     chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
+
+
+def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
+    """Raises `UserError` when the bounds on thinking that evaluations are to try cannot be kept, or leave no room for an answer."""
+    if not config.thinking_tokens:
+        return
+    if chat.thinking is None:
+        raise UserError(
+            "evaluation.thinking_tokens does nothing: the policy's chat template has no <think> and </think>, so no thinking can be told",
+            fix="leave it out, or use a model that thinks between them",
+        )
+    for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
+        if count and family.size(split) != 0:
+            bounded(family.task(split, 0), max(config.thinking_tokens))

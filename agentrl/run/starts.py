@@ -63,7 +63,7 @@ class _Player:
     asked: list[int] = field(default_factory=list)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        number = int(request_id.rpartition("-")[2])
+        number = int(request_id.rpartition("-")[2].partition(".")[0])
         if list(prompt_ids) != [*self.asked, *self.turns[number].prompt_ids]:
             raise _Apart(f"turn {number + 1} begins with other tokens than it did")
         turn = self.turns[number]
@@ -74,6 +74,7 @@ class _Player:
             versions=turn.versions,
             finish_reason=turn.finish_reason,
             supports=turn.supports,
+            forced=turn.forced,
         )
 
 
