@@ -46,7 +46,8 @@ TOGETHER = {
     **dict.fromkeys(("learner", "model", "supervised"), "learner"),
     "prove": "sandboxes",  # every sandbox's server reads the table of locks that one of the attacks fills
     **dict.fromkeys(("agent/test_fence.py", "cli/test_model.py"), "learner"),
-    **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py"), "learner"),
+    **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
+    "gateway": "gateway",  # the SDKs of others: two seconds of imports
 }
 FIRST = ("servers", "sandboxes", "learner", "pretrained")
 LAST_OF_ITS_GROUP = "prove/test_attacks.py"
