@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -22,6 +25,7 @@ from agentrl.failure.triage import load_rules
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.run.policies import find_policy, make_part
 from agentrl.section import section_of
+from agentrl.testing.chat_server import ChatServer, Says
 from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,11 +158,15 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
+@cache
+def commands() -> set[str]:
+    return set(typer.main.get_group(app).commands)
+
+
 @pages
 def test_commands_and_targets_exist(page: Path) -> None:
     text = prose(page)
-    known = set(typer.main.get_group(app).commands)
-    assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
+    assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= commands()
     makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "cli" / "template" / "Makefile.in")
     targets = {target for file in makefiles for target in re.findall(r"^([a-z0-9-]+):", file.read_text(), re.MULTILINE)}
     assert set(re.findall(r"(?:^|`|&& )make ([a-z0-9-]+)\b", text, re.MULTILINE)) <= targets
@@ -272,6 +280,27 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
     assert run(tmp_path, "-c", program).strip() == truth.strip()
 
 
+def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: Path) -> None:
+    write_examples("bring-your-own-agent.md", project)
+    call = {"id": "1", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(1 + 2)"}'}}
+    asks = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
+    heard: list[str] = []
+
+    def answers(body: Mapping[str, Any], number: int) -> Says:
+        heard.append(body["messages"][-1]["content"])
+        return Says(f"it is {heard[-1]}") if number else Says(raw=json.dumps(asks).encode())
+
+    with ChatServer(answers) as server:
+        told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
+        program = [sys.executable, "-I", "agents/mine.py"]
+        done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
+    assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
+    sound = "from agentrl.cli.recipes import load_recipe; from agentrl.run.preflight import check_parts; from pathlib import Path\n"
+    for recipe in ("mine", "outside_agent"):
+        sound += f"check_parts(load_recipe(Path('recipes/{recipe}.py'), [])[1])\n"
+    run(project, "-c", sound)
+
+
 @pytest.mark.slow
 def test_the_examples_of_own_parts_fulfil_their_protocols_and_work(project: Path) -> None:
     write_examples("parts.md", project)
@@ -328,7 +357,9 @@ def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() ->
     """A project made by `agentrl init`, and an installed wheel, have no docs/: a fix says what to do. Docstrings are for us."""
     named = {}
     for path in sorted((ROOT / "agentrl").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        if "docs/" not in (source := path.read_text(encoding="utf-8")):
+            continue
+        nodes = list(ast.walk(ast.parse(source)))
         bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, of fields too
         texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
         named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}

@@ -1,7 +1,7 @@
 """Which training tasks are given more often: those whose attempts were lately scored differently from one another.
 
-A group whose attempts all score the same trains nothing, solved or not. How often a task teaches is read off its own last groups, and
-for a task that was never given off those of its kind.
+A group whose attempts all score the same trains nothing, solved or not; and what is solved nearly always has little left to teach. Both
+are read off a task's own last groups, and for a task that was never given off those of its kind.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Taught:
     counted: int
     """Attempts that were scored."""
     lowest: float
+    mean: float
     highest: float
     """Of their scores; 0.0 where there are none."""
     broken: bool
@@ -49,6 +50,7 @@ class Taught:
             kind=task.kind[:MOST_KIND],
             counted=len(scores),
             lowest=min(scores, default=0.0),
+            mean=sum(scores) / max(len(scores), 1),
             highest=max(scores, default=0.0),
             broken=not scores and group.fault is not None,
         )
@@ -57,6 +59,11 @@ class Taught:
     def differs(self) -> bool:
         """Whether some attempts were scored higher than others."""
         return self.highest > self.lowest
+
+    @property
+    def headroom(self) -> float:
+        """How far the attempts were from a score of 1, from 0 to 1; nothing can be learned from a broken task."""
+        return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -73,7 +80,7 @@ class Taught:
 
     def _sound(self) -> bool:
         texts, counts = (self.task, self.key, self.kind), (self.group, self.counted)
-        scores = (self.lowest, self.highest)
+        scores = (self.lowest, self.mean, self.highest)
         return (
             isinstance(self.broken, bool)
             and all(isinstance(text, str) for text in texts)
@@ -86,8 +93,9 @@ class Taught:
 class Weights:
     """How often tasks are given, against the kind that is given most often, which has 1. Never below `least`.
 
-    The weight of a task that was given n times of late (at most `window`), s of them with attempts that scored differently, is
-    (1 + s) / (1 + n): 1 for one that is new or always teaches, falling with each group that taught nothing.
+    The weight of a task, or of a kind, of whose newest n groups (at most `window`) s had attempts that scored differently, with a mean
+    score of m, is (1 + s) / (1 + n) * (1 - m): how likely its next group is to teach, times what is left to learn. One of which nothing
+    is known has 1.
     """
 
     least: float
@@ -99,7 +107,7 @@ class Weights:
         weight = self.tasks.get(task.key) if self.tasks else None  # a key is a hash of all that the task holds
         if weight is None:
             weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
-        return min(1.0, max(self.least, weight / self._best))
+        return min(1.0, max(self.least, weight / self._best)) if self._best > 0 else 1.0
 
     @cached_property
     def _best(self) -> float:
@@ -124,9 +132,9 @@ class Record:
         """Groups with fewer scored attempts than the learner takes tell nothing of their task; a broken one taught nothing."""
         for one in groups:
             if one.broken or one.counted >= self._counts:
-                self._kinds.note(one.kind, one.differs)
+                self._kinds.note(one.kind, one)
                 if self._by_task:
-                    self._tasks.note(one.key, one.differs)
+                    self._tasks.note(one.key, one)
 
     def weights(self) -> Weights:
         """A copy: what is added later does not change it."""
@@ -134,14 +142,15 @@ class Record:
 
 
 class _Lately:
-    """Of each name the newest groups, as whether their attempts were scored differently, and the weight that follows from them."""
+    """Of each name the newest groups, as whether their attempts were scored differently and their headroom, and the weight that follows."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._groups: dict[str, deque[bool]] = {}
+        self._groups: dict[str, deque[tuple[bool, float]]] = {}
         self.weights: dict[str, float] = {}
 
-    def note(self, name: str, differed: bool) -> None:
+    def note(self, name: str, one: Taught) -> None:
         groups = self._groups.setdefault(name, deque(maxlen=self._window))
-        groups.append(differed)
-        self.weights[name] = (1 + sum(groups)) / (1 + len(groups))
+        groups.append((one.differs, one.headroom))
+        likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
+        self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

@@ -99,6 +99,14 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     assert path.stat().st_size < 1_000_000
 
 
+def test_several_servers_are_drawn_side_by_side_and_restarts_only_where_there_were_some(run_dir: Path) -> None:
+    for restarts, drawn in ((0, False), (2, True)):
+        servers = {"replica0_tokens": 50.0, "replica1_tokens": 30.0, "replica0_restarts": 0, "replica1_restarts": restarts}
+        write_lines(run_dir / "metrics.jsonl", [step_line(step, random.Random(0)) | servers for step in (1, 2)])
+        shown = Page(write_report(run_dir)).shown
+        assert "Tokens by server" in shown and "server 1" in shown and ("Restarts by server" in shown) is drawn
+
+
 def test_it_says_from_which_distribution_episodes_were_sampled(run_dir: Path) -> None:
     path = run_dir / "recipe.json"
     recipe = json.loads(path.read_text())
@@ -315,15 +323,15 @@ def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: P
             assert line is not None and shown_alone(line) and choose_pairs([spoken, line], [line, spoken], 2)
         for at in places(failing):
             of_failures(parse(json.dumps(altered(failing, at, value))) or {})
+    evaluations = {"after": {"heldout": evaluation(0.5)}}
+    for value in ODD:  # while there is little else to read
+        for at in places(evaluations):
+            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, at, value)))
+            read_run(run_dir)
     odd = [altered(spoken, at, value) | {"task_id": f"{at} {value}", "step": at} for value in ODD for at in places(spoken)]
     lines = "".join(json.dumps(line) + "\n" for line in odd if isinstance(line["messages"], list))
     for name in ("train", "before", "after"):
         (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
     steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    evaluations = {"after": {"heldout": evaluation(0.5)}}
-    for value in ODD:
-        for at in places(evaluations):
-            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, at, value)))
-            read_run(run_dir)
     assert "Episodes to read" in Page(write_report(run_dir)).shown
