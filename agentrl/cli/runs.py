@@ -14,6 +14,7 @@ from agentrl.errors import StoreError, UserError
 from agentrl.usercode import printable
 
 _LONGEST = 1000  # characters of a reason
+_OF_A_RUN = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "episodes", "failures/traces.sqlite")
 
 
 def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
@@ -23,6 +24,8 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None
 
     if not run_dir.is_dir():
         raise UserError(f"no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
+    if not any((run_dir / name).exists() for name in _OF_A_RUN):
+        raise UserError(f"{run_dir} holds no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart")
     try:
         write_digest(run_dir)
     except StoreError as error:

@@ -19,6 +19,7 @@ from agentrl.causes import disk_full, first, leaves, location, short
 from agentrl.errors import AgentRLError, UserError
 
 DRIVER_LOG = "logs/driver.log"
+_MOST_TOLD = 100_000  # characters
 
 
 @contextmanager
@@ -83,9 +84,10 @@ def explain(error: BaseException, *, folder: Path | None = None, go_on: str = ""
         lines.append(f"  continue with: {go_on}")
     if log is not None and not isinstance(cause, UserError):
         lines.append(f"  traceback: {log}")
-    elif log is None and not isinstance(cause, AgentRLError) and not disk_full(cause):
+    elif log is None and not isinstance(cause, AgentRLError | OSError) and not disk_full(cause):  # what the system refuses is no bug
         traceback.print_exception(error)
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    told = usercode.printable("\n".join(lines).expandtabs(4), _MOST_TOLD)  # files and what is in them may be named as anybody likes
+    print(told, file=sys.stderr, flush=True)
     return 2 if isinstance(cause, UserError) else 1
 
 

@@ -50,6 +50,14 @@ def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_pa
         assert "Traceback" not in capsys.readouterr().err
 
 
+def test_what_the_system_refuses_is_one_line_and_no_name_reaches_the_terminal_raw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(raised(OSError(errno.ENAMETOOLONG, "File name too long", "runs/a"))) == 1
+    assert explain(raised(UserError("no run folder a\x1b[31m\tb\u202e", fix="give\r one"))) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and "File name too long: 'runs/a'" in told
+    assert "a\ufffd[31m" in told and told.count("\n") == 3 and all(one.isprintable() or one == "\n" for one in told)
+
+
 def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         try:
