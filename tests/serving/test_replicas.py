@@ -410,7 +410,7 @@ async def test_no_request_is_ever_sampled_with_less_than_what_the_run_served(
 
         async def episode(number: int) -> None:
             nonlocal answered
-            while policy.version < 8:
+            while policy.version < 6:
                 name = f"e{number}-{rng.randrange(10**9)}"
                 with policy.episode(name, f"task {number % 5}"):
                     for turn in range(4):
@@ -431,14 +431,14 @@ async def test_no_request_is_ever_sampled_with_less_than_what_the_run_served(
 
         killer = asyncio.create_task(kill())
         players = [asyncio.create_task(episode(number)) for number in range(20)]
-        for number in range(1, 9):
+        for number in range(1, 7):
             await policy.swap(publish(registry, number))
             assert policy.version == number
             await asyncio.sleep(0.01)
         killer.cancel()
         await asyncio.gather(*players)
-        await until(lambda: weights() == [8, 8, 8] and len(policy._able()) == 3)
-        assert wrong == [] and answered > 200 and policy.restarts > 3
+        await until(lambda: weights() == [6, 6, 6] and len(policy._able()) == 3)
+        assert wrong == [] and answered > 100 and policy.restarts > 1
         assert policy._routing.loads == [0, 0, 0]
 
 
