@@ -6,7 +6,7 @@ Every wait takes a deadline in seconds and ends with a typed error (`agentrl.err
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 from agentrl.learning import AdvantageEstimator as AdvantageEstimator
 from agentrl.learning import Loss as Loss
 from agentrl.learning import LossTokens as LossTokens
+from agentrl.limits import Thinking
+from agentrl.listening import Interval as Interval
+from agentrl.listening import Tracker as Tracker
 from agentrl.memo import Memo
 from agentrl.records import (
     Completion,
@@ -239,8 +242,11 @@ class LiveTrajectory(Protocol):
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
         ...
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`."""
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
+        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`.
+
+        `thinking` ends it at `Limits.thinking_tokens`; `TaskError` for a task with that limit where it is None.
+        """
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -340,6 +346,20 @@ class LiveEpisode(Protocol):
 
     async def sandbox(self) -> Sandbox:
         """The episode's sandbox, opened at the first need. Raises `SandboxError`, or `TaskError` when the task's cannot be made."""
+        ...
+
+    @property
+    def sandbox_opened(self) -> bool: ...  # whether `sandbox` has opened one yet
+
+    async def working_copy(self) -> bytes | None:
+        """What the working directory holds, for `apart`; None: what the task's begins with. Raises `ValueError` where too large."""
+        ...
+
+    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
+        """The same episode for an agent with a sandbox of its own, which begins with a `working_copy` and ends with the block.
+
+        It is of the task's spec, and `sandbox_lost` is of it alone. Meanwhile the episode has no state that could be captured.
+        """
         ...
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
@@ -541,55 +561,3 @@ class VersionRegistry(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Interval(Protocol):
-    """A mean over `n` episodes and its 95% confidence interval."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def ci_low(self) -> float: ...
-
-    @property
-    def ci_high(self) -> float: ...
-
-    @property
-    def n(self) -> int: ...
-
-
-class Tracker(Protocol):
-    """Hears what happens in a run, in the driver, on one thread. A factory gets the run folder and the recipe.
-
-    A tracker that inherits from this class writes the methods that it needs: the others do nothing. What one raises is logged, and
-    the run goes on; one that takes long keeps the run waiting.
-    """
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of a finished step, which counts from 1; a value may be NaN or infinite."""
-        return None
-
-    def alert(self, text: str) -> None:
-        """What a person must not miss, such as an update that was left out. May hold an agent's words."""
-        return None
-
-    def stage(self, name: str, detail: str = "") -> None:
-        """The run enters a stage; it may enter one again."""
-        return None
-
-    def progress(self, index: int, group: Group) -> None:
-        """Group `index` was scored, or left out."""
-        return None
-
-    def evaluating(self, done: int, total: int) -> None:
-        """So many of the tasks of one evaluation are done."""
-        return None
-
-    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """The result of one evaluation ("before", "step8", "after"), by split."""
-        return None
-
-    def close(self) -> None:
-        """The run has ended. Idempotent."""
-        return None

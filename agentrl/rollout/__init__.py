@@ -9,6 +9,7 @@ from agentrl.rollout.faults import fault, task_fault
 from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
 from agentrl.rollout.remembering import Forgotten
+from agentrl.rollout.thinking import bound_of
 
 __all__ = [
     "Admission",
@@ -20,6 +21,7 @@ __all__ = [
     "MemoryOf",
     "OnAttempt",
     "OnTurn",
+    "bound_of",
     "fault",
     "left_out_group",
     "task_fault",

@@ -33,18 +33,19 @@ from agentrl.protocols import (
     VersionRegistry,
 )
 from agentrl.recipe import Recipe
-from agentrl.records import PolicyVersion
+from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf
+from agentrl.run.copies import check_copies
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.memory import RunMemory, open_memory, stand_in
 from agentrl.run.models import place_base_version
 from agentrl.run.practising import keep_practice
-from agentrl.run.preflight import Checked, check_prompt, open_chat
+from agentrl.run.preflight import Checked, check_prompt, check_thinking, open_chat
 from agentrl.run.starts import check_starts
 from agentrl.run.taught import TaughtGroups
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
@@ -110,6 +111,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
+        await check_copies(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
         base = run_dir / "versions" / "000000"
         model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
         chat = open_chat(model, template, policy=recipe.policy)
@@ -123,9 +125,10 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             memory=stand_in(recipe),
         )
         if checked.suite is not None:
-            check_starts([checked.suite], chat, tools)
+            check_starts([checked.suite], chat, tools, recipe.rollout.delegation)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools, stand_in(recipe))
+        check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)
@@ -238,6 +241,8 @@ def group_runner(
         together=together,
         slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
         group_size=recipe.rollout.group_size,
+        spare_attempts=recipe.rollout.spare_attempts,
+        stop_equal_after=recipe.rollout.stop_equal_after,
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
         memory=memory,
