@@ -42,7 +42,7 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
     if report.answers:
         print(f"note  {len(report.answers)} episodes were shown words with the answer to their own task, from other tasks:")
     for one in report.answers[:_TOLD]:
-        print(f"      {_line(str(one['episode']))} ({_line(str(one['task']))}): {_line('; '.join(one['how']))}")
+        print(f"      {_line(str(one['episode']))} ({_line(str(one['task']))}): {_line('; '.join(map(str, one['how'])))}")
     raise typer.Exit(0 if report.ok else 1)
 
 

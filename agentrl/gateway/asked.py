@@ -71,6 +71,13 @@ class Asked:
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # of its protocol alone, for how the answer is written
 
+    @property
+    def chars(self) -> int:
+        """Characters of all that the policy would be shown: messages, their calls, tools."""
+        texts = sum(map(len, (*self.system, *(one.message.content for one in self.messages))))
+        calls = [one.name + json.dumps(dict(one.arguments)) for said in self.messages for one in said.message.tool_calls]
+        return texts + sum(map(len, calls)) + sum(len(json.dumps(tool)) for tool in self.tools)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl.gateway import chat_completions
 from agentrl.gateway.asked import (
+    MAX_BODY,
     MAX_TOOLS,
     Answer,
     Asked,
@@ -224,6 +225,7 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
     """The tools of a request, and of those in a namespace, which the policy knows by both names in one, the two names."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
+    chars = 0  # of descriptions: a namespace's is told with each of its tools
     for at, value in enumerate(values):
         where = f"tools[{at}]"
         about = mapping(value, where)
@@ -236,6 +238,9 @@ def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple
         for place, one in enumerate(inner):
             made = _tool(mapping(one, f"{where}.tools[{place}]"), f"{where}.tools[{place}]")
             own = made["function"]["name"]
+            chars += len(about_all)
+            if chars > MAX_BODY:
+                raise Refused("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
             told = "\n".join(filter(None, (about_all, made["function"]["description"])))
             made["function"] |= {"name": name + _IN + own, "description": told}
             spaces[name + _IN + own] = (name, own)

@@ -260,7 +260,7 @@ async def _body(request: Request) -> Any:
 
     kept, size = [], 0
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY:
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > MAX_BODY:
         raise Refused("too_large", f"The request has {declared[:20]} bytes; at most {MAX_BODY} are taken.")
     try:
         async with asyncio.timeout(BODY_S):
@@ -292,7 +292,7 @@ def _key(headers: Mapping[str, str]) -> str:
 def _retries(headers: Mapping[str, str]) -> bool:
     """The SDKs of OpenAI and Anthropic count their attempts in this header."""
     count = headers.get("x-stainless-retry-count", "")
-    return count.isdigit() and int(count) > 0
+    return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 def _json(body: Any, status: int = 200) -> Response:

@@ -114,10 +114,7 @@ class Session:
             self.limit = "turn_limit"
             self.over.set()
             raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
-        if (
-            sum(map(len, (*asked.system, *(one.message.content for one in asked.messages))))
-            > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens
-        ):
+        if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
             raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
         line, place, prompt = self._line(asked, place)
         line.add_prompt(prompt)

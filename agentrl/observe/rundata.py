@@ -135,11 +135,9 @@ def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
 
 def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> list[Line]:
     """Those lines that hold what is `required`, each of its type."""
-    if not path.exists():
-        return []
     found: list[Line] = []
     bad = 0
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for text in (_text(path, notes) or "").split("\n"):
         if not text.strip():
             continue
         line = parse(text)
@@ -150,6 +148,17 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
     if bad:
         notes.append(f"{path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} left out")
     return found
+
+
+def _text(path: Path, notes: list[str]) -> str | None:
+    """What a file holds; None where there is none, or none that can be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return None
 
 
 def parse(text: str) -> Line | None:
@@ -167,9 +176,8 @@ def listed(found: Any) -> list[Any]:
 
 
 def _read_object(path: Path, notes: list[str]) -> Line:
-    if not path.exists():
-        return {}
-    found = parse(path.read_text(encoding="utf-8", errors="replace"))
+    text = _text(path, notes)
+    found = {} if text is None else parse(text)
     if found is None:
         notes.append(f"{path.name} cannot be read")
     return found or {}
@@ -182,4 +190,6 @@ def _read_summary(run_dir: Path, notes: list[str]) -> Summary | None:
         notes.append("The run has no summary yet.")
     except StoreError:
         notes.append("summary.json does not validate and is left out")
+    except OSError as error:
+        notes.append(f"summary.json cannot be read: {error.strerror or error}")
     return None

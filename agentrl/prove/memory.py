@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.experience import StepGroups, open_store
+from agentrl.files import whole_lines
 from agentrl.memory import NoteStore, written
 from agentrl.recipe import Recipe, load
 from agentrl.records import Group
@@ -21,6 +22,9 @@ from agentrl.run.memory import ANSWERS, FILE
 
 SHOWN = 20
 """Wrong readings that are told; all are counted."""
+
+_TRANSCRIPT: Mapping[str, type] = {"phase": str, "split": str, "task_id": str}
+_ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def audit(run: Path, *, telling: Callable[[int, int], None] = lambda done, total
                 found.group(store.groups([index])[0])
         finally:
             store.close()
-    for line in _lines(sorted((run / "episodes").glob("*.jsonl"))):
+    for line in _lines(sorted((run / "episodes").glob("*.jsonl")), _TRANSCRIPT):
         found.evaluated(line)
     version, kept = _kept(run / FILE, recipe)
     return MemoryReport(
@@ -91,7 +95,7 @@ def audit(run: Path, *, telling: Callable[[int, int], None] = lambda done, total
         evaluated_readers=found.readers_of_evaluations,
         wrong=len(found.wrong),
         examples=tuple(found.wrong[:SHOWN]),
-        answers=tuple(_lines([run / ANSWERS])),
+        answers=tuple(_lines([run / ANSWERS], _ANSWER)),
     )
 
 
@@ -131,19 +135,34 @@ class _Readings:
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """A transcript of an evaluation: what it was shown is of the same evaluation and split."""
-        if line.get("phase") == "train" or not isinstance(memory := line.get("memory"), dict):
+        if line["phase"] == "train" or not isinstance(memory := line.get("memory"), dict):
             return
+        read = memory.get("read")
+        names = [str(name) for name in read] if isinstance(read, list) else ["nobody knows whom"]
         self.of_evaluations += 1
-        self.readers_of_evaluations += bool(memory["read"])
+        self.readers_of_evaluations += bool(names)
         own = f"{line['phase']}-{line['split']}-"
-        self.wrong += [f"{line['task_id']} in {own[:-1]} was shown a note of {name}" for name in memory["read"] if not name.startswith(own)]
+        self.wrong += [f"{line['task_id']} in {own[:-1]} was shown a note of {name}" for name in names if not name.startswith(own)]
 
 
-def _lines(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+    """The objects that the files hold, a line each. Raises `UserError` for a line that is not one with the fields that are required."""
     for path in paths:
-        if path.is_file():
-            with path.open(encoding="utf-8") as file:
-                yield from (json.loads(line) for line in file if line.endswith("\n"))
+        try:
+            lines = whole_lines(path)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror or error}", fix="make it readable") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in required.items()):
+                raise UserError(
+                    f"{path}: line {number} is damaged, and what its episode was shown is not known",
+                    fix="bring the file back from a copy, or delete the line to have the others judged without it",
+                )
+            yield found
 
 
 def _kept(path: Path, recipe: Recipe) -> tuple[int, Mapping[str, tuple[int, int]]]:

@@ -114,7 +114,7 @@ class Weights:
         return max(self.kinds.values(), default=1.0)
 
     def takes(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group is given this task, which is the so manieth that it was offered: always the same answer."""
+        """Whether the group is given this task, when `turn` others were passed over before it: always the same answer."""
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.of(task)
 
 

@@ -301,6 +301,63 @@ async def test_odd_letters_and_numbers_are_answered_or_refused_and_no_fault_of_o
     assert outcome.session.fault is None and outcome.trained_once()
 
 
+LONG = "x" * 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]}),
+        ("chat/completions", {"messages": [json.loads(called(json.dumps({"a": LONG}))), user("one?")]}),
+        (
+            "responses",
+            {
+                "tools": [
+                    {
+                        "type": "namespace",
+                        "name": "n",
+                        "description": LONG,
+                        "tools": [{"type": "function", "name": f"f{n}"} for n in range(500)],
+                    }
+                ]
+            },
+        ),
+    ],
+    ids=["tool", "call", "namespace"],
+)
+async def test_what_can_never_fit_is_refused_before_it_is_rendered(
+    lead: Any, monkeypatch: pytest.MonkeyPatch, path: str, more: Any
+) -> None:
+    """Rendering and tokenizing it would hold up all episodes."""
+
+    def rendered(*_: Any) -> Any:
+        raise RuntimeError("it was rendered")
+
+    monkeypatch.setattr("agentrl.gateway.tokens.Tokens.opening", rendered)
+
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
+            asked = {"model": "policy", ("input" if path == "responses" else "messages"): [user("one?")], **more}
+            assert (await http.post(f"/v1/{path}", json=asked)).status_code in (400, 413)
+
+    outcome = await lead(program)
+    assert outcome.session.fault is None
+
+
+@pytest.mark.parametrize("count", [b"\xb2", b"9" * 5000, b"-1", b"0x1", b"\xff"], ids=["power", "long", "minus", "hex", "byte"])
+async def test_no_header_of_a_request_makes_a_fault_of_ours(lead: Any, count: bytes) -> None:
+    """A policy that could have its episode left out would have those left out that it fails."""
+
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
+            body = {"model": "policy", "messages": [user("one?")]}
+            answer = await http.post("/v1/chat/completions", json=body, headers=[(b"x-stainless-retry-count", count)])
+            assert answer.status_code == 200
+
+    outcome = await lead(program, "1")
+    assert outcome.session.fault is None and outcome.trained_once()
+
+
 async def test_so_many_requests_at_once_and_a_body_that_never_comes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.session.MAX_AT_ONCE", 2)
     go_on, under_way = asyncio.Event(), asyncio.Semaphore(0)

@@ -183,6 +183,15 @@ def test_a_run_cut_short_shows_what_there_is(run_dir: Path) -> None:
     assert "before, step 0" in page.shown, "episodes of the one phase there is"
 
 
+def test_files_that_cannot_be_read_are_told(run_dir: Path) -> None:
+    names = ("metrics.jsonl", "evaluations.json", "recipe.json", "summary.json")
+    for name in names:
+        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).mkdir()
+    shown = Page(write_report(run_dir)).shown
+    assert all(f"{name} cannot be read: Is a directory" in shown for name in names)
+
+
 def test_the_folder_of_an_evaluation_shows_its_rates(tmp_path: Path) -> None:
     found = evaluation(0.5) | {"ci_low": 0.41, "ci_high": 0.59, "n": 96}
     (tmp_path / "evaluations.json").write_text(json.dumps({"eval": {"heldout": found}}))

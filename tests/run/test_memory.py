@@ -142,6 +142,25 @@ async def test_the_proof_finds_nothing_wrong_and_what_is_wrong_when_there_is(tmp
         audit(tmp_path)
 
 
+@pytest.mark.parametrize("line", [b"\xff", b"[]", b"3", b"[" * 100_000, b'{"phase": "before"}', b'{"episode": "a", "task": "b", "how": 1}'])
+@pytest.mark.parametrize("name", ["episodes/before.jsonl", ANSWERS])
+def test_a_line_that_is_damaged_is_named_and_proves_nothing(tmp_path: Path, name: str, line: bytes) -> None:
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
+    (tmp_path / name).write_bytes(b"\n".join([line, b""]))
+    with pytest.raises(UserError, match=f"{name}: line 1 is damaged"):
+        audit(tmp_path)
+
+
+def test_readings_that_name_nobody_are_wrong(tmp_path: Path) -> None:
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
+    about = {"phase": "before", "split": "heldout", "task_id": "x"}
+    lines = [json.dumps({**about, "memory": memory}) for memory in ({"read": [-1]}, {"read": "before-heldout-1"}, {})]
+    (tmp_path / "episodes" / "before.jsonl").write_text("\n".join([*lines, ""]))
+    assert audit(tmp_path).wrong == 3
+
+
 async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -> None:
     tokenizer = byte_tokenizer()
     words = [call("recall", query="where") + call("note", text="here"), call("recall") + call("note"), call("submit", answer="1")]
