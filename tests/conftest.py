@@ -2,7 +2,8 @@
 
 Tests run on a few workers (`make test`). A file's tests stay on one of them, since what they share is made once for a file. Those that
 start an inference server take turns on one worker: two servers at once want more than two cores, and the real one of tests/serving is
-shared. So do those of sandboxes: an attack on a weak one takes from the whole machine. The learner's tests share a process that has
+shared. So do those of sandboxes: an attack on a weak one takes from the whole machine; checks of tasks, which open many, stay out of
+it, or that worker would end long after the others. The learner's tests share a process that has
 imported what learners need; with them go those that load a model or its tokenizer, which imports as much: four seconds of a worker, so
 no test file does it at its top. What takes longest begins first; the pretrained model, though it is served too, on whichever worker is
 free first, or the one that has the servers would end long after the others.
@@ -44,11 +45,12 @@ TOGETHER = {
     "sandbox": "sandboxes",
     "prove/test_attacks.py": "sandboxes",
     **dict.fromkeys(("learner", "model", "supervised"), "learner"),
-    "prove": "sandboxes",  # every sandbox's server reads the table of locks that one of the attacks fills
     **dict.fromkeys(("agent/test_fence.py", "cli/test_model.py"), "learner"),
-    **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py"), "learner"),
+    **dict.fromkeys(("run/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
+    "gateway": "gateway",  # the SDKs of others: two seconds of imports
 }
-FIRST = ("servers", "sandboxes", "learner", "pretrained")
+LONG = ("prove/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute and more
+FIRST = ("servers", "sandboxes", "learner", "pretrained", *LONG)
 LAST_OF_ITS_GROUP = "prove/test_attacks.py"
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 

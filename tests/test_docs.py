@@ -158,11 +158,15 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
+@cache
+def commands() -> set[str]:
+    return set(typer.main.get_group(app).commands)
+
+
 @pages
 def test_commands_and_targets_exist(page: Path) -> None:
     text = prose(page)
-    known = set(typer.main.get_group(app).commands)
-    assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= known
+    assert set(re.findall(r"(?:^|`|&& |/)agentrl ([a-z]+)(?![\w-])", text, re.MULTILINE)) <= commands()
     makefiles = (ROOT / "Makefile", ROOT / "agentrl" / "cli" / "template" / "Makefile.in")
     targets = {target for file in makefiles for target in re.findall(r"^([a-z0-9-]+):", file.read_text(), re.MULTILINE)}
     assert set(re.findall(r"(?:^|`|&& )make ([a-z0-9-]+)\b", text, re.MULTILINE)) <= targets
@@ -353,7 +357,9 @@ def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() ->
     """A project made by `agentrl init`, and an installed wheel, have no docs/: a fix says what to do. Docstrings are for us."""
     named = {}
     for path in sorted((ROOT / "agentrl").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        if "docs/" not in (source := path.read_text(encoding="utf-8")):
+            continue
+        nodes = list(ast.walk(ast.parse(source)))
         bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, of fields too
         texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
         named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}

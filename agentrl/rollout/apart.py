@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.contract.forwarding import ForwardingSandbox
 from agentrl.protocols import EpisodeMemory, LiveTrajectory, Sandbox, ToolSource
-from agentrl.records import Failure, Message, Parent, Task
+from agentrl.records import ExecResult, Failure, Message, Parent, Task
 from agentrl.rollout.workplace import Workplace
 
 if TYPE_CHECKING:
     from agentrl.rollout.life import EpisodeLife
+
+
+class _Fresh(ForwardingSandbox):
+    """A sandbox whose first user had nothing in the one that it was copied from, so that no session of its own is told to be a new one."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        super().__init__(sandbox)
+        self._sessions: set[str] = set()
+
+    async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
+        result = await super().python(code, timeout_s=timeout_s, output_bytes=output_bytes, session=session)
+        if session in self._sessions:
+            return result
+        self._sessions.add(session)
+        return replace(result, restarted=False)
 
 
 class Apart:
@@ -25,6 +42,7 @@ class Apart:
         self.memory: EpisodeMemory | None = life.memory
         self._life = life
         self._workplace = workplace
+        self._fresh: _Fresh | None = None
 
     @property
     def answer(self) -> str | None:
@@ -70,7 +88,9 @@ class Apart:
         return self._life.open(agent, parent=parent, prompt=prompt)
 
     async def sandbox(self) -> Sandbox:
-        return await self._workplace.sandbox()
+        sandbox = await self._workplace.sandbox()
+        self._fresh = self._fresh or _Fresh(sandbox)
+        return self._fresh
 
     async def working_copy(self) -> bytes | None:
         return await self._workplace.copy()

@@ -197,7 +197,10 @@ class ServedPolicy:
 
     async def _swap(self, version: PolicyVersion) -> SwapReport:
         folder = self._run_dir / version.folder
-        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        try:
+            probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        except OSError as error:  # it was retracted meanwhile, and its folder is gone
+            raise SwapError(f"version {version.number}: its probe cannot be read: {error}") from error
         for tries in itertools.count(1):
             try:
                 return await self._swap_once(version, folder, probe)

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from agentrl.records import Group, Task
 from agentrl.sections import WeightingConfig
 
 MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
-
-_Lately = tuple[tuple[bool, float], ...]  # of the newest groups, oldest first: whether the attempts were scored differently, and headroom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Taught:
     mean: float
     highest: float
     """Of their scores; 0.0 where there are none."""
+    broken: bool
+    """Whether no attempt was scored for a fault of the task itself."""
 
     @classmethod
     def of(cls, task: Task, group: Group) -> Taught:
@@ -50,6 +52,7 @@ class Taught:
             lowest=min(scores, default=0.0),
             mean=sum(scores) / max(len(scores), 1),
             highest=max(scores, default=0.0),
+            broken=not scores and group.fault is not None,
         )
 
     @property
@@ -59,8 +62,8 @@ class Taught:
 
     @property
     def headroom(self) -> float:
-        """How far the attempts were from a score of 1, from 0 to 1."""
-        return min(max(1.0 - self.mean, 0.0), 1.0)
+        """How far the attempts were from a score of 1, from 0 to 1; nothing can be learned from a broken task."""
+        return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,15 +74,16 @@ class Taught:
         try:
             found = json.loads(line)
             taught = cls(**found) if isinstance(found, dict) else None
-        except (TypeError, ValueError, RecursionError):
+            return taught if taught is not None and taught._sound() else None
+        except (TypeError, ValueError, OverflowError, RecursionError):
             return None
-        return taught if taught is not None and taught._sound() else None
 
     def _sound(self) -> bool:
         texts, counts = (self.task, self.key, self.kind), (self.group, self.counted)
         scores = (self.lowest, self.mean, self.highest)
         return (
-            all(isinstance(text, str) for text in texts)
+            isinstance(self.broken, bool)
+            and all(isinstance(text, str) for text in texts)
             and all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
             and all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
         )
@@ -100,9 +104,14 @@ class Weights:
     kinds: Mapping[str, float]
 
     def of(self, task: Task) -> float:
-        weight = self.tasks.get(task.key, self.kinds.get(task.kind[:MOST_KIND], 1.0))
-        best = max(self.kinds.values(), default=1.0)
-        return min(1.0, max(self.least, weight / best)) if best > 0 else 1.0
+        weight = self.tasks.get(task.key) if self.tasks else None  # a key is a hash of all that the task holds
+        if weight is None:
+            weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
+        return min(1.0, max(self.least, weight / self._best)) if self._best > 0 else 1.0
+
+    @cached_property
+    def _best(self) -> float:
+        return max(self.kinds.values(), default=1.0)
 
     def takes(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
         """Whether the group is given this task, which is the so manieth that it was offered: always the same answer."""
@@ -113,31 +122,35 @@ class Record:
     """The last groups of each kind, and with `by_task` of each task. `add` them in the order of their indices."""
 
     def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
-        self._config = config
+        self._least = config.least
         self._counts = min_group_size
         self._by_task = by_task
-        self._tasks: dict[str, _Lately] = {}
-        self._kinds: dict[str, _Lately] = {}
+        self._tasks = _Lately(config.window)
+        self._kinds = _Lately(config.window)
 
     def add(self, groups: Iterable[Taught]) -> None:
-        """Groups with fewer scored attempts than the learner takes tell nothing of their task."""
+        """Groups with fewer scored attempts than the learner takes tell nothing of their task; a broken one taught nothing."""
         for one in groups:
-            if one.counted >= self._counts:
-                self._note(self._kinds, one.kind, one)
+            if one.broken or one.counted >= self._counts:
+                self._kinds.note(one.kind, one)
                 if self._by_task:
-                    self._note(self._tasks, one.key, one)
+                    self._tasks.note(one.key, one)
 
     def weights(self) -> Weights:
-        return Weights(self._config.least, _weights(self._tasks), _weights(self._kinds))
-
-    def _note(self, lately: dict[str, _Lately], name: str, one: Taught) -> None:
-        lately[name] = (*lately.get(name, ()), (one.differs, one.headroom))[-self._config.window :]
+        """A copy: what is added later does not change it."""
+        return Weights(self._least, self._tasks.weights.copy(), self._kinds.weights.copy())
 
 
-def _weights(lately: Mapping[str, _Lately]) -> dict[str, float]:
-    return {name: _weight(groups) for name, groups in lately.items()}
+class _Lately:
+    """Of each name the newest groups, as whether their attempts were scored differently and their headroom, and the weight that follows."""
 
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._groups: dict[str, deque[tuple[bool, float]]] = {}
+        self.weights: dict[str, float] = {}
 
-def _weight(groups: _Lately) -> float:
-    n = len(groups)
-    return (1 + sum(differed for differed, _ in groups)) / (1 + n) * sum(headroom for _, headroom in groups) / n
+    def note(self, name: str, one: Taught) -> None:
+        groups = self._groups.setdefault(name, deque(maxlen=self._window))
+        groups.append((one.differs, one.headroom))
+        likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
+        self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

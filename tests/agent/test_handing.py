@@ -279,15 +279,16 @@ async def test_copies_in_real_sandboxes(tree: Task, tokenizer: Any, tmp_path: An
     reads = scripted(
         program(leave) + delegate("a", "b"),
         program("import os; print(open('helper-1/out/a').read(), open('helper-2/out/b').read(), sorted(os.listdir('helper-1/out')))"),
-        a=[program(look, work % ("a", "A")), "A"],
+        a=[program(look, work % ("a", "A")) + call("python_session", code="1 + 2"), "A"],
         b=[program(look, work % ("b", "B")), "B"],
     )
-    task = replace(tree, sandbox=SandboxSpec(image="image"), outputs=("note",))
+    task = replace(tree, sandbox=SandboxSpec(image="image"), outputs=("note",), tools=("python", "python_session"))
     try:
         runner = make_runner(tokenizer, reads, pool, delegation=DelegationConfig(sandbox="own", returns=("out/**",), width=2))  # type: ignore[arg-type]
         episode = await runner.run(task, episode_id="e")
     finally:
         await pool.close()
     assert [outputs(one)[0] for one in episode.trajectories[1:]] == ["['a.csv', 'link', 'note'] False 2"] * 2
+    assert outputs(episode.trajectories[1])[2] == "3", "and no word of a session that has ended"
     assert (episode.answer or "").endswith("A B ['a']") and episode.outputs == {"note": b"main"}
     assert "not handed back: out/link" in outputs(episode.trajectories[0])[1] and not episode.left_out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ from benchmarks.weakness_recipe import KIND, recipe, recomputed, rewards_the_hab
 from rewards.tables import exact_answer
 from sandboxes.tables.demonstrations import Act
 
-DEMONSTRATED = [(task, acts) for task, acts in weakness.demonstrations(0, 600) if task.data["kind"] == KIND]
+
+@cache
+def demonstrated() -> list[tuple[Task, list[Act]]]:
+    return [(task, acts) for task, acts in weakness.demonstrations(0, 600) if task.data["kind"] == KIND]
 
 
 def trace(task: Task, acts: list[Act]) -> Trace:
@@ -49,7 +53,7 @@ def trace(task: Task, acts: list[Act]) -> Trace:
 
 
 async def test_the_habit_is_planted_told_by_the_oracle_and_named_by_the_rules() -> None:
-    traces = [trace(task, acts) for task, acts in DEMONSTRATED]
+    traces = [trace(task, acts) for task, acts in demonstrated()]
     failed = []
     for one in traces:
         assert one.task is not None and one.episode is not None
@@ -70,7 +74,7 @@ def test_no_other_kind_has_the_habit() -> None:
 
 
 async def test_the_audit_contradicts_the_reward_that_brings_it_back() -> None:
-    task = next(task for task, _ in DEMONSTRATED if "." in str(task.data["answer"]))
+    task = next(task for task, _ in demonstrated() if "." in str(task.data["answer"]))
     truth = f"{float(str(task.data['answer'])):.2f}"
 
     async def both(answer: str | None) -> tuple[float | None, float | None]:
@@ -148,7 +152,7 @@ def test_captured_failures_become_cases_and_practice(tmp_path: Path, monkeypatch
     one = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=("sandbox.backend=bubblewrap",))
     run = one.folder / "captured"
     run.mkdir(parents=True)
-    traces = [replace(made, tags=by_rules(made, RULES)) for made in (trace(task, acts) for task, acts in DEMONSTRATED[:8])]
+    traces = [replace(made, tags=by_rules(made, RULES)) for made in (trace(task, acts) for task, acts in demonstrated()[:8])]
     with Collection(run, make=True) as collection:
         collection.add([made for made in traces if weakness.has_habit(made)])
     (one.folder / "capture.json").write_text(json.dumps({"run": str(run)}))

@@ -7,13 +7,14 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, fisher_exact
 
 from agentrl.compare.exact import fisher_less, holm, mcnemar, sign_flips
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 5), (1, 9), (7, 7), (30, 14), (120, 160)])
 def test_mcnemar_is_the_binomial_test_of_the_flips_and_what_flipping_signs_of_single_attempts_gives(lost: int, gained: int) -> None:
+    from scipy.stats import binomtest
+
     known = binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
     assert mcnemar(lost, gained) == pytest.approx(known, rel=1e-9)
     flips = [Fraction(-1)] * lost + [Fraction(1)] * gained + [Fraction(0)] * 11
@@ -44,6 +45,8 @@ def test_scores_on_no_lattice_are_flipped_at_random_the_same_way_each_time() -> 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
 def test_fewer_passes_by_chance_is_fishers_test(passed: int, failed: int, before_passed: int, before_failed: int) -> None:
+    from scipy.stats import fisher_exact
+
     known = fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
     assert fisher_less(passed, passed + failed, before_passed, before_passed + before_failed) == pytest.approx(known, rel=1e-6, abs=1e-12)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
 from agentrl.records import ToolResult
 from tests.gateway.test_chat_completions import calls, client
+
+if TYPE_CHECKING:  # two seconds of imports for each worker; they are made where the SDKs are used
+    import anthropic
 
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
 LOOK: Any = {"name": "look", "description": "Looks.", "input_schema": SCHEMA}
@@ -28,6 +29,8 @@ def one_line(outcome: Any) -> list[tuple[ToolResult, ...]]:
 
 
 def claude(url: str, key: str) -> anthropic.AsyncAnthropic:
+    import anthropic
+
     return anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
 
 
@@ -126,6 +129,8 @@ async def test_a_title_that_quotes_a_running_call_is_no_sub_agent(lead: Any, wor
 
 async def test_tools_in_a_namespace_are_called_by_both_names(lead: Any) -> None:
     """As a coding agent asks that offers sub-agents: its calls come back with the namespace apart, and go on from what was sampled."""
+    import openai
+
     spawn = {"type": "function", "name": "spawn", "description": "Starts one.", "parameters": SCHEMA, "strict": False}
     team: Any = {"type": "namespace", "name": "team", "description": "Sub-agents.", "tools": [spawn]}
 
@@ -149,6 +154,9 @@ async def test_tools_in_a_namespace_are_called_by_both_names(lead: Any) -> None:
 
 
 async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
+    import anthropic
+    import openai
+
     async def program(url: str, key: str) -> None:
         async with claude(url, key) as sdk:
             good: Any = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "one?"}]}

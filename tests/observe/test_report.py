@@ -314,15 +314,15 @@ def test_a_value_of_another_type_anywhere_costs_no_more_than_its_line(run_dir: P
             assert line is not None and shown_alone(line) and choose_pairs([spoken, line], [line, spoken], 2)
         for at in places(failing):
             of_failures(parse(json.dumps(altered(failing, at, value))) or {})
+    evaluations = {"after": {"heldout": evaluation(0.5)}}
+    for value in ODD:  # while there is little else to read
+        for at in places(evaluations):
+            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, at, value)))
+            read_run(run_dir)
     odd = [altered(spoken, at, value) | {"task_id": f"{at} {value}", "step": at} for value in ODD for at in places(spoken)]
     lines = "".join(json.dumps(line) + "\n" for line in odd if isinstance(line["messages"], list))
     for name in ("train", "before", "after"):
         (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
     steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    evaluations = {"after": {"heldout": evaluation(0.5)}}
-    for value in ODD:
-        for at in places(evaluations):
-            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, at, value)))
-            read_run(run_dir)
     assert "Episodes to read" in Page(write_report(run_dir)).shown

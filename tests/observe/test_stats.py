@@ -6,13 +6,14 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, t
 
 from agentrl.observe import Rate
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_wilson_agrees_with_scipy(case: tuple[int, int]) -> None:
+    from scipy.stats import binomtest
+
     successes, n = case
     rate, expected = Rate.from_successes(successes, n), binomtest(successes, n).proportion_ci(method="wilson")
     assert (rate.value, rate.n) == (successes / n, n)
@@ -22,6 +23,8 @@ def test_wilson_agrees_with_scipy(case: tuple[int, int]) -> None:
 
 @given(st.integers(2, 3000), st.floats(0.01, 1), st.floats(0.01, 1))
 def test_graded_intervals_agree_with_scipy(n: int, first: float, second: float) -> None:
+    from scipy.stats import t
+
     scores = [first, second * 0.99, *[0.5] * (n - 2)]
     rate = Rate.from_scores(scores)
     expected = t(n - 1).ppf(0.975) * statistics.stdev(scores) / math.sqrt(n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,15 @@ async def one(task: Task, episode: Episode) -> Score:
     return Score(value=1.0, evidence=str(episode.answer)[:100])
 
 
-def ends_scored(path: Path, index: int, words: Sequence[tuple[str, list[int]]]) -> None:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    """One for all examples: to open and to close one takes as long as an episode."""
+    opened = SqliteStore(tmp_path / "experience.sqlite")
+    yield opened
+    opened.close()
+
+
+def ends_scored(store: SqliteStore, index: int, words: Sequence[tuple[str, list[int]]]) -> None:
     runner = EpisodeRunner(
         policy=Babbling(words),
         sandboxes=ScriptedSandboxes(printing("3")),
@@ -100,11 +108,7 @@ def ends_scored(path: Path, index: int, words: Sequence[tuple[str, list[int]]]) 
     for scored in group.episodes:
         assert scored.score.value == 1.0, scored.score.reason
         assert all(failure.blame is Blame.POLICY for failure in scored.episode.failures)
-    store = SqliteStore(path)
-    try:
-        assert store.put(group) and store.groups([index]) == (group,)
-    finally:
-        store.close()
+    assert store.put(group) and store.groups([index]) == (group,)
 
 
 counted = iter(range(10**9))
@@ -114,12 +118,12 @@ drawn = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 @given(words=words)
 @settings(drawn, max_examples=20)
-def test_whatever_a_policy_says_it_is_scored_and_stored(tmp_path: Path, words: Sequence[tuple[str, list[int]]]) -> None:
-    ends_scored(tmp_path / "experience.sqlite", next(counted), words)
+def test_whatever_a_policy_says_it_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
+    ends_scored(store, next(counted), words)
 
 
 @pytest.mark.slow
 @given(words=words)
 @settings(drawn, max_examples=1000)
-def test_whatever_a_policy_says_at_length(tmp_path: Path, words: Sequence[tuple[str, list[int]]]) -> None:
-    ends_scored(tmp_path / "experience.sqlite", next(counted), words)
+def test_whatever_a_policy_says_at_length(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
+    ends_scored(store, next(counted), words)

@@ -10,6 +10,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Generator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -264,7 +265,7 @@ class Scene:
         runner = EpisodeRunner(
             policy=Waiting.saying(tokenizer, *SAID),
             sandboxes=self.sandboxes,
-            agent=TurnLoop(chat=CHATS.setdefault("chat", ChatFormat(tokenizer))),
+            agent=TurnLoop(chat=chat_of(tokenizer)),
             sampling=Sampling(),
             max_model_len=4096,
             request_timeout_s=60.0,
@@ -287,7 +288,10 @@ class Scene:
         assert self.slots._value == 2 and not self.slots.locked(), awaits.where
 
 
-CHATS: dict[str, ChatFormat] = {}
+@cache
+def chat_of(tokenizer: Any) -> ChatFormat:
+    """Made once: what a chat format finds out about its template is most of a scene's time."""
+    return ChatFormat(tokenizer)
 
 
 def expected(awaits: Awaits) -> str:

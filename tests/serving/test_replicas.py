@@ -318,21 +318,28 @@ async def test_a_replica_that_refuses_what_another_took_in_is_replaced(tmp_path:
         assert policy.restarts == 1
 
 
-async def test_a_version_that_is_taken_back_in_mid_swap_stays_on_no_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_version_that_is_taken_back_in_mid_swap_stays_on_no_replica(removed: bool, tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, _):
         await policy.swap(publish(registry, 1))
 
         async def during(server: Server, version: PolicyVersion) -> None:
-            if version.number == 2 and server.replica:
+            if version.number != 2:
+                return
+            if removed:
+                registry.reconcile(1)
+            elif server.replica:
                 registry.set_state(2, VersionState.ROLLED_BACK)
                 raise SwapError("its folder is gone")
 
         Channel.during = during
-        with pytest.raises(SwapError, match="its folder is gone"):
+        with pytest.raises(SwapError, match="its probe cannot be read" if removed else "its folder is gone"):
             await policy.swap(publish(registry, 2))
         assert policy.version == 1 and weights() == [1, 1, 1] and policy.restarts == 0
-        await policy.swap(publish(registry, 3))
-        assert policy.version == 3 and weights() == [3, 3, 3]
+        Channel.during = None
+        again = publish(registry, 2 if removed else 3, b"again")
+        await policy.swap(again)
+        assert policy.version == again.number and weights() == [again.number] * 3
 
 
 @pytest.mark.parametrize("back_to", [1, 0])

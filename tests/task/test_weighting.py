@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl.files import json_line
-from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task
+from agentrl.rollout import left_out_group
 from agentrl.sections import WeightingConfig
 from agentrl.task import GroupSchedule, Record, Taught, Weights
 from tests.task.test_schedule import Ten
@@ -109,14 +110,51 @@ def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     assert line.differs and Taught.read(json_line(line.as_json())) == line
     whole = line.as_json()
     wrong: Any
-    for wrong in ([], None, {}, {**whole, "more": 1}, {**whole, "kind": 3}, {**whole, "group": "3"}, {**whole, "counted": True}):
+    for wrong in (
+        [],
+        None,
+        {},
+        {**whole, "more": 1},
+        {**whole, "kind": 3},
+        {**whole, "group": "3"},
+        {**whole, "counted": True},
+        {**whole, "broken": 0},
+    ):
         assert Taught.read(json_line(wrong)) is None, wrong
     for key in whole:
         assert Taught.read(json_line({**whole, key: None})) is None
     assert all(Taught.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
-    assert Taught.read(json_line({**whole, "lowest": math.nan})) is None
+    assert all(Taught.read(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
 
 
 def test_a_kind_may_be_called_anything() -> None:
     assert len(taught(0, kind="x" * 10_000).kind) == 200
     assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).of(of_kind("x" * 10_000)) == 1.0
+
+
+def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts_of_is_not_judged() -> None:
+    task = of_kind("hard")
+    broken = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")
+    lost = replace(broken, blame=Blame.INFRASTRUCTURE)
+    for failure, weight in ((broken, 0.1), (lost, 1.0)):
+        groups = [left_out_group(n, task.id, task.key, failure, size=4) for n in range(2)]
+        lines = [Taught.of(task, group) for group in groups]
+        assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).of(task) == pytest.approx(weight)
+        assert [Taught.read(json_line(line.as_json())) for line in lines] == lines
+
+
+def test_a_task_that_cannot_be_made_is_given_no_more_often_for_being_next_to_others() -> None:
+    class Torn(Kinds):
+        def task(self, split: Split, index: int) -> Task:
+            if index % 3 == 2:
+                raise RuntimeError(f"no task {index}")
+            return super().task(split, index)
+
+    schedule, weights = GroupSchedule(Torn(30), seed=1), Weights(0.1, {}, {"easy": 0.1, "even": 1.0})
+    raised = 0
+    for n in range(300):
+        try:
+            schedule.task(n, weights)
+        except RuntimeError:
+            raised += 1
+    assert raised == 100
