@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -138,6 +138,13 @@ class Limits(Record):
         return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
 
 
+def _named_fields(record: object) -> dict[str, object]:
+    """For JSON. `dataclasses.asdict` copies everything first, which takes several times as long."""
+    if not is_dataclass(record) or isinstance(record, type):
+        raise TypeError(f"{type(record).__name__} is no record")
+    return {one.name: getattr(record, one.name) for one in fields(record)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Record):
     """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
@@ -182,7 +189,7 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self, default=_named_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:
