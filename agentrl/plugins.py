@@ -41,6 +41,8 @@ CONTENT = (
     "recipes/quickstart.py",
     "recipes/base_policy.py",
     "recipes/models/tables-base",
+    "recipes/outside_agent.py",
+    "recipes/agents",
 )
 """What `agentrl init` copies: a wheel carries it under `agentrl/_project`, an editable install finds it in the repository."""
 

@@ -6,7 +6,7 @@ Every wait takes a deadline in seconds and ends with a typed error (`agentrl.err
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 from agentrl.learning import AdvantageEstimator as AdvantageEstimator
 from agentrl.learning import Loss as Loss
 from agentrl.learning import LossTokens as LossTokens
+from agentrl.limits import Thinking
+from agentrl.listening import Interval as Interval
+from agentrl.listening import Tracker as Tracker
 from agentrl.memo import Memo
 from agentrl.records import (
     Completion,
@@ -188,7 +191,7 @@ class Policy(Protocol):
         """Raises `ServingError` when the server fails; never gives an empty completion without a finish reason.
 
         The tokens are drawn from the distribution that `params` describe, and their logprobs are of it; with `params.supports` the
-        completion has the support of every token, or its episode fails.
+        completion has the support of every token, or its episode fails. `request_id` is the id of the episode, a hyphen and a number.
         """
         ...
 
@@ -239,8 +242,11 @@ class LiveTrajectory(Protocol):
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
         ...
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
-        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`."""
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
+        """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`.
+
+        `thinking` ends it at `Limits.thinking_tokens`; `TaskError` for a task with that limit where it is None.
+        """
         ...
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -342,6 +348,20 @@ class LiveEpisode(Protocol):
         """The episode's sandbox, opened at the first need. Raises `SandboxError`, or `TaskError` when the task's cannot be made."""
         ...
 
+    @property
+    def sandbox_opened(self) -> bool: ...  # whether `sandbox` has opened one yet
+
+    async def working_copy(self) -> bytes | None:
+        """What the working directory holds, for `apart`; None: what the task's begins with. Raises `ValueError` where too large."""
+        ...
+
+    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
+        """The same episode for an agent with a sandbox of its own, which begins with a `working_copy` and ends with the block.
+
+        It is of the task's spec, and `sandbox_lost` is of it alone. Meanwhile the episode has no state that could be captured.
+        """
+        ...
+
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
         """Around what the agent's words have called: its time is the agent's, should the episode run out of it; and the sandbox's."""
         ...
@@ -385,10 +405,10 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
-    """How full a server's key/value cache is."""
+    """How full the key/value caches of a policy's servers are."""
 
     reading: int  # counts up: another number is another reading
-    share: float  # of its blocks that running requests hold, 0 to 1; prefixes that are only kept count as free
+    shares: tuple[float, ...]  # of each cache's blocks that running requests hold, 0 to 1; prefixes that are only kept count as free
 
 
 class PolicyServer(Policy, Protocol):
@@ -414,6 +434,14 @@ class PolicyServer(Policy, Protocol):
 
     async def start(self, version: PolicyVersion) -> None: ...
 
+    def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
+        """Around an episode whose requests come: attempts at one task share their prompt, and may be kept together."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """What a step's line of metrics says of several servers; empty for one."""
+        ...
+
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Takes a published version in; the old one serves on unless the probe agrees. Raises `SwapError`, `ServingError`."""
         ...
@@ -437,11 +465,12 @@ class WeightChannel(Protocol):
     """Takes published versions into the running server.
 
     A factory gets the server (`agentrl.serving.VLLMServer`) and, as `registry_folder`, the folder that versions are in: a new
-    channel for each server that is started. The server begins with the file channel's end, unless the recipe says nccl.
+    channel for each server that is started, one of several replicas too. The server begins with the file channel's end, unless the
+    recipe says nccl.
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Returns once every replica answers with `version` and the probe agrees, else raises `SwapError`."""
+        """Returns once the server answers with `version` and the probe agrees, else raises `SwapError`."""
         ...
 
     async def close(self) -> None:
@@ -532,55 +561,3 @@ class VersionRegistry(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Interval(Protocol):
-    """A mean over `n` episodes and its 95% confidence interval."""
-
-    @property
-    def value(self) -> float: ...
-
-    @property
-    def ci_low(self) -> float: ...
-
-    @property
-    def ci_high(self) -> float: ...
-
-    @property
-    def n(self) -> int: ...
-
-
-class Tracker(Protocol):
-    """Hears what happens in a run, in the driver, on one thread. A factory gets the run folder and the recipe.
-
-    A tracker that inherits from this class writes the methods that it needs: the others do nothing. What one raises is logged, and
-    the run goes on; one that takes long keeps the run waiting.
-    """
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The figures of a finished step, which counts from 1; a value may be NaN or infinite."""
-        return None
-
-    def alert(self, text: str) -> None:
-        """What a person must not miss, such as an update that was left out. May hold an agent's words."""
-        return None
-
-    def stage(self, name: str, detail: str = "") -> None:
-        """The run enters a stage; it may enter one again."""
-        return None
-
-    def progress(self, index: int, group: Group) -> None:
-        """Group `index` was scored, or left out."""
-        return None
-
-    def evaluating(self, done: int, total: int) -> None:
-        """So many of the tasks of one evaluation are done."""
-        return None
-
-    def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """The result of one evaluation ("before", "step8", "after"), by split."""
-        return None
-
-    def close(self) -> None:
-        """The run has ended. Idempotent."""
-        return None

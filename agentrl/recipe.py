@@ -143,6 +143,11 @@ class Recipe(Section):
             raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
             raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
+        if self.rollout.spare_attempts and self.rollout.branching is not None:
+            raise ValueError(
+                "rollout.spare_attempts does not go with rollout.branching: a branch begins where its stem stands, so that the first to end"
+                " would be those of the fastest stem; leave one of them out"
+            )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
             raise ValueError("objective.credit=siblings compares attempts that branched, and none do: set rollout.branching")
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
@@ -151,6 +156,8 @@ class Recipe(Section):
                 "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
                 " must be less than policy.max_model_len"
             )
+        if self.serving.replicas > self.rollout.concurrency:
+            raise ValueError("serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none")
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.kernels == "liger" and self.device == "cpu":
@@ -169,8 +176,37 @@ class Recipe(Section):
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares a step's attempts with one another, these teach too: set it to 0"
             )
+        if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
+            raise ValueError(
+                "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
+                f"{self.objective.advantage} these teach too: leave it out"
+            )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _equal_scores_teach_nothing(self) -> Recipe:
+        objective = self.objective
+        if not self.rollout.stop_equal_after:
+            return self
+        if self.tasks.group_judge is not None:
+            raise ValueError("rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none")
+        teaching = [
+            f"objective.{key}={getattr(objective, key)}"
+            for key, teaches in (
+                ("advantage", objective.advantage in ("reinforce++", "gae")),
+                ("turn_coef", objective.turn_coef > 0),
+                ("credit", objective.credit in ("verifier", "counterfactual")),
+                ("kl", objective.kl == "k1_reward"),
+            )
+            if teaches
+        ]
+        if teaching:
+            raise ValueError(
+                f"rollout.stop_equal_after takes a group whose attempts score the same for one that teaches nothing; with"
+                f" {' and '.join(teaching)} it teaches something: set it to 0"
+            )
         return self
 
     @model_validator(mode="after")
@@ -179,6 +215,23 @@ class Recipe(Section):
             raise ValueError(
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
                 " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sandboxes_suffice(self) -> Recipe:
+        """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
+        delegation, most = self.rollout.delegation, self.sandbox.max_open
+        if delegation is None or delegation.sandbox == "shared":
+            return self
+        each = 1 + delegation.at_once
+        if self.rollout.concurrency * each > most:
+            fewer = f", or rollout.concurrency={most // each}" if most >= each else ""
+            raise ValueError(
+                f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
+                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes would wait for one another with"
+                f" sandbox.max_open={most}: set sandbox.max_open={self.rollout.concurrency * each}{fewer}, or a lower"
+                " rollout.delegation.width or total"
             )
         return self
 

@@ -10,24 +10,23 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
+from agentrl.limits import Limits as Limits
+from agentrl.limits import defining
 from agentrl.memo import Memo
 from agentrl.sampling import SamplingParams as SamplingParams
-from agentrl.sampling import Supports
+from agentrl.sampling import Supports, check_forced
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 """Largest working directory that is part of an `EpisodeState`."""
 
 MAX_AGENT_STATE_CHARS = 1 << 20
 """Most characters of JSON in `EpisodeState.agent_state`."""
-
-OUTPUT_CALLS = 20
-"""How many tool calls an episode may show in full when `Limits.episode_output_chars` is not set."""
 
 OUTPUT_FILES = 256
 """Most files that an episode's outputs may have."""
@@ -114,38 +113,6 @@ class SandboxSpec(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(Record):
-    """What one episode may spend: `Limits(turns=4, tool_timeout_s=5.0)`."""
-
-    turns: int = 4  # of all trajectories together
-    turn_tokens: int = 256  # completion tokens in one turn
-    episode_tokens: int = 1024  # prompt + completion tokens of one trajectory
-    tool_timeout_s: float = 10.0
-    tool_output_chars: int = 2000  # of one call; head and tail are kept, the cut is marked
-    wall_s: float = 120.0  # whole episode, waiting included
-    episode_output_chars: int | None = None  # of all calls together; None: OUTPUT_CALLS times tool_output_chars
-
-    def __post_init__(self) -> None:
-        Record.__post_init__(self)
-        for name in ("turns", "turn_tokens", "episode_tokens", "tool_timeout_s", "tool_output_chars", "wall_s", "episode_output_chars"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"Limits.{name} must be positive, got {value}")
-
-    @property
-    def all_output_chars(self) -> int:
-        """Characters that the calls of one episode may show together."""
-        return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
-
-
-def _named_fields(record: object) -> dict[str, object]:
-    """For JSON. `dataclasses.asdict` copies everything first, which takes several times as long."""
-    if not is_dataclass(record) or isinstance(record, type):
-        raise TypeError(f"{type(record).__name__} is no record")
-    return {one.name: getattr(record, one.name) for one in fields(record)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Record):
     """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
 
@@ -189,7 +156,7 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(self, default=_named_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self, default=defining, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:
@@ -240,9 +207,11 @@ class Turn(Record):
     generate_s: float = 0.0
     tool_s: float = 0.0
     supports: Supports | None = None  # [T] of the completion's tokens; None: all were drawn from the whole vocabulary
+    forced: tuple[int, ...] = ()  # places of completion tokens that were put there, not sampled: they are context, and never trained
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        check_forced("Turn", self.forced, len(self.completion_ids))
         if self.supports is not None:
             self.supports.check("Turn", self.completion_ids)
         n = len(self.completion_ids)
@@ -255,6 +224,11 @@ class Turn(Record):
             edge = span.end
         if edge != n:
             raise ValueError(f"Turn: version spans cover {edge} of {n} completion tokens")
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens of the completion the policy sampled."""
+        return len(self.completion_ids) - len(self.forced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +341,7 @@ class Episode(Record):
     @property
     def completion_tokens(self) -> int:
         """Tokens sampled for this episode; those it inherited are another's."""
-        return sum(len(u.completion_ids) for t in self.trajectories for u in t.own_turns)
+        return sum(u.sampled for t in self.trajectories for u in t.own_turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +432,18 @@ class ScoredEpisode(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cancelled(Record):
+    """An attempt that its group went on without. It is no failure and nobody's fault, and nothing of it is trained."""
+
+    episode_id: str
+    reason: str  # spare: as many as the group needs had ended; equal: the first ones had all scored the same
+    begun: bool = True
+    turns: int = 0  # that were finished
+    tokens: int = 0  # sampled in them; what the server had sampled of the next one is lost
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Record):
     """All attempts at one task that share a baseline. `index` numbers groups of a run from 0; it fixes task and step."""
 
@@ -465,6 +451,7 @@ class Group(Record):
     task_id: str
     task_key: str
     episodes: tuple[ScoredEpisode, ...]
+    cancelled: tuple[Cancelled, ...] = ()
 
     @property
     def scored(self) -> tuple[ScoredEpisode, ...]:
@@ -568,9 +555,11 @@ class Completion(Record):
     versions: tuple[VersionSpan, ...]
     finish_reason: str  # "stop" or "length"
     supports: Supports | None = None  # one a token, where they were asked for
+    forced: tuple[int, ...] = ()  # places of tokens that were not sampled, as in a `Turn`
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
+        check_forced("Completion", self.forced, len(self.token_ids))
         if self.supports is not None:
             self.supports.check("Completion", self.token_ids)
 

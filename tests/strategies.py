@@ -113,7 +113,18 @@ paths = utf8_text.map(lambda text: "./" + text.replace("/", "|"))
 def _turn(held: Held) -> Held:
     count = len(held["completion_ids"])
     spans = (nouns.VersionSpan(version=held["versions"], start=0, end=count),) if count else ()
-    return held | {"logprobs": held["logprobs"][:count], "versions": spans, "supports": _supports(held, held["completion_ids"])}
+    ids = held["completion_ids"]
+    return held | {"logprobs": held["logprobs"][:count], "versions": spans, "supports": _supports(held, ids), "forced": _forced(held, ids)}
+
+
+def _forced(held: Held, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The first token, where any is wanted and another follows."""
+    return (0,) if held["forced"] and len(token_ids) > 1 else ()
+
+
+def _limits(held: Held) -> Held:
+    thought, most = held["thinking_tokens"], held["turn_tokens"] - 1
+    return held | {"thinking_tokens": None if thought is None or not most else min(thought, most)}
 
 
 def _supports(held: Held, token_ids: tuple[int, ...]) -> Supports | None:
@@ -124,7 +135,7 @@ def _supports(held: Held, token_ids: tuple[int, ...]) -> Supports | None:
 
 
 def _completion(held: Held) -> Held:
-    return held | {"supports": _supports(held, held["token_ids"])}
+    return held | {"supports": _supports(held, held["token_ids"]), "forced": _forced(held, held["token_ids"])}
 
 
 def _scored(held: Held) -> Held:
@@ -173,7 +184,7 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "Limits": {
         **{name: st.integers(**_positive) for name in ("turns", "turn_tokens", "episode_tokens", "tool_output_chars")},
         **{name: st.floats(min_value=0.01) for name in ("tool_timeout_s", "wall_s")},
-        "episode_output_chars": st.none() | st.integers(**_positive),
+        **{name: st.none() | st.integers(**_positive) for name in ("episode_output_chars", "tool_calls", "all_tokens", "thinking_tokens")},
     },
     "Task": {
         "prompt": st.lists(st.deferred(lambda: records(nouns.Message)), min_size=1, max_size=2).map(tuple),
@@ -209,6 +220,7 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "SamplingParams": _DRAWN,
 }
 _FITTING: dict[str, Callable[[Held], Held]] = {
+    "Limits": _limits,
     "Turn": _turn,
     "Completion": _completion,
     "Episode": _tree,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
@@ -22,6 +25,7 @@ from agentrl.failure.triage import load_rules
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.run.policies import find_policy, make_part
 from agentrl.section import section_of
+from agentrl.testing.chat_server import ChatServer, Says
 from tests.failure import traces
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -274,6 +278,27 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
     truth = run(project, "-c", f"{answers}; open({str(tmp_path / 'app.log')!r}, 'w').write(t.files['app.log']); print(t.data['answer'])")
     program = run(project, "-c", f"{answers}; print(Logs().gold(t))")
     assert run(tmp_path, "-c", program).strip() == truth.strip()
+
+
+def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: Path) -> None:
+    write_examples("bring-your-own-agent.md", project)
+    call = {"id": "1", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(1 + 2)"}'}}
+    asks = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
+    heard: list[str] = []
+
+    def answers(body: Mapping[str, Any], number: int) -> Says:
+        heard.append(body["messages"][-1]["content"])
+        return Says(f"it is {heard[-1]}") if number else Says(raw=json.dumps(asks).encode())
+
+    with ChatServer(answers) as server:
+        told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
+        program = [sys.executable, "-I", "agents/mine.py"]
+        done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
+    assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
+    sound = "from agentrl.cli.recipes import load_recipe; from agentrl.run.preflight import check_parts; from pathlib import Path\n"
+    for recipe in ("mine", "outside_agent"):
+        sound += f"check_parts(load_recipe(Path('recipes/{recipe}.py'), [])[1])\n"
+    run(project, "-c", sound)
 
 
 @pytest.mark.slow

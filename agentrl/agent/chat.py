@@ -22,6 +22,7 @@ from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL
 from agentrl.errors import UserError
+from agentrl.limits import Thinking
 from agentrl.records import Message
 
 WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
@@ -45,7 +46,7 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Exact tokens for one tokenizer.
+    """Exact tokens for one tokenizer. `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
 
     Args:
         tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.
@@ -86,6 +87,8 @@ class ChatFormat:
         )
         own = {control.get(token) for token in (*found.form.inner, *THINK)} | {*self._renderer.ids(found.written), *self.stop_token_ids}
         self._forged = frozenset(self._controls(delta)) - own
+        marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
+        self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
         self._thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
         self.rewrites = self._check_extended(found, rewritten)
 
@@ -164,6 +167,10 @@ class ChatFormat:
         thought, closed, rest = text.partition(THINK[1])
         space = rest[: len(rest) - len(rest.lstrip())]
         return thought + closed + space, rest, bool(closed)
+
+    def _unfinished(self, token_ids: Sequence[int]) -> bool:
+        thought, _, closed = self._thinking(self._renderer.said(token_ids))
+        return bool(thought) and not closed
 
     def defang(self, text: str) -> str:
         """Breaks up every control token spelled in `text`: `<|im_end|>` becomes `< |im_end|>`."""

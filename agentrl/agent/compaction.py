@@ -68,7 +68,7 @@ class Compactor:
         asked.add_prompt([token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)])
         asked.add_prompt(delta)
         most = self.config.summary_tokens if allowance is None else min(allowance, self.config.summary_tokens)
-        completion = await asked.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most)
+        completion = await asked.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most, thinking=self.chat.thinking)
         episode.stage = "chat"
         parsed = self.chat.parse(completion.token_ids)
         asked.add_turn(completion, parsed.message)

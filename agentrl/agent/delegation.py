@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.agent.tools import ToolOutcome, function_schema
 from agentrl.errors import TaskError
@@ -21,12 +22,17 @@ WORKER = "worker"
 MAX_TASK_CHARS = 20_000
 """Characters of what a sub-agent may be told."""
 
-SCHEMA = function_schema(
-    NAME,
-    "Give a task to a helper, who sees only what you write here and returns an answer. Helpers called together work at the same time.",
-    "task",
-    "all that the helper needs to know",
-)
+_TOLD = "Give a task to a helper, who sees only what you write here and returns an answer. Helpers called together work at the same time."
+_COPIES = " Each works on a copy of your files, as they are now, and changes none of yours."
+_RETURNS = " Files that it leaves as {patterns} come back to you, in a folder that its answer names."
+
+
+def schema(config: DelegationConfig) -> Mapping[str, Any]:
+    """What an agent is told of the tool, as an OpenAI function schema."""
+    told = _TOLD
+    if config.sandbox == "own":
+        told += _COPIES + (_RETURNS.format(patterns=" or ".join(config.returns)) if config.returns else "")
+    return function_schema(NAME, told, "task", "all that the helper needs to know")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +63,15 @@ class Desk:
             line: the trajectory of the agent that calls, and `turn` the number of its turn.
             place: how many sub-agents are called beside it before.
         """
+        if refused := self.refused(call, place):
+            return refused
+        told = Message(role="user", content=self._defang(call.arguments["task"]))
+        rules = (Message(role="system", content=self._config.instruction),) if self._config.instruction else ()
+        opened = self._episode.open(WORKER, parent=Parent(trajectory=line.index, turn=turn, call=number), prompt=(*rules, told))
+        return Opened(line=opened, prompt=(*rules, told))
+
+    def refused(self, call: ToolCall, place: int) -> str:
+        """What the model is told of a call that starts none; empty: it may."""
         task = call.arguments.get("task")
         if not isinstance(task, str) or not task.strip():
             return f'error: {NAME} needs {{"task": "..."}}'
@@ -66,21 +81,17 @@ class Desk:
             return f"error: at most {self._config.width} helpers work at the same time; this one was not started"
         if self._begun() >= self._config.total:
             return f"error: {self._config.total} helpers were started, and no more may be"
-        told = Message(role="user", content=self._defang(task))
-        rules = (Message(role="system", content=self._config.instruction),) if self._config.instruction else ()
-        opened = self._episode.open(WORKER, parent=Parent(trajectory=line.index, turn=turn, call=number), prompt=(*rules, told))
-        return Opened(line=opened, prompt=(*rules, told))
+        return ""
 
     def _begun(self) -> int:
         """Sub-agents that the episode has had, in earlier runs of it too."""
         return sum(one.parent is not None and one.parent.call is not None for one in self._episode.trajectories)
 
 
-def reported(answer: str | None, reason: str) -> ToolOutcome:
-    """What the caller is shown of a sub-agent that has ended."""
-    if answer is None:
-        return ToolOutcome(output=f"error: the helper ended without an answer ({reason})", ok=False)
-    return ToolOutcome(output=answer, ok=True)
+def reported(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
+    """What the caller is shown of a sub-agent that has ended. `files`: what came back from its sandbox, and what did not."""
+    shown = f"error: the helper ended without an answer ({reason})" if answer is None else answer
+    return ToolOutcome(output=f"{shown}\n{files}" if files else shown, ok=answer is not None)
 
 
 def check_name(task: Task, tools: Mapping[str, object]) -> None:

@@ -15,7 +15,10 @@ from agentrl.agent.tools import ToolOutcome, bounds_of, runs_together
 from agentrl.errors import InfrastructureError
 from agentrl.fields import json_object
 from agentrl.protocols import LiveEpisode
-from agentrl.records import ToolCall, ToolResult
+from agentrl.records import Blame, Failure, ToolCall, ToolResult
+
+SUBMIT = "submit"
+"""The tool that hands in an answer."""
 
 T = TypeVar("T")
 
@@ -35,7 +38,7 @@ async def call_all(
     """
     results: list[ToolResult] = []
     for batch in _batches(tools, calls):
-        due = [_refused(tools, call, spent, also) for call in batch]
+        due = [_refused(episode, tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, due), strict=True):
             results.append(ToolResult(name=call.name[:64], output=episode.shown(outcome.output), ok=outcome.ok, wall_s=wall_s))
             if outcome.answer is not None or episode.sandbox_lost:
@@ -49,7 +52,7 @@ async def call_one(episode: LiveEpisode, tools: Toolbox, call: ToolCall, made: C
     Args:
         made: what `calls_made` gave when the turn began; the call is added.
     """
-    refused = _refused(tools, call, made)
+    refused = _refused(episode, tools, call, made)
     return (await _run(episode, tools, [call], [refused]))[0][0]
 
 
@@ -123,12 +126,27 @@ def calls_made(episode: LiveEpisode) -> Counter[str]:
     return Counter(result.name for turn in turns for result in turn.tool_results)
 
 
-def _refused(tools: Toolbox, call: ToolCall, spent: Counter[str], also: Sequence[str] = ()) -> ToolOutcome | None:
+def over_budget(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
+    """What a call beyond `Limits.tool_calls` is answered, the policy's failure; None within. `spent` counts it already.
+
+    Every call counts that the policy has written, of whatever tool, but not handing in an answer, which is always possible.
+    """
+    most = episode.task.limits.tool_calls
+    if most is None or name == SUBMIT or spent.total() - spent[SUBMIT] <= most:
+        return None
+    told = f"this episode may make {most} tool calls, and has made them: answer with what you know"
+    episode.add_failure(Failure(stage="tool", blame=Blame.POLICY, kind="tool_calls", message=told, turn=episode.turn_count))
+    return ToolOutcome(output=f"error: {told}", ok=False)
+
+
+def _refused(episode: LiveEpisode, tools: Toolbox, call: ToolCall, spent: Counter[str], also: Sequence[str] = ()) -> ToolOutcome | None:
     """What a call is answered that is not made; None for one that is. It is counted either way."""
     tool = tools.get(call.name)
+    spent[call.name[:64]] += 1
     if tool is None:
         return ToolOutcome(output=f"error: no tool {call.name[:64]!r}; tools: {', '.join([*tools, *also])}", ok=False)
-    spent[call.name[:64]] += 1
+    if used_up := over_budget(episode, spent, call.name):
+        return used_up
     most = bounds_of(tool).calls
     if most is None or spent[call.name[:64]] <= most:
         return None

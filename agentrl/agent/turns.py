@@ -18,9 +18,10 @@ from agentrl.agent import delegation
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
 from agentrl.agent.contexts import current, go_on
+from agentrl.agent.handing import hand_back
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.agent.turncalls import call_all, calls_made
+from agentrl.agent.turncalls import call_all, calls_made, over_budget
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolCall, ToolResult
 from agentrl.sections import CompactionConfig, DelegationConfig
@@ -88,7 +89,8 @@ class Speaker:
         self._depth = depth
         self._turns, self._sampled = 0, 0  # in this run of the episode; only sub-agents are held to them, and none is resumed
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, config=loop.compaction)
-        self._delegates = loop.delegation is not None and depth < loop.delegation.depth
+        self._offers = [delegation.schema(loop.delegation)] if loop.delegation is not None and depth < loop.delegation.depth else []
+        self._delegates = bool(self._offers)
         if loop.delegation is not None:
             delegation.check_name(episode.task, tools)
 
@@ -100,7 +102,7 @@ class Speaker:
         if not self.line.tokens:
             self.line.add_prompt(chat.opening(self._prompt, schemas))
         while not (limit := self._limit()):
-            completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance())
+            completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance(), thinking=chat.thinking)
             episode.stage = "chat"
             parsed = chat.parse(completion.token_ids, schemas)
             self.line.add_turn(completion, parsed.message)
@@ -161,7 +163,7 @@ class Speaker:
         return {"tools": kept} if kept else {}
 
     def _schemas(self) -> list[Mapping[str, Any]]:
-        return [tool.schema for tool in self._tools.values()] + ([delegation.SCHEMA] if self._delegates else [])
+        return [*(tool.schema for tool in self._tools.values()), *self._offers]
 
     def _limit(self) -> str:
         """The limit that is reached, of the episode or of this sub-agent."""
@@ -203,6 +205,7 @@ class Speaker:
             if answer is not None or self._episode.sandbox_lost:
                 return tuple(results), answer
         for error in parsed.errors:
+            self._spent[""] += 1
             text = clip(f"error: {error}", self._episode.task.limits.tool_output_chars)
             results.append(ToolResult(name="", output=self._episode.shown(text), ok=False))
         return tuple(results), None
@@ -217,9 +220,19 @@ class Speaker:
         assert self._loop.delegation is not None, "only then calls start sub-agents"
         began, turn = time.monotonic(), len(self.line.turns) - 1
         desk = delegation.Desk(self._episode, self._loop.delegation, defang=self._loop.chat.defang)
-        asked = [desk.open(calls[number], number, line=self.line, turn=turn, place=number - numbers[0]) for number in numbers]
+        refused: list[str] = []
+        for _ in numbers:
+            self._spent[delegation.NAME] += 1
+            over = over_budget(self._episode, self._spent, delegation.NAME)
+            refused.append(over.output if over is not None else "")
+        begun = [calls[number] for number, why in zip(numbers, refused, strict=True) if not why]
+        copy, uncopied = await self._copied(desk, begun)
+        asked = [
+            refused[place] or uncopied or desk.open(calls[number], number, line=self.line, turn=turn, place=place)
+            for place, number in enumerate(numbers)
+        ]
         async with asyncio.TaskGroup() as running:
-            jobs = [None if isinstance(one, str) else running.create_task(self._worked(one)) for one in asked]
+            jobs = [None if isinstance(one, str) else running.create_task(self._worked(one, copy)) for one in asked]
         results = []
         for one, job in zip(asked, jobs, strict=True):
             outcome = job.result() if job is not None else ToolOutcome(output=str(one), ok=False)
@@ -227,11 +240,22 @@ class Speaker:
             results.append(ToolResult(name=delegation.NAME, output=output, ok=outcome.ok, wall_s=time.monotonic() - began))
         return results
 
-    async def _worked(self, opened: delegation.Opened) -> ToolOutcome:
-        """Runs one sub-agent to its end, and closes its tools."""
+    async def _worked(self, opened: delegation.Opened, copy: bytes | None) -> ToolOutcome:
+        """Runs one sub-agent to its end, in this agent's sandbox or in one that begins with a copy of its files."""
         episode, config = self._episode, self._loop.delegation
         assert config is not None, "it has been started"
-        names = episode.task.tools if config.tools is None else config.tools
+        if config.sandbox == "shared":
+            ended = await self._spoken(opened, episode)
+            return delegation.reported(ended.answer, ended.reason)
+        async with episode.apart(copy) as own:
+            ended = await self._spoken(opened, own)
+            files = await hand_back(config.returns, number=opened.line.index, worker=own, caller=episode)
+        return delegation.reported(ended.answer, ended.reason, files)
+
+    async def _spoken(self, opened: delegation.Opened, episode: LiveEpisode) -> Ended:
+        """Why a sub-agent ended in the episode as it has it; its tools are closed."""
+        config = self._loop.delegation
+        names = episode.task.tools if config is None or config.tools is None else config.tools
         tools = load_tools(names, None, episode.tools, episode.memory)
         try:
             worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
@@ -239,4 +263,14 @@ class Speaker:
         finally:
             await tools.close(timeout_s=episode.task.limits.tool_timeout_s)
         worker.line.end(ended.reason)
-        return delegation.reported(ended.answer, ended.reason)
+        return ended
+
+    async def _copied(self, desk: delegation.Desk, calls: Sequence[ToolCall]) -> tuple[bytes | None, str]:
+        """What the sandboxes of sub-agents begin with, where they have their own and one is started; or why none can be."""
+        config = self._loop.delegation
+        if config is None or config.sandbox == "shared" or all(desk.refused(call, place) for place, call in enumerate(calls)):
+            return None, ""
+        try:
+            return await self._episode.working_copy(), ""
+        except ValueError as error:  # too large, and that is the agents' doing
+            return None, f"error: no helper was started, since your files cannot be copied: {error}"

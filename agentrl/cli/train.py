@@ -123,6 +123,10 @@ def evaluate(
         if rate["attempts"] > 1:
             shares = "  ".join(f"pass@{k} {share:.3f}" for k, share in rate["pass_at"].items())
             print(f"{'':14} {shares}  {rate['attempts']} attempts a task, {rate['tokens_mean']:,.0f} sampled tokens each")
+        for one in rate["thinking"]:
+            told = f"{one['value']:.3f}  95% interval [{one['ci_low']:.3f}, {one['ci_high']:.3f}]" if "value" in one else "no score"
+            tokens = "" if one["tokens_mean"] is None else f"  {one['tokens_mean']:,.0f} sampled tokens each"
+            print(f"{'':14} {told}  at most {one['thinking_tokens']} thought{tokens}")
 
 
 def _model(named: str) -> str:
@@ -148,6 +152,8 @@ def describe(summary: Summary, folder: Path) -> str:
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
     broken = f"{summary.tasks_quarantined} broken tasks left out, " if summary.tasks_quarantined else ""
     broken += f"{summary.tasks_withheld} training tasks withheld, " if summary.tasks_withheld else ""
+    broken += f"{summary.attempts_cancelled} further attempts cancelled, " if summary.attempts_cancelled else ""
+    broken += f"{summary.groups_stopped} groups stopped early, " if summary.groups_stopped else ""
     minutes = sum(summary.wall_s.values()) / 60
     lines.append(
         f"{summary.steps} steps, {summary.episodes} episodes ({summary.episodes_left_out} left out), "

@@ -19,32 +19,44 @@ class Placement:
 
     learner: str | None = None
     server: str | None = None
+    replicas: tuple[str, ...] = ()  # of the policy's servers, where there are several
     judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judge_servers`, by name
 
 
 def place(recipe: Recipe) -> Placement:
-    """With `serving.weight_transfer=nccl` the learner's ranks get the first GPUs and the server the one after them.
+    """With `serving.weight_transfer=nccl` or several `serving.replicas` the learner's ranks get the first GPUs, and each server of the
+    policy one of those after them.
 
-    NCCL refuses two members of a group on one GPU. Judges' servers get the GPUs after these in turn, and where none is left share the
-    server's. Raises `UserError` when there are too few. Otherwise everything is shared.
+    NCCL refuses two members of a group on one GPU, and servers that share one would only take it from each other. Judges' servers get
+    the GPUs after these in turn, and where none is left share the policy servers'. Raises `UserError` when there are too few.
+    Otherwise everything is shared, and on a CPU there is nothing to place.
     """
-    shared = [recipe.serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
-    if recipe.serving.weight_transfer != "nccl" and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
+    serving = recipe.serving
+    apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
+    shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
+    if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
             f"the servers of policy and judges share a GPU, and want {sum(shared):g} of its memory together",
             fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
         )
-    if recipe.serving.weight_transfer != "nccl":
+    if not apart:
         return Placement()
-    gpus, ranks = visible(), recipe.learner.ranks
-    if len(gpus) <= ranks:
-        raise UserError(
-            f"serving.weight_transfer=nccl with learner.ranks={ranks} needs {ranks + 1} GPUs, {len(gpus)} are visible here",
-            fix="set serving.weight_transfer=file: learner and server then share a GPU",
-        )
-    left = gpus[ranks + 1 :] or [gpus[ranks]]
-    judges = {name: left[number % len(left)] for number, name in enumerate(recipe.judge_servers)}
-    return Placement(learner=",".join(gpus[:ranks]), server=gpus[ranks], judges=judges)
+    gpus, ranks, needed = visible(), recipe.learner.ranks, recipe.learner.ranks + serving.replicas
+    if len(gpus) < needed:
+        key, fix = "weight_transfer=nccl", "set serving.weight_transfer=file: learner and server then share a GPU"
+        if serving.replicas > 1:
+            key, fix = f"replicas={serving.replicas}", "lower serving.replicas; with 1, learner and server share a GPU"
+        raise UserError(f"serving.{key} with learner.ranks={ranks} needs {needed} GPUs, {len(gpus)} are visible here", fix=fix)
+    servers, left = gpus[ranks:needed], gpus[needed:]
+    judges = {name: (left or servers)[number % len(left or servers)] for number, name in enumerate(recipe.judge_servers)}
+    several = tuple(servers) if serving.replicas > 1 else ()
+    return Placement(learner=",".join(gpus[:ranks]), server=None if several else servers[0], replicas=several, judges=judges)
+
+
+def _on_gpus(recipe: Recipe) -> bool:
+    from agentrl.serving.server import serving_device  # brings an HTTP client along
+
+    return serving_device(recipe) == "cuda"
 
 
 def visible() -> list[str]:

@@ -32,19 +32,21 @@ class RunningEpisodes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = itertools.count()
+        self._forgotten: set[int] = set()
 
     async def keep(self, group: int, member: int, state: EpisodeState) -> None:
-        await asyncio.to_thread(self._write, self._path(group, member, "state"), state)
+        await asyncio.to_thread(self._write, group, self._path(group, member, "state"), state)
 
     async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        await asyncio.to_thread(self._write, self._path(group, member, "scored"), scored)
+        await asyncio.to_thread(self._write, group, self._path(group, member, "scored"), scored)
         self._path(group, member, "state").unlink(missing_ok=True)
 
     async def find(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
         return await asyncio.to_thread(self._find, group, member)
 
     def forget(self, group: int) -> None:
-        """Removes what there is of a group: it is stored, or will never be."""
+        """Removes what there is of a group: it is stored, or will never be. A write of a cancelled attempt may still be under way."""
+        self._forgotten.add(group)
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)
 
     def groups(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ class RunningEpisodes:
         scored = self._read(self._path(group, member, "scored"), ScoredEpisode)
         return self._read(self._path(group, member, "state"), EpisodeState) if scored is None else scored
 
-    def _write(self, path: Path, record: EpisodeState | ScoredEpisode) -> None:
+    def _write(self, group: int, path: Path, record: EpisodeState | ScoredEpisode) -> None:
         try:
             data = codec.to_json(record)
             if len(data) > MAX_BYTES:
@@ -67,7 +69,11 @@ class RunningEpisodes:
             path.parent.mkdir(parents=True, exist_ok=True)
             body = zstandard.ZstdCompressor(level=1, write_checksum=True).compress(data)
             files.write(path, body, tag=str(next(self._numbers)))  # of its own: a write may outlive the turn that began it
+            if group in self._forgotten:
+                shutil.rmtree(path.parent, ignore_errors=True)
         except OSError as error:
+            if group in self._forgotten:  # and its folder with it
+                return
             log.warning("%s could not be written: a crash would cost the turns since it was: %s", path, error)
 
     def _read(self, path: Path, kind: type[T]) -> T | None:

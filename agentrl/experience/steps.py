@@ -52,6 +52,10 @@ class StepGroups:
         """Whether a group counts towards the `per_step` of its step."""
         return self._known.setdefault(group.index, has_preference(group, min_group_size=self.min_group_size))
 
+    def know(self, index: int, preference: bool) -> None:
+        """Saves reading a stored group of which this is known."""
+        self._known[index] = preference
+
     def taken(self, step: int, store: ExperienceStore) -> range | None:
         """The groups that a step consumes: the fewest of its block, from the first on, of which `per_step` have a preference, or all of it.
 

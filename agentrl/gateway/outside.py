@@ -122,6 +122,13 @@ class Outside:
                 f"task {episode.task.id!r} begins after turn {episode.turn_count}, and an outside program only at its own beginning",
                 fix="use cases that begin at the start",
             )
+        limits = episode.task.limits
+        if limits.tool_calls is not None or limits.thinking_tokens is not None:
+            raise TaskError(
+                f"task {episode.task.id!r}: limits.tool_calls and limits.thinking_tokens hold for agents that ship; outside programs make"
+                " their calls as they like",
+                fix="leave them out; limits.turns and limits.all_tokens hold for every agent",
+            )
         sandbox = await episode.sandbox()
         for name, content in self._files.items():
             await sandbox.write(name, content)

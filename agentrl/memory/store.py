@@ -29,6 +29,7 @@ QUERY_CHARS = 200
 QUERY_WORDS = 16
 """Words of a query that are looked for, the first ones."""
 
+_KIN_KEPT = 256  # task keys: more than there are groups in flight
 _APPLICATION_ID = 0x41474D4D  # "AGMM"
 _SCHEMA_VERSION = 1
 _SCHEMA = (
@@ -92,6 +93,7 @@ class NoteStore:
         self.config = config
         self.path = path
         self._behind = behind
+        self._kin: dict[str, set[int]] = {}  # task key -> writers whose notes its attempts are not shown
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with self._translated():
             if path is not None:
@@ -125,6 +127,7 @@ class NoteStore:
             for one in episodes:
                 _add(db, step, one)
             _forget(db, version=max(0, step + 1 - self._behind), keep=self.config.keep)
+            self._kin.clear()
             return True
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[Found, ...]:
@@ -136,7 +139,7 @@ class NoteStore:
         """
         terms = list(dict.fromkeys(re.findall(r"\w+", query.lower())))[:QUERY_WORDS]
         with self._lock, self._translated():
-            hidden = _kin(self._db, task_key)
+            hidden = self._hidden(task_key)
             floor = _floor(self._db, scope, version, self.config.keep)
             where, values = "scope = ? AND step < ? AND id >= ?", (scope, version, floor)
             if not terms:
@@ -158,9 +161,20 @@ class NoteStore:
         with self._lock:
             self._db.close()
 
+    def _hidden(self, task_key: str) -> set[int]:
+        """`_kin`, which stays the same until a step is added."""
+        if task_key not in self._kin:
+            if len(self._kin) >= _KIN_KEPT:
+                self._kin.clear()
+            self._kin[task_key] = _kin(self._db, task_key)
+        return self._kin[task_key]
+
     def _having(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
-        """Ids of the notes that may be shown and have a word."""
-        query = f"SELECT id, writer FROM words JOIN notes ON id = words.rowid WHERE words MATCH ? AND {where}"
+        """Ids of the notes that may be shown and have a word.
+
+        The cross join has SQLite look the word up once. Left to choose, it looks it up again for each note of the scope.
+        """
+        query = f"SELECT id, writer FROM words CROSS JOIN notes ON id = words.rowid WHERE words MATCH ? AND {where}"
         return [note for note, writer in self._db.execute(query, (f'"{term}"', *values)) if writer not in hidden]
 
     def _rows(self, query: str, *values: object) -> list[Any]:

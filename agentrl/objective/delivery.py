@@ -13,7 +13,7 @@ def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
 
     The learner counts what it packed (`tokens_delivered`); the two are equal as long as every sampled token is trained once.
     """
-    turns: set[tuple[int, str, int, int, tuple[int, ...], tuple[float, ...]]] = set()
+    turns: set[tuple[int, str, int, int, tuple[int, ...], tuple[float, ...], int]] = set()
     for group in groups:
         if group.index in dropped:
             continue
@@ -21,5 +21,5 @@ def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
             for number, line in enumerate(scored.episode.trajectories):
                 for place, turn in enumerate(line.turns):
                     sampler = line.inherited[place] if place < len(line.inherited) else scored.episode.id
-                    turns.add((group.index, sampler, number, place, turn.completion_ids, turn.logprobs))
-    return sum(len(turn[4]) for turn in turns)
+                    turns.add((group.index, sampler, number, place, turn.completion_ids, turn.logprobs, turn.sampled))
+    return sum(turn[-1] for turn in turns)

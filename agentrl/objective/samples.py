@@ -195,14 +195,16 @@ def _sample(
         token_ids += (*turn.prompt_ids, *turn.completion_ids)
         if not trained:
             given, sampled = given + sampled, 0
-        mask += [False] * given + [True] * sampled
+        put = set(turn.forced) if sampled else set()
+        mask += [False] * given + [place not in put for place in range(sampled)]
         supports += (given, turn.supports if trained and turn.supports is not None else sampled)
-        logprobs += [0.0] * given + list(turn.logprobs[:sampled])
+        logprobs += [0.0] * given + [0.0 if place in put else one for place, one in enumerate(turn.logprobs[:sampled])]
         spread = [0.0] * (sampled - 1) + [value] * min(sampled, 1) if rewards else [value] * sampled
+        spread = [0.0 if place in put else one for place, one in enumerate(spread)]
         credits += [0.0] * given + spread
         versions += [-1] * given
         for span in turn.versions if trained else ():
-            versions += [span.version] * (span.end - span.start)
+            versions += [-1 if place in put else span.version for place in range(span.start, span.end)]
     return Sample(
         episode_id=episode_id,
         group_index=group_index,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.observe.charts import Chart, Series, line_chart
+from agentrl.observe.tables import Table
 from agentrl.observe.transcripts import Attempt, shown_failure
 
 _COLORS = ("c1", "c2", "c3", "c4")
@@ -22,17 +23,8 @@ class Failures:
 
     note: str
     chart: Chart | None  # share of training episodes with each of the most frequent tags, by step
-    tables: tuple[Table, ...]
+    tables: tuple[Table, ...]  # failures by tag: of phases, and of versions
     examples: tuple[Attempt, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Failures by tag in columns: of phases, or of versions."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[str, ...]], ...]  # tag -> a cell a column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Here is what the report says; `agentrl/observe/templates` lays it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
+from agentrl.observe.taught import taught_tables
 from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, shown_pair
 
 _EPISODES_SHOWN = 6
@@ -99,6 +100,7 @@ def write_report(run_dir: Path) -> Path:
         kinds=_kinds(summary) if summary else [],
         compute=_compute(run),
         machinery=_machinery(run),
+        taught=taught_tables(run.taught),
         failures=failures.told(run.failures),
         left_out=_left_out(run),
         setbacks=_setbacks(run),
@@ -159,6 +161,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (f"{summary.episodes_left_out:,}", "left out"),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
+        *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),
         (f"{summary.updates_left_out:,}", "updates left out"),
         (short(summary.tokens_trained), "tokens trained"),
         (maybe(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
@@ -226,10 +229,18 @@ def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
 
 
 def _compute(run: RunData) -> list[Card]:
-    """Success against sampled tokens, for each split of the last evaluation."""
-    found = []
-    for split in dict.fromkeys(split for split, _, _ in run.compute):
-        lines = [(attempts, points) for other, attempts, points in run.compute if other == split]
+    """Success against sampled tokens, for each split of the last evaluation: over budgets for an attempt, and over bounds on thinking."""
+    note = "share of tasks solved, by sampled tokens a task"
+    return [
+        *_against(run.compute, "Success against compute", "", note),
+        *_against(run.thinking, "Success against thinking", ", thinking bounded", f"{note}; a point for each bound on thinking, and none"),
+    ]
+
+
+def _against(found: Sequence[tuple[str, int, tuple[tuple[float, float], ...]]], title: str, after: str, note: str) -> list[Card]:
+    cards = []
+    for split in dict.fromkeys(split for split, _, _ in found):
+        lines = [(attempts, points) for other, attempts, points in found if other == split]
         lines = [*lines[:1], *lines[1:][-(_LINES_SHOWN - 1) :]]
         series = [
             Series(label="1 attempt" if attempts == 1 else f"the best of {attempts}", color=f"c{1 + n}", points=points)
@@ -238,15 +249,15 @@ def _compute(run: RunData) -> list[Card]:
         width, height = _NARROW
         chart = line_chart(
             series,
-            title=f"Success against compute, {split}",
+            title=f"{title}, {split}",
             width=width,
             height=height,
             y_range=(0.0, 1.0),
             y_format=lambda value: f"{value:.2f}",
             x_name="tokens",
         )
-        found.append(Card(title=printable(split).replace("_", " "), note="share of tasks solved, by sampled tokens a task", chart=chart))
-    return found
+        cards.append(Card(title=printable(split).replace("_", " ") + after, note=note, chart=chart))
+    return cards
 
 
 def _machinery(run: RunData) -> list[Card]:
@@ -292,13 +303,26 @@ def _machinery(run: RunData) -> list[Card]:
         ),
         _small(run, "Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}),
         _small(run, "Groups without signal", "all attempts scored alike", {"groups_without_signal": "groups"}, whole=True),
+        _small(run, "Further attempts", "that a group had enough without", _further(run), whole=True),
+        _small(run, "Length of what was cancelled", "sampled tokens, until then", _lengths(run)),
         _small(run, "Episodes left out", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, whole=True),
         _small(run, "Reward and audit", _drift(run), _audit(run)),
         _small(run, "Judges' disagreement", "mean over the episodes that several judged", {"judge_disagreement": "disagreement"}),
         _small(run, "Unscored", "share of the played episodes that no verifier gave a value", _unscored(run)),
+        _small(run, "Tokens by server", "sampled in a step", _replicas(run, "tokens"), short),
+        _small(run, "Restarts by server", "since the run was started or resumed", _restarted(run), whole=True),
         _small(run, "Parts of the score", "means over the episodes that have them", _parts(run)),
     ]
     return [chart for chart in charts if chart]
+
+
+def _further(run: RunData) -> dict[str, str]:
+    return {"attempts_cancelled": "cancelled", "attempts_not_begun": "not begun"} if run.series("attempts_cancelled") else {}
+
+
+def _lengths(run: RunData) -> dict[str, str]:
+    names = {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"}
+    return names if run.series("cancelled_tokens_mean") else {}
 
 
 def _audit(run: RunData) -> dict[str, str]:
@@ -314,6 +338,17 @@ def _drift(run: RunData) -> str:
 
 def _unscored(run: RunData) -> dict[str, str]:
     return {"unscored_share": "share"} if any(value for _, value in run.series("unscored_share")) else {}
+
+
+def _replicas(run: RunData, figure: str) -> dict[str, str]:
+    """The first servers of a policy that has several."""
+    return {f"replica{n}_{figure}": f"server {n}" for n in range(_LINES_SHOWN) if run.series(f"replica{n}_{figure}")}
+
+
+def _restarted(run: RunData) -> dict[str, str]:
+    """The same, where one was restarted."""
+    found = _replicas(run, "restarts")
+    return found if any(value for key in found for _, value in run.series(key)) else {}
 
 
 def _parts(run: RunData) -> dict[str, str]:

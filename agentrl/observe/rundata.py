@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 from agentrl.errors import StoreError
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
+from agentrl.observe.taught import REQUIRED
 
 Line = dict[str, Any]
 
@@ -32,7 +33,9 @@ class RunData:
     setbacks: tuple[Line, ...]  # what was not trained on, and why
     left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
     compute: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # of the last evaluation: split, attempts, (tokens, success)
+    thinking: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # the same over bounds on thinking
     evaluated: dict[str, Rate]  # split -> what `agentrl eval` found; empty for a training run
+    taught: tuple[Line, ...]  # a line a group: of which task, and its scores
     failures: Line  # what `failures/failures.json` says; empty without one
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
 
@@ -61,7 +64,9 @@ def read_run(run_dir: Path) -> RunData:
         setbacks=tuple(_read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
         left_out=tuple(_read_left_out(evaluations)),
         compute=tuple(_read_compute(evaluations)),
+        thinking=tuple(_read_thinking(evaluations)),
         evaluated=evaluated,
+        taught=tuple(_read_lines(run_dir / "tasks.jsonl", REQUIRED, notes)),
         failures=_read_object(run_dir / "failures" / "failures.json", notes),
         notes=tuple(notes),
     )
@@ -76,13 +81,32 @@ def _read_left_out(phases: Line) -> Iterator[tuple[str, str, dict[str, int]]]:
 
 def _read_compute(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, float], ...]]]:
     """Success against compute, of the phase that was evaluated last."""
-    last = next((phase for phase in ("after", "eval", "before") if phase in phases), "")
+    last = _last(phases)
     for phase, split, result in _results(phases):
         for line in listed(result.get("compute")) if phase == last else ():
             attempts, points = (line.get("attempts"), listed(line.get("points"))) if isinstance(line, dict) else (None, [])
             pairs = tuple((point[0], point[1]) for point in points if isinstance(point, list) and len(point) == 2)
             if isinstance(attempts, int) and pairs and all(_finite(value) for pair in pairs for value in pair):
                 yield split, attempts, pairs
+
+
+def _read_thinking(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, float], ...]]]:
+    """What k attempts solve and sample with each bound on thinking, and without one, of the phase that was evaluated last."""
+    last = _last(phases)
+    for phase, split, result in _results(phases):
+        bounded = [one for one in listed(result.get("thinking")) if isinstance(one, dict)] if phase == last else []
+        points: dict[int, list[tuple[float, float]]] = {}
+        for one in (*bounded, result) if bounded else ():
+            tokens, shares = one.get("tokens_mean"), one.get("pass_at")
+            for k, share in shares.items() if isinstance(shares, dict) else ():
+                if k.isdecimal() and len(k) < 6 and _finite(tokens) and _finite(share):
+                    points.setdefault(int(k), []).append((int(k) * tokens, share))
+        for attempts in sorted(points):
+            yield split, attempts, tuple(sorted(points[attempts]))
+
+
+def _last(phases: Line) -> str:
+    return next((phase for phase in ("after", "eval", "before") if phase in phases), "")
 
 
 def _read_rates(phases: Line) -> Iterator[tuple[str, Rate]]:

@@ -43,6 +43,12 @@ class Summary(BaseModel):
     """Of them, left out of the loss: a task or infrastructure failure, or a verifier that gave no score."""
     left_out_reasons: dict[str, int] = {}
     """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
+    attempts_cancelled: int = Field(0, ge=0)
+    """Further attempts that had begun when their group had enough; they are among no episodes."""
+    attempts_not_begun: int = Field(0, ge=0)
+    """Further attempts that their group did not need to begin."""
+    groups_stopped: int = Field(0, ge=0)
+    """Groups that ended early because their first attempts had all scored the same."""
     failures: dict[str, int] = {}
     """Tag -> failed episodes of training and evaluations, the most frequent first; `agentrl failures` shows them."""
     tasks_quarantined: int = Field(0, ge=0)

@@ -4,11 +4,12 @@
 """
 
 from agentrl.rollout.admission import Admission
-from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.episode import EpisodeRunner, Hosted
 from agentrl.rollout.faults import fault, task_fault
 from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
 from agentrl.rollout.remembering import Forgotten
+from agentrl.rollout.thinking import bound_of
 
 __all__ = [
     "Admission",
@@ -16,9 +17,11 @@ __all__ = [
     "EpisodeRunner",
     "Forgotten",
     "GroupRunner",
+    "Hosted",
     "MemoryOf",
     "OnAttempt",
     "OnTurn",
+    "bound_of",
     "fault",
     "left_out_group",
     "task_fault",

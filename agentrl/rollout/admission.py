@@ -1,4 +1,4 @@
-"""Which episodes may begin: a bound on those in flight, and none more than the server's key/value cache has room for.
+"""Which episodes may begin: a bound on those in flight, and none more than the servers' key/value caches have room for.
 
 A server whose cache is full throws running requests out and computes their contexts again later, so that more episodes at once make
 all of them slower. What an episode will take is not known when it begins; what those in flight take on average is.
@@ -23,13 +23,14 @@ class Admission:
     """An asynchronous context manager around each episode: entered when it may begin.
 
     Between two readings of the cache's use u, with n episodes in flight, at most n (full - u) / u more begin: as many as would fill it up
-    to `full` if each took what the others take. One may always run. Without readings the bound on those in flight is all there is.
-    Episodes begin in the order in which they came.
+    to `full` if each took what the others take. With several caches the u's add up, and so does their room: what one is beyond `full`
+    takes none from another, where new episodes are sent then. One may always run. Without readings the bound on those in flight is all
+    there is. Episodes begin in the order in which they came.
 
     Args:
         most: episodes in flight at once.
         use: the newest reading; None while there is none, as while the server starts.
-        full: share of the cache that is to be in use; with 1 nothing is held back.
+        full: share of each cache that is to be in use; with 1 nothing is held back.
     """
 
     def __init__(self, most: int, *, use: Callable[[], CacheUse | None] = lambda: None, full: float = 1.0) -> None:
@@ -68,10 +69,11 @@ class Admission:
     def _fits(self) -> bool:
         """Whether one more may begin now; if so, it is counted."""
         use = self._use()
-        if use is None or use.share <= 0 or self.in_flight == 0:
+        taken = 0.0 if use is None else sum(use.shares)
+        if use is None or taken <= 0 or self.in_flight == 0:
             return True
         if use.reading != self._reading:
-            room = self.in_flight * (self._full - use.share) / use.share
+            room = self.in_flight * sum(max(0.0, self._full - share) for share in use.shares) / taken
             self._reading, self._room = use.reading, int(min(room, self._most))  # next to nothing in use is room for everybody
         self._room -= 1
         return self._room >= 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from agentrl import usercode
@@ -11,9 +13,13 @@ from agentrl.contract.outputs import Collected, collect, select
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.rollout.faults import fault, infrastructure_fault
-from agentrl.rollout.life import EpisodeLife, OnTurn, contents
+from agentrl.rollout.life import EpisodeLife, OnTurn
 from agentrl.rollout.remembering import memory_of
+from agentrl.rollout.workplace import contents
 from agentrl.sampling import Sampling
+
+Hosted = Callable[[str, str], AbstractContextManager[object]]
+"""Around the requests of an episode, by its id and its task's key: whoever spreads them over several servers hears of its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +34,7 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
+    hosted: Hosted = lambda episode_id, task_key: nullcontext()
 
     async def run(
         self,
@@ -38,6 +45,7 @@ class EpisodeRunner:
         start: EpisodeState | None = None,
         on_turn: OnTurn | None = None,
         memory: MemoryView | None = None,
+        on_begin: Callable[[EpisodeLife], None] = lambda life: None,
     ) -> Episode:
         """One attempt. Whatever is broken on the way ends as a `Failure` in the episode, never as an exception or a score.
 
@@ -47,6 +55,7 @@ class EpisodeRunner:
                 continued; under another it is a branch, whose turns so far are inherited (see `agentrl.objective.branches`).
             on_turn: called after every turn that another may follow.
             memory: what it reads of earlier episodes' notes; None: it has no memory. What it writes is in its record alone.
+            on_begin: given the running episode, for whoever may cancel it and wants to know what it came to.
 
         Raises:
             SandboxUnavailable: no sandbox of this kind can be opened on this machine at all.
@@ -69,8 +78,10 @@ class EpisodeRunner:
             tools=self.tools,
             memory=memory_of(memory, start),
         )
+        on_begin(life)
         try:
-            stop_reason, collected, failures = await self._attempt(life)
+            with self.hosted(episode_id, task.key):
+                stop_reason, collected, failures = await self._attempt(life)
         finally:
             await life.close()
         return Episode(

@@ -1,9 +1,10 @@
 """Groups: several attempts at one task, each scored; infrastructure failures are retried in fresh sandboxes, then left out.
 
 A group may be a forest instead of a row of attempts (`BranchingConfig`): some attempts run to a given turn, and others go on from
-their state there. And it may go on where a process that died left it (`EpisodeKeeper`). A task that turns out to be wrong in
-itself takes its whole group out: what is broken for one attempt says nothing about the policy in the others. Any other fault, also
-one that nobody foresaw, is that of one attempt.
+their state there. More attempts may begin than are wanted, so that no group waits for its slowest (`agentrl.rollout.race`). And a group
+may go on where a process that died left it (`EpisodeKeeper`). A task that turns out to be wrong in itself takes its whole group out:
+what is broken for one attempt says nothing about the policy in the others. Any other fault, also one that nobody foresaw, is that of
+one attempt.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from agentrl.recipe import BranchingConfig
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import fault, infrastructure_fault
-from agentrl.rollout.life import Capture, OnTurn
+from agentrl.rollout.life import Capture, EpisodeLife, OnTurn
+from agentrl.rollout.race import Place, Race
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ class GroupRunner:
     slots: AbstractAsyncContextManager[object]  # entered by each attempt when it may begin
     group_size: int
     max_retries: int
+    spare_attempts: int = 0  # begun beyond these, and cancelled when so many count; none beside `branching`
+    stop_equal_after: int = 0  # begun before the others, which are not where these score the same; 0: all begin at once
     branching: BranchingConfig | None = None
     keeper: EpisodeKeeper | None = None
     memory: MemoryOf | None = None
@@ -119,20 +123,39 @@ class GroupRunner:
             ExceptionGroup: of `SandboxUnavailable`, where no sandbox of this kind can be opened on this machine at all.
         """
         broken: Failure | None = None
-        jobs: list[asyncio.Task[ScoredEpisode]] = []
+        members = self._members(index, oldest_version)
+        found = [await self._found(member, task) for member in members]
+
+        async def play(place: Place) -> None:
+            try:
+                scored = await self._scored(members[place.number], task, found[place.number], place)
+            except _BrokenTask:
+                race.stop()
+                raise
+            race.ended(place, scored)
+
+        def begin(place: Place) -> asyncio.Task[None] | None:
+            attempt = play(place)
+            try:
+                return running.create_task(attempt)
+            except RuntimeError:  # the group is being ended
+                attempt.close()
+                return None
+
+        race = Race([member.name for member in members], group=index, size=self.group_size, begin=begin, first=self.stop_equal_after)
         try:
             async with asyncio.TaskGroup() as running:
-                jobs += [running.create_task(self._scored(member, task)) for member in self._members(index, oldest_version)]
+                race.start([number for number, one in enumerate(found) if isinstance(one, ScoredEpisode)])
         except* _BrokenTask as errors:
             broken = _first(errors).fault
         if broken is not None:
             return left_out_group(index, task.id, task.key, broken, size=self.group_size)
-        scored = tuple(job.result() for job in jobs)
+        scored = race.episodes
         if self.together is not None:
             scored = await self._judged(self.together, task, scored)
             if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
                 return left_out_group(index, task.id, task.key, broken, size=self.group_size)
-        return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored)
+        return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScorer, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         """The attempts with the scores that they are given together. A judge that fails leaves them unscored."""
@@ -189,13 +212,13 @@ class GroupRunner:
         *,
         tell: bool = True,
         always: bool = False,
-        group: int | None = None,
+        place: Place | None = None,
     ) -> ScoredEpisode:
         """See `episode`. `tell`: whether the score is what `on_attempt` is to be told of; a group's judge may not have said all yet.
-        `group`: the index of its group; None: it has none."""
+        `place`: its own in its group; None: it has none. A fault that leaves the group enough attempts is not tried again."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
-            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, group)
+            episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, place)
             start = start if always else None
             if score is not None:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.value is None else None
@@ -207,6 +230,8 @@ class GroupRunner:
                 break
             self.on_attempt(failure)
             if attempt < self.max_retries:
+                if place is not None and place.replaced():
+                    break
                 await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # a restarting part gets a moment
         return _unscored(episode, failure)
 
@@ -218,15 +243,23 @@ class GroupRunner:
         start: EpisodeState | None,
         on_turn: OnTurn | None,
         scorer: Scorer,
-        group: int | None,
+        place: Place | None,
     ) -> tuple[Episode, Score | None]:
         """One attempt and its score; None when a fault, which is the last of the episode's failures, leaves it out."""
         episode = _nothing(episode_id, task.id, task.key, attempt)
         stage, since = "episode", usercode.cancellations()
         try:
-            memory = None if self.memory is None else self.memory(task, group)
+            memory = None if self.memory is None else self.memory(task, None if place is None else place.group)
             async with self.slots:
-                episode = await self.runner.run(task, episode_id=episode_id, attempt=attempt, start=start, on_turn=on_turn, memory=memory)
+                episode = await self.runner.run(
+                    task,
+                    episode_id=episode_id,
+                    attempt=attempt,
+                    start=start,
+                    on_turn=on_turn,
+                    memory=memory,
+                    on_begin=_watched(place),
+                )
             if episode.left_out:
                 return episode, None
             stage = "score"
@@ -242,16 +275,15 @@ class GroupRunner:
 
     def _members(self, index: int, oldest_version: int) -> list[_Member]:
         if self.branching is None:
-            return [_Member(index, member, None, oldest_version) for member in range(self.group_size)]
+            return [_Member(index, member, None, oldest_version) for member in range(self.group_size + self.spare_attempts)]
         width = self.branching.branches
         forks = [_Fork(stem, range(stem + 1, stem + width), self.branching.turn) for stem in range(0, self.group_size, width)]
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
-    async def _scored(self, member: _Member, task: Task) -> ScoredEpisode:
+    async def _scored(self, member: _Member, task: Task, found: EpisodeState | ScoredEpisode | None, place: Place) -> ScoredEpisode:
         """One attempt, begun or continued. A branch waits for its stem without taking a slot, so stems never wait for branches."""
         fork, since = member.stem_of, usercode.cancellations()
         try:
-            found = await self._found(member, task)
             if isinstance(found, ScoredEpisode):
                 waits = self.together is None and found.score.reason == WAITS  # and nobody will judge its group any more
                 return replace(found, score=await self.score(task, found.episode)) if waits else found
@@ -261,7 +293,7 @@ class GroupRunner:
                 found = await member.fork.state
             on_turn = None if fork is None and self.keeper is None else self._watching(member, task)
             scorer, alone = (self.score, True) if self.together is None else (self.together.first, False)
-            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, group=member.group)
+            scored = await self._episode(task, member.name, found, on_turn, scorer, tell=alone, place=place)
         except BaseException as error:
             usercode.let_go(error, since)
             failure = fault(error, stage="group")
@@ -315,6 +347,16 @@ class GroupRunner:
             log.warning("attempt %s starts afresh: version %d, at least %d needed", member.name, oldest, member.oldest_version)
             return None
         return found
+
+
+def _watched(place: Place | None) -> Callable[[EpisodeLife], None]:
+    """Leaves word of the running episode in its place."""
+
+    def on_begin(life: EpisodeLife) -> None:
+        if place is not None:
+            place.life = life
+
+    return on_begin
 
 
 def left_out_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:

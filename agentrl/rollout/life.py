@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from agentrl import usercode
-from agentrl.errors import SandboxError, SandboxUnavailable, ServingError, TaskError, UserError
+from agentrl.errors import ServingError, TaskError
+from agentrl.limits import Thinking
 from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
 from agentrl.records import (
+    Cancelled,
     Completion,
     EpisodeState,
     Failure,
@@ -27,6 +28,9 @@ from agentrl.records import (
     Turn,
     check_tree,
 )
+from agentrl.rollout.apart import Apart, set_apart
+from agentrl.rollout.thinking import bound_of, sampled
+from agentrl.rollout.workplace import Workplace
 from agentrl.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -77,18 +81,21 @@ class TrajectoryLife:
     def _budget(self) -> int:
         """Tokens that the next completion may have; none or fewer: it does not fit."""
         limits, room = self._life.task.limits, self._life.room
-        budget = min(limits.turn_tokens, room - self.tokens)
+        left = room - self.tokens
+        if limits.all_tokens is not None:  # agents that sample side by side are counted when they have
+            room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._life.tokens)
+        budget = min(limits.turn_tokens, left)
         if budget <= 0 and not self._life.turns_begun:
             raise TaskError(
                 f"task {self._life.task.id!r}: its prompt has {len(self.prompt_ids)} tokens, and with an answer no more than {room} fit",
-                fix="shorten the prompt, or raise limits.episode_tokens and policy.max_model_len",
+                fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
             )
         return budget
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None) -> Completion:
+    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
         if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
         budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
@@ -98,7 +105,8 @@ class TrajectoryLife:
             budget = min(budget, max_tokens)
         self.sampling = True
         try:
-            completion = await self._life.generate([*self._context, *self.prompt_ids], budget, stop_token_ids, number)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number)
+            completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except BaseException:
             self.sampling = False
             raise
@@ -115,6 +123,7 @@ class TrajectoryLife:
             finish_reason=completion.finish_reason,
             generate_s=self._generate_s,
             supports=completion.supports,
+            forced=completion.forced,
         )
         self.turns.append(turn)
         self._context += (*turn.prompt_ids, *turn.completion_ids)
@@ -157,7 +166,6 @@ class EpisodeLife:
         self.task = task
         self.answer: str | None = None
         self.stage = "episode"
-        self.sandbox_lost = False
         self.agent_state: Mapping[str, Any] = {} if start is None else start.agent_state
         self.room = min(task.limits.episode_tokens, max_model_len)  # tokens of one trajectory
         self.failures: list[Failure] = []  # of tools, at what the agent asked of them
@@ -166,14 +174,13 @@ class EpisodeLife:
         self.program_s = 0.0  # what the agent called
         self._attempt = attempt
         self._policy = policy
-        self._sandboxes = sandboxes
+        self.sandboxes = sandboxes
         self._sampling = sampling
         self._request_timeout_s = request_timeout_s
-        self._open_timeout_s = open_timeout_s
+        self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
-        self._sandbox: Sandbox | None = None
-        self._snapshot: bytes | None = None  # what the sandbox is opened from, when the episode began elsewhere
-        self._opening = asyncio.Lock()  # agents that work side by side share the sandbox
+        self._place = Workplace(self, None if start is None else start.snapshot)
+        self._places: set[Workplace] = set()  # of agents that work apart
         self._running, self._since = 0, 0.0  # calls in progress, and since when there are any
         self._output_chars = 0  # shown by tools
         self._trajectories = [TrajectoryLife(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
@@ -188,13 +195,18 @@ class EpisodeLife:
             TrajectoryLife(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
             for index, (begun, prompt_ids) in enumerate(zip(start.trajectories, start.prompt_ids, strict=True))
         ]
-        self._snapshot, self._output_chars = start.snapshot, start.output_chars
+        self._output_chars = start.output_chars
         self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
         self.failures = list(start.failures) if continued else []  # those of inherited turns are another's
 
     @property
     def trajectories(self) -> Sequence[TrajectoryLife]:
         return tuple(self._trajectories)
+
+    @property
+    def tokens(self) -> int:
+        """Of all trajectories, those that wait for the next turn included."""
+        return sum(trajectory.tokens for trajectory in self._trajectories)
 
     @property
     def turn_count(self) -> int:
@@ -215,8 +227,8 @@ class EpisodeLife:
 
     @property
     def untouched(self) -> bool:
-        """Whether no sandbox was ever opened, so that the files are the task's."""
-        return self._sandbox is None and self._snapshot is None
+        """Whether its sandbox was never opened, so that the files are the task's."""
+        return self._place.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> TrajectoryLife:
         begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
@@ -227,6 +239,12 @@ class EpisodeLife:
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
+    def cancelled(self, reason: str) -> Cancelled:
+        """What it had come to when its group went on without it."""
+        own = [turn for line in self.record() for turn in line.own_turns]
+        tokens = sum(turn.sampled for turn in own)
+        return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
+
     def ended(self, stop_reason: str) -> str:
         """What the agent's `act` gave. Raises `ValueError` when that, or the answer it handed in, is none that a record can hold."""
         if not isinstance(self.answer, str | None):
@@ -234,10 +252,13 @@ class EpisodeLife:
             raise ValueError(f"the agent's answer must be text, got {kind}")
         return _checked(stop_reason)
 
-    async def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], number: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int
+    ) -> Completion:
+        """Raises `ServingError`. `part`: of a turn that takes several requests."""
         params = SamplingParams(**asdict(self._sampling), max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
         self.stage = "generate"
-        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}", timeout_s=self._request_timeout_s)
+        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}{part}", timeout_s=self._request_timeout_s)
         if params.supports and (made.supports is None or not all(made.supports.rows)):
             raise ServingError(
                 "the policy answered without the support of every token, and without them the learner would score them wrongly"
@@ -245,28 +266,26 @@ class EpisodeLife:
         return made
 
     async def sandbox(self) -> Sandbox:
-        """Many episodes of a weak policy never have one. It holds the task's files, or what the working directory held when the state
-        was captured that the episode began from."""
-        async with self._opening:
-            return self._sandbox or await self._opened()
+        """It holds the task's files, or what the working directory held when the state was captured that the episode began from."""
+        return await self._place.sandbox()
 
-    async def _opened(self) -> Sandbox:
-        self.stage = "sandbox"
-        started, snapshot = time.monotonic(), self._snapshot
-        files = contents(self.task) if snapshot is None else None
-        try:
-            self._sandbox = await self._sandboxes.open(self.task.sandbox, files=files, snapshot=snapshot, timeout_s=self._open_timeout_s)
-        except (SandboxUnavailable, UnicodeError):  # the files' names and texts have been looked at
-            raise
-        except UserError as error:  # an image that cannot be made
-            raise TaskError(f"task {self.task.id!r}: {error.message}", fix=error.fix) from error
-        except ValueError as error:
-            if snapshot is not None:
-                raise SandboxError(f"the snapshot was refused: {error}") from error
-            message = f"task {self.task.id!r}: its files do not go into its sandbox: {error}"
-            raise TaskError(message, fix="raise sandbox.disk_mb") from error
-        self.sandbox_s += time.monotonic() - started
-        return self._sandbox
+    @property
+    def sandbox_opened(self) -> bool:
+        return self._place.opened
+
+    @property
+    def sandbox_lost(self) -> bool:
+        return self._place.lost
+
+    @sandbox_lost.setter
+    def sandbox_lost(self, lost: bool) -> None:
+        self._place.lost = lost
+
+    async def working_copy(self) -> bytes | None:
+        return await self._place.copy()
+
+    def apart(self, copy: bytes | None) -> AbstractAsyncContextManager[Apart]:
+        return set_apart(self, copy, self._places)
 
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
@@ -305,6 +324,8 @@ class EpisodeLife:
     async def _capture(self, agent_state: AgentState) -> EpisodeState | None:
         wall_s, started = self.wall_s, time.monotonic()
         try:
+            if self._places:
+                raise ValueError("an agent is at work in a sandbox of its own")
             kept = await agent_state()
             started = time.monotonic()
             return EpisodeState(
@@ -314,7 +335,7 @@ class EpisodeLife:
                 trajectories=self.record(),
                 prompt_ids=tuple(trajectory.prompt_ids for trajectory in self._trajectories),
                 agent_state=kept,
-                snapshot=self._snapshot if self._sandbox is None else await self._sandbox.snapshot(),
+                snapshot=await self._place.snapshot(),
                 output_chars=self._output_chars,
                 wall_s=wall_s,
                 sandbox_s=self.sandbox_s,
@@ -329,29 +350,10 @@ class EpisodeLife:
             self.sandbox_s += time.monotonic() - started
 
     async def close(self) -> None:
-        """Ends the sandbox. What goes wrong here takes nothing from the episode, which is over."""
-        if self._sandbox is None:
-            return
-        started, since = time.monotonic(), usercode.cancellations()
-        try:
-            await self._sandbox.close()
-        except BaseException as error:
-            usercode.let_go(error, since)
-            usercode.report("closing a sandbox", error)
-        self.sandbox_s += time.monotonic() - started
-
-
-def contents(task: Task) -> dict[str, bytes]:
-    """The task's files. Raises `TaskError` for names and texts that cannot be written."""
-    try:
-        files = task.contents()
-        for path in files:
-            path.encode()
-        return files
-    except ValueError as error:
-        raise TaskError(
-            f"task {task.id!r}: one of its files cannot be written: {error}", fix="give it a name and content in UTF-8"
-        ) from error
+        """Ends every sandbox of the episode, and lets none be opened any more."""
+        async with AsyncExitStack() as stack:
+            for place in (self._place, *self._places):
+                stack.push_async_callback(place.close)
 
 
 def _checked(stop_reason: str) -> str:

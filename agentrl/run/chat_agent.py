@@ -17,7 +17,7 @@ from agentrl.agent import Toolbox, load_tools
 from agentrl.agent.calls import MAX_CALLS, read_call
 from agentrl.agent.tools import clip
 from agentrl.agent.turncalls import call_one, calls_made
-from agentrl.errors import JudgeError, ServingError
+from agentrl.errors import JudgeError, ServingError, TaskError
 from agentrl.fields import text as encodable
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Completion, Message, SamplingParams, ToolCall, ToolResult
@@ -88,6 +88,11 @@ class ChatAgent:
 
     async def act(self, episode: LiveEpisode) -> str:
         limits = episode.task.limits
+        if limits.thinking_tokens is not None:
+            raise TaskError(
+                f"task {episode.task.id!r}: nobody can end the thinking of a model behind an endpoint, as limits.thinking_tokens asks",
+                fix="leave the limit out",
+            )
         tools = load_tools(episode.task.tools, None, episode.tools)
         try:
             return await self._turns(episode, tools)
@@ -99,8 +104,9 @@ class ChatAgent:
         messages: list[dict[str, Any]] = [{"role": one.role, "content": one.content} for one in episode.task.prompt]
         schemas = {"tools": [tool.schema for tool in tools.values()]} if tools else {}
         context = 0  # tokens, as the server counts them
-        while not (limit := main.limit() or ("token_limit" if context >= limits.episode_tokens else "")):
-            most = min(limits.turn_tokens, limits.episode_tokens - context)
+        room = min(limits.episode_tokens, limits.all_tokens or limits.episode_tokens)
+        while not (limit := main.limit() or ("token_limit" if context >= room else "")):
+            most = min(limits.turn_tokens, room - context)
             answer = await self._asked(episode, messages, {**schemas, self.endpoint.tokens_name: most})
             context = answer.prompt_tokens + answer.completion_tokens
             good = [one.call for one in answer.calls if isinstance(one.call, ToolCall)]

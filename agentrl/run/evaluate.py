@@ -67,17 +67,23 @@ async def evaluate(
     on_done: Callable[[int, int], None] = lambda done, total: None,
     on_scored: Callable[[Task, ScoredEpisode], None] = lambda task, scored: None,
     notes: HeldOutNotes | None = None,
+    thinking_tokens: int | None = None,
 ) -> Evaluation:
-    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer). Raises `RecipeError` when it has none.
+    """Evaluates on tasks 0..count-1 of a split (fewer where it has fewer).
+
+    Raises `RecipeError` when it has none, and for a bound on thinking that a task has no room for.
 
     Args:
         attempts: episodes on each task.
         on_done: told how many episodes of how many are done.
         on_scored: told each task's episode when it is scored.
+        thinking_tokens: in place of the tasks' own `Limits.thinking_tokens`; None: that.
         notes: what its episodes read and add to, part by part; None: all tasks are one part, and what `runner` has of memory is left.
     """
     size = family.size(split)
     tasks = [_made(family, split, index) for index in range(count if size is None else min(count, size))]
+    if thinking_tokens is not None:
+        tasks = [task if isinstance(task, Failure) else bounded(task, thinking_tokens) for task in tasks]
     if not tasks:
         raise RecipeError(f"task family {family.name!r} has no tasks in split {split}", fix=f"set evaluation.{split}=0")
     done = 0
@@ -108,6 +114,14 @@ async def evaluate(
         phase=phase,
         step=step,
     )
+
+
+def bounded(task: Task, thinking_tokens: int) -> Task:
+    """The task with this bound on thinking. Raises `RecipeError` where a turn of it has no room for an answer then."""
+    try:
+        return replace(task, limits=replace(task.limits, thinking_tokens=thinking_tokens))
+    except ValueError as error:
+        raise RecipeError(f"evaluation.thinking_tokens: task {task.id!r}: {error}", fix="take smaller bounds") from None
 
 
 def _measured(played: Sequence[_Played], *, phase: str, step: int) -> Evaluation:

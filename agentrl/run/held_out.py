@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +30,45 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, Evaluation] = {}
+    bounded: dict[Split, dict[int, Evaluation]] = {}  # by the bound on thinking
     run.capture.begin(phase)
     config = run.recipe.memory
 
+    async def played(split: Split, count: int, name: str, on_scored: Callable[[Task, ScoredEpisode], None], most: int | None) -> Evaluation:
+        with closing(HeldOutNotes(config)) if config is not None else nullcontext() as notes:
+            return await evaluate(
+                runner,
+                run.family,
+                split,
+                count,
+                phase=name,
+                step=step,
+                attempts=run.recipe.evaluation.attempts,
+                on_done=run.tracker.evaluating,
+                on_scored=on_scored,
+                notes=notes,
+                thinking_tokens=most,
+            )
+
+    def noted(name: str, task: Task, episode: ScoredEpisode) -> None:
+        if told := keep_answers(run.folder, task, [episode], phase=name, step=step):
+            run.tracker.alert(told)
+
     def scored(task: Task, episode: ScoredEpisode) -> None:
         run.capture.episode(task, episode, phase=phase, step=step)
-        if told := keep_answers(run.folder, task, [episode], phase=phase, step=step):
-            run.tracker.alert(told)
+        noted(phase, task, episode)
 
     for split, count in (
         (Split.HELDOUT, run.recipe.evaluation.heldout),
         (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
     ):
         if count:
-            with closing(HeldOutNotes(config)) if config is not None else nullcontext() as notes:
-                results[split] = await evaluate(
-                    runner,
-                    run.family,
-                    split,
-                    count,
-                    phase=phase,
-                    step=step,
-                    attempts=run.recipe.evaluation.attempts,
-                    on_done=run.tracker.evaluating,
-                    on_scored=scored,
-                    notes=notes,
-                )
+            results[split] = await played(split, count, phase, scored, None)
             append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
-    measure.save_evaluation(run.folder, phase, results)
+            for most in run.recipe.evaluation.thinking_tokens:
+                named = f"{phase}_think{most}"
+                bounded.setdefault(split, {})[most] = await played(split, count, named, partial(noted, named), most)
+    measure.save_evaluation(run.folder, phase, results, bounded)
     rated = {str(split): result.rate for split, result in results.items() if result.rate is not None}
     run.tracker.evaluated(phase, rated)
     told = measure.unscored(phase, results)

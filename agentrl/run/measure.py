@@ -92,6 +92,9 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         metrics["unscored_share"] = sum(scored.score.value is None for scored in played) / len(played)
     if ages:
         metrics |= {"staleness_mean": statistics.fmean(ages), "staleness_max": max(ages)}
+    if ended := sum(bool(turn.forced) for one in episodes for line in one.episode.trajectories for turn in line.own_turns):
+        metrics["thoughts_ended"] = ended
+    metrics |= done_without(groups)
     if report is not None:
         metrics["swap_stall_ms"] = report.stall_ms
         metrics["swap_total_ms"] = report.total_ms
@@ -100,6 +103,29 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
     update = json.loads(learner.read_text()) if learner.exists() else {}
     # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
+
+
+def done_without(groups: Sequence[Group]) -> dict[str, float]:
+    """The attempts that groups went on without, how many and how long, beside those that count. Empty: there were none.
+
+    Lengths are up to the moment at which an attempt was cancelled: those of whole attempts would be larger.
+    """
+    cancelled = [one for group in groups for one in group.cancelled]
+    if not cancelled:
+        return {}
+    begun = [one for one in cancelled if one.begun]
+    metrics = {
+        "attempts_cancelled": float(len(begun)),
+        "attempts_not_begun": float(len(cancelled) - len(begun)),
+        "tokens_cancelled": float(sum(one.tokens for one in begun)),
+        "groups_stopped": float(sum(any(one.reason == "equal" for one in group.cancelled) for group in groups)),
+    }
+    if begun:
+        metrics["cancelled_tokens_mean"] = metrics["tokens_cancelled"] / len(begun)
+        metrics["cancelled_wall_s_mean"] = statistics.fmean(one.wall_s for one in begun)
+    if counted := [one.episode.wall_s for group in groups for one in group.scored]:
+        metrics["counted_wall_s_mean"] = statistics.fmean(counted)
+    return metrics
 
 
 def part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
@@ -154,8 +180,13 @@ def unscored(phase: str, results: Mapping[Split, Evaluation]) -> list[str]:
     ]
 
 
-def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation]) -> None:
-    """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there."""
+def save_evaluation(
+    folder: Path, phase: str, results: Mapping[Split, Evaluation], bounded: Mapping[Split, Mapping[int, Evaluation]] | None = None
+) -> None:
+    """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there.
+
+    `bounded`: the same with bounds on thinking, by the bound.
+    """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     phases[phase] = {
@@ -168,16 +199,24 @@ def save_evaluation(folder: Path, phase: str, results: Mapping[Split, Evaluation
             "left_out": result.left_out,
             "left_out_reasons": result.left_out_reasons,
             "by_kind": {kind: _rate(rate) for kind, rate in result.by_kind.items()},
+            "thinking": [_thought(most, one) for most, one in sorted((bounded or {}).get(split, {}).items())],
         }
         for split, result in results.items()
     }
     write(path, json.dumps(phases, indent=2) + "\n")
 
 
+def _thought(most: int, result: Evaluation) -> dict[str, Any]:
+    rate = _rate(result.rate) if result.rate is not None else {}
+    pass_at = {str(k): value for k, value in result.pass_at.items()}
+    return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.left_out}
+
+
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
-    """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share) of one phase."""
+    """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share), and thinking (the
+    same for each bound on it) of one phase."""
     phases = json.loads((folder / "evaluations.json").read_text())
-    names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
+    names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at", "thinking")
     return {split: {name: result[name] for name in names} for split, result in phases[phase].items()}
 
 
@@ -214,6 +253,9 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         episodes_left_out=total("episodes_left_out"),
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
+        attempts_cancelled=total("attempts_cancelled"),
+        attempts_not_begun=total("attempts_not_begun"),
+        groups_stopped=total("groups_stopped"),
         tasks_quarantined=quarantine.count(folder),
         tasks_withheld=withholding.count(folder),
         tokens_trained=total("tokens_trained"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
+from agentrl.cluster.gpus import Placement
 from agentrl.contract.together import GroupJudge
 from agentrl.experience import RunningEpisodes, StepGroups, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
@@ -32,22 +33,24 @@ from agentrl.protocols import (
     VersionRegistry,
 )
 from agentrl.recipe import Recipe
-from agentrl.records import PolicyVersion
+from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
-from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, MemoryOf
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf
+from agentrl.run.copies import check_copies
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
 from agentrl.run.judges import JudgeServers, judge_servers
 from agentrl.run.memory import RunMemory, open_memory, stand_in
 from agentrl.run.models import place_base_version
 from agentrl.run.practising import keep_practice
-from agentrl.run.preflight import Checked, check_prompt, open_chat
+from agentrl.run.preflight import Checked, check_prompt, check_thinking, open_chat
 from agentrl.run.starts import check_starts
 from agentrl.run.taught import TaughtGroups
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
+from agentrl.serving.replicas import ReplicatedPolicy
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.version import FolderRegistry
@@ -108,6 +111,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
+        await check_copies(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
         base = run_dir / "versions" / "000000"
         model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run keeps its own template
         chat = open_chat(model, template, policy=recipe.policy)
@@ -121,9 +125,10 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             memory=stand_in(recipe),
         )
         if checked.suite is not None:
-            check_starts([checked.suite], chat, tools)
+            check_starts([checked.suite], chat, tools, recipe.rollout.delegation)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
             check_prompt(chat, checked.family, tools, stand_in(recipe))
+        check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
         keep_practice(run_dir, recipe, root=root)
@@ -148,7 +153,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = ServedPolicy(recipe, run_dir, registry, gpus=checked.gpus.server)
+        served = policy_server(recipe, run_dir, registry, checked.gpus)
         stack.push_async_callback(served.close)
         judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
@@ -182,6 +187,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 tools,
                 group_judge=checked.group_judge,
                 cache_use=lambda: served.cache_use,
+                hosted=served.episode,
                 memory=None if memory is None else memory.of,
             ),
             taught=TaughtGroups(recipe, run_dir, store, schedule),
@@ -191,6 +197,13 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             suite=checked.suite,
             memory=memory,
         )
+
+
+def policy_server(recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement) -> PolicyServer:
+    """The policy on one server, or on several."""
+    if recipe.serving.replicas == 1:
+        return ServedPolicy(recipe, run_dir, registry, gpus=gpus.server)
+    return ReplicatedPolicy(recipe, run_dir, registry, gpus=gpus.replicas)
 
 
 def group_runner(
@@ -205,6 +218,7 @@ def group_runner(
     *,
     group_judge: GroupJudge | None = None,
     cache_use: Callable[[], CacheUse | None] = lambda: None,
+    hosted: Hosted = lambda episode_id, task_key: nullcontext(),
     memory: MemoryOf | None = None,
 ) -> GroupRunner:
     """What plays the groups of a run: the recipe's settings around policy, sandboxes and scorer."""
@@ -219,6 +233,7 @@ def group_runner(
         request_timeout_s=recipe.serving.request_timeout_s,
         open_timeout_s=recipe.sandbox.open_timeout_s,
         tools=tools,
+        hosted=hosted,
     )
     return GroupRunner(
         runner=runner,
@@ -226,6 +241,8 @@ def group_runner(
         together=together,
         slots=Admission(recipe.rollout.concurrency, use=cache_use, full=recipe.rollout.max_cache_use),
         group_size=recipe.rollout.group_size,
+        spare_attempts=recipe.rollout.spare_attempts,
+        stop_equal_after=recipe.rollout.stop_equal_after,
         max_retries=recipe.rollout.max_retries,
         branching=recipe.rollout.branching,
         memory=memory,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl import causes, parts
 from agentrl.agent import forms, load_tools
+from agentrl.agent.mcp.servers import PREFIX
 from agentrl.agent.template import read_template
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
@@ -23,11 +24,13 @@ from agentrl.memory import check_search, scope_of
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
 from agentrl.protocols import EpisodeMemory, TaskFamily, ToolSource
-from agentrl.recipe import PolicyConfig, Recipe
+from agentrl.recipe import EvalConfig, PolicyConfig, Recipe
 from agentrl.records import Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
 from agentrl.reward.together import load_group_judge
+from agentrl.rollout import bound_of
+from agentrl.run.evaluate import bounded
 from agentrl.run.folder import check_disk
 from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.memory import stand_in
@@ -158,12 +161,20 @@ def _check_agent(recipe: Recipe) -> None:
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:
-    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had."""
-    tools = None if recipe.rollout.delegation is None else recipe.rollout.delegation.tools
+    """Raises `UserError` when the tools that the recipe gives to sub-agents cannot be had, or use no sandbox where each is to have one."""
+    config = recipe.rollout.delegation
+    names = config.tools if config is not None and config.tools is not None else ()
     try:
-        load_tools(tools or (), None, declared(recipe.tools, root))
+        tools = load_tools(names, None, declared(recipe.tools, root))
     except UserError as error:
         raise RecipeError(f"rollout.delegation.tools: {error.message}", fix=error.fix) from error
+    if config is None or config.tools is None or config.sandbox == "shared" or any(name.startswith(PREFIX) for name in names):
+        return
+    if not any(tool.needs_sandbox for tool in tools.values()):
+        raise RecipeError(
+            "rollout.delegation.sandbox=own does nothing: none of rollout.delegation.tools uses a sandbox",
+            fix="give sub-agents one that does, such as python or shell, or leave it at shared",
+        )
 
 
 def _try_objective(recipe: Recipe) -> None:
@@ -309,6 +320,21 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
 
 
 def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None, memory: EpisodeMemory | None = None) -> None:
-    """Raises `UserError` when the chat template does not take the first task: its messages, or its tools."""
+    """Raises `UserError` when the chat template does not take the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
+    bound_of(first, chat.thinking)
     chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
+
+
+def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
+    """Raises `UserError` when the bounds on thinking that evaluations are to try cannot be kept, or leave no room for an answer."""
+    if not config.thinking_tokens:
+        return
+    if chat.thinking is None:
+        raise UserError(
+            "evaluation.thinking_tokens does nothing: the policy's chat template has no <think> and </think>, so no thinking can be told",
+            fix="leave it out, or use a model that thinks between them",
+        )
+    for split, count in ((Split.HELDOUT, config.heldout), (Split.HELDOUT_REAL, config.heldout_real)):
+        if count and family.size(split) != 0:
+            bounded(family.task(split, 0), max(config.thinking_tokens))

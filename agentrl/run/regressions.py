@@ -29,6 +29,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import preflight
 from agentrl.run.chat_agent import ChatAgent, ChatEndpoint, NoTokens
+from agentrl.run.copies import check_copies
 from agentrl.run.ending import closing_in_turn, kept_going
 from agentrl.run.folder import Start, check_disk, claimed, write_start
 from agentrl.run.opening import opened
@@ -281,7 +282,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
         assert base is not None, "version 0 was registered"
         if begins_late(given.suites):
             chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
-            check_starts(given.suites, chat, run.groups.runner.tools)
+            check_starts(given.suites, chat, run.groups.runner.tools, given.recipe.rollout.delegation)
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
@@ -319,12 +320,14 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         broken = await prepare(given.suites, sandboxes)
         capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
         stack.callback(capture.close)
-        cases = (case.task for suite in given.suites for case in suite.cases)
+        cases = [case.task for suite in given.suites for case in suite.cases]
         words = str if chat is None else chat.defang
         tasks = with_sub_agents(cases, recipe.rollout.delegation)
         tools = await pinned(declared(recipe.tools, given.root), tasks, sandboxes, every=False, words=words)
         if chat is not None:
-            check_starts(given.suites, chat, tools)
+            for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
+                await check_copies(recipe, task, sandboxes)
+            check_starts(given.suites, chat, tools, recipe.rollout.delegation)
         runner = EpisodeRunner(
             tools=tools,
             policy=policy,

@@ -7,10 +7,11 @@ begins in is one that was really there, and an evaluation samples from that turn
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from agentrl import parts
 from agentrl.agent import ChatFormat, delegation, load_tools
@@ -21,7 +22,7 @@ from agentrl.failure.tell import decisive
 from agentrl.failure.trace import Trace
 from agentrl.plugins import add_project_root, project_root
 from agentrl.protocols import Agent, SandboxBackend, ToolSource
-from agentrl.recipe import Recipe, load
+from agentrl.recipe import DelegationConfig, Recipe, load
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.rollout import Capture, EpisodeRunner, Forgotten
 from agentrl.run.memory import Replayed
@@ -62,7 +63,7 @@ class _Player:
     asked: list[int] = field(default_factory=list)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        number = int(request_id.rpartition("-")[2])
+        number = int(request_id.rpartition("-")[2].partition(".")[0])
         if list(prompt_ids) != [*self.asked, *self.turns[number].prompt_ids]:
             raise _Apart(f"turn {number + 1} begins with other tokens than it did")
         turn = self.turns[number]
@@ -73,6 +74,7 @@ class _Player:
             versions=turn.versions,
             finish_reason=turn.finish_reason,
             supports=turn.supports,
+            forced=turn.forced,
         )
 
 
@@ -198,15 +200,17 @@ def begins_late(suites: Iterable[Suite]) -> bool:
     return any(case.start is not None for suite in suites for case in suite.cases)
 
 
-def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None) -> None:
+def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, delegating: DelegationConfig | None = None) -> None:
     """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made.
 
     Args:
         tools: of the recipe, with what its servers offer: their schemas are part of a prompt.
+        delegating: of the recipe, what its agents are told of sub-agents; None: what they are told by default.
     """
+    told = delegation.schema(delegating or DelegationConfig())
     for suite in suites:
         for case in suite.cases:
-            if case.start is not None and (why := _foreign(case, case.start, chat, tools)):
+            if case.start is not None and (why := _foreign(case, case.start, chat, tools, told)):
                 raise UserError(
                     f"case {case.id} begins at turn {case.start.turn_count + 1}, with tokens of another tokenizer or template than the"
                     f" policy's: {why}",
@@ -214,14 +218,14 @@ def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | 
                 )
 
 
-def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSource | None) -> str:
+def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSource | None, delegate: Mapping[str, Any]) -> str:
     if len(start.trajectories) != 1:
         return "it has several trajectories"
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
         memory = None if start.memory is None else Forgotten(start.memory)
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
-        if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegation.SCHEMA])]:
+        if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegate])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:

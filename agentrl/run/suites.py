@@ -191,7 +191,8 @@ async def evaluate_suite(
             starting.create_task(run.served.start(base))
             starting.create_task(run.judges.ready())
         if begins_late([suite]):
-            check_starts([suite], open_chat(start.folder / "versions" / "000000", policy=recipe.policy), run.groups.runner.tools)
+            chat = open_chat(start.folder / "versions" / "000000", policy=recipe.policy)
+            check_starts([suite], chat, run.groups.runner.tools, recipe.rollout.delegation)
         total = sum(repeats or tries(case, suite.repeats) for case in suite.cases)
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {total} attempts")
         began = time.monotonic()

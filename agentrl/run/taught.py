@@ -8,16 +8,17 @@ group without a line, which a killed process may leave, is read from the store a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from agentrl.errors import StoreError
+from agentrl.errors import StoreError, TaskError
 from agentrl.experience import StepGroups
-from agentrl.files import append_lines, json_line, read_json_lines
+from agentrl.files import append_lines, json_line, whole_lines
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
 from agentrl.records import Group, Split, Task
 from agentrl.task import GroupSchedule, Record, Taught
+from agentrl.usercode import describe
 
 FILE = "tasks.jsonl"
 _KEPT = 4  # steps whose weights are remembered after the learner has consumed them
@@ -35,7 +36,7 @@ class TaughtGroups:
         self._record: Record | None = None
         if recipe.tasks.weighting is not None:
             by_task = schedule.family.size(Split.TRAIN) is not None
-            self._record = Record(recipe.tasks.weighting, min_group_size=recipe.rollout.min_group_size, by_task=by_task)
+            self._record = Record(recipe.tasks.weighting, min_group_size=self._steps.min_group_size, by_task=by_task)
         self._lines: dict[int, Taught] | None = None  # of the file, until they are in the record
         self._reached = 0  # steps that are in the record
         self._weights = {step: self._record.weights() for step in range(self._behind + 1)} if self._record is not None else {}
@@ -48,11 +49,14 @@ class TaughtGroups:
         async with self._reaching:
             if self._lines is None:
                 self._lines = await asyncio.to_thread(self._read)
+                for line in self._lines.values():
+                    self._steps.know(line.group, line.differs and line.counted >= self._steps.min_group_size)
             while self._reached < step - self._behind:
-                self._record.add(self._step(self._reached))
+                self._record.add(self._step(self._consumed(self._reached)))
                 self._reached += 1
                 self._weights[self._reached + self._behind] = self._record.weights()
                 self._weights.pop(self._reached - _KEPT, None)
+                await asyncio.sleep(0)  # a resumed run may have many steps, and others wait
 
     def task(self, index: int) -> Task:
         """The task of group `index`. Raises what `GroupSchedule.task` does."""
@@ -68,18 +72,36 @@ class TaughtGroups:
         if self._lines is not None:
             self._lines[group.index] = taught
 
-    def _step(self, step: int) -> Iterator[Taught]:
+    def _step(self, groups: Iterable[tuple[int, Group | None]]) -> Iterator[Taught]:
         """What the groups taught that a step consumed."""
+        assert self._lines is not None, "the file is read first"
+        for index, group in groups:
+            if (line := self._lines.pop(index, None)) is not None:
+                yield line
+            elif group is not None and (task := self._again(group)) is not None:
+                yield Taught.of(task, group)
+
+    def _consumed(self, step: int) -> list[tuple[int, Group | None]]:
+        """The groups that a step consumed, each as it is stored where it has no line."""
         assert self._lines is not None, "the file is read first"
         indices = self._steps.taken(step, self._store)
         if indices is None:
             raise StoreError(f"what step {step} taught is not known: some of its groups are not in the experience store")
-        for index in indices:
-            if (line := self._lines.pop(index, None)) is not None:
-                yield line
-            elif not self._schedule.practises(self._steps.position(index)) and (group := self._store.groups([index])[0]).scored:
-                yield Taught.of(self.task(index), group)
+        told = [index in self._lines or self._schedule.practises(self._steps.position(index)) for index in indices]
+        return [(index, None if known else self._store.groups([index])[0]) for index, known in zip(indices, told, strict=True)]
+
+    def _again(self, group: Group) -> Task | None:
+        """The task of a group without a line; None where there was none. Raises `TaskError` for one that cannot be made any more."""
+        try:
+            return self.task(group.index)
+        except Exception as error:  # a family may raise anything
+            if not group.scored:
+                return None
+            raise TaskError(
+                f"group {group.index} had a task that cannot be made again, to weigh the next ones by it: {describe(error)}",
+                fix="repair the family's task(), then continue with --resume",
+            ) from error
 
     def _read(self) -> dict[int, Taught]:
-        found = (Taught.from_json(line) for line in read_json_lines(self._path))
+        found = map(Taught.read, whole_lines(self._path))
         return {line.group: line for line in found if line is not None}

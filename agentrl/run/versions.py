@@ -58,7 +58,7 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
         metrics["groups_extra"] = len(groups) - run.step_groups.per_step
     measure.keep_left_out(run.folder, version.number, groups)
     run.last_step_at = now
-    return metrics | memory.figures(groups) | run.faults.figures()
+    return metrics | memory.figures(groups) | run.faults.figures() | run.served.figures()
 
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl import parts
+from agentrl.contract.outputs import wrong_pattern
 from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Section
 
@@ -45,11 +46,32 @@ class DelegationConfig(Section):
     to the agent that called, else their last message is it."""
     instruction: str = ""
     """System message of the sub-agents; empty: none."""
+    sandbox: Literal["shared", "own"] = "shared"
+    """Where sub-agents work. shared: in the sandbox of their episode, side by side on its files. own: each in a sandbox of its own, of the
+    task's spec, which begins with a copy of its caller's working directory and ends with it."""
+    returns: tuple[str, ...] = ()
+    """Patterns of files, such as out/**, that come back from a sandbox of a sub-agent's own: they are put into a folder of its caller's
+    working directory, helper-1 for trajectory 1, which its answer names. Patterns and bounds are those of a task's outputs."""
+
+    @property
+    def at_once(self) -> int:
+        """Most sub-agents of one episode that are at work at the same time."""
+        return min(self.total, sum(int(self.width**depth) for depth in range(1, self.depth + 1)))
+
+    @field_validator("returns")
+    @classmethod
+    def _are_patterns(cls, returns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in returns:
+            if wrong := wrong_pattern(pattern):
+                raise ValueError(f"{pattern[:80]!r} {wrong}")
+        return returns
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> DelegationConfig:
         if self.total < self.width:
             raise ValueError(f"width does nothing above total: no turn can start {self.width} sub-agents when an episode has {self.total}")
+        if self.returns and self.sandbox == "shared":
+            raise ValueError("returns does nothing with sandbox=shared, where the files of all agents are the same: set sandbox=own")
         return self
 
 
@@ -93,6 +115,12 @@ class RolloutConfig(Section):
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
     """Tasks in one learner step."""
+    spare_attempts: int = Field(0, ge=0)
+    """Attempts that each group begins beyond group_size, so that it need not wait for its slowest: when group_size of them count, the rest
+    are cancelled. Episodes that end early are then preferred: docs/objectives.md says what that does."""
+    stop_equal_after: int = Field(0, ge=0)
+    """Attempts of a group that begin first; where so many count and all score the same, the others are not begun. This saves hopeless
+    groups, at the price of rare successes: docs/objectives.md says how much of which. 0: all attempts begin at once."""
     extra_groups: int = Field(0, ge=0)
     """Groups that a step may have beyond these: one is made for each whose attempts all score the same, which teaches nothing. 0: a step
     trains on what is left."""
@@ -149,6 +177,18 @@ class RolloutConfig(Section):
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, supports=self.top_k > 0)
 
     @model_validator(mode="after")
+    def _first_ones_can_differ(self) -> RolloutConfig:
+        first, fewest = self.stop_equal_after, max(2, self.min_group_size)
+        if first and not fewest <= first < self.group_size:
+            raise ValueError(
+                f"stop_equal_after={first} stops no group that could have gone on: give at least {fewest} attempts (two can differ, and"
+                f" min_group_size of them must count) and fewer than group_size={self.group_size}, or 0"
+            )
+        if first and self.branching is not None:
+            raise ValueError("stop_equal_after does not go with branching: a branch begins when its stem is there; leave one of them out")
+        return self
+
+    @model_validator(mode="after")
     def _supports_are_bounded(self) -> RolloutConfig:
         if self.top_k == 1:
             raise ValueError("top_k=1 leaves every token without an alternative, so that nothing can be learned; take at least 2")
@@ -169,6 +209,9 @@ class EvalConfig(Section):
     """Held-out tasks on real data in each evaluation."""
     attempts: int = Field(1, ge=1, le=1024)
     """Attempts at each of these tasks. With more than one there is pass@k, too, and success against compute for several attempts."""
+    thinking_tokens: tuple[int, ...] = Field((), max_length=16)
+    """Bounds on what may be thought in a turn: with each of them the held-out tasks are played once more, and the report draws success
+    against compute over these bounds. The rates are those of the tasks' own limits. Empty: nothing is played again."""
     temperature: float = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     top_k: int = Field(0, ge=0)
@@ -188,6 +231,10 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> EvalConfig:
+        if any(most < 1 for most in self.thinking_tokens) or len({*self.thinking_tokens}) < len(self.thinking_tokens):
+            raise ValueError("thinking_tokens must be positive, and each bound is given once")
+        if self.thinking_tokens and not self.heldout and not self.heldout_real:
+            raise ValueError("thinking_tokens does nothing without held-out tasks: set heldout or heldout_real")
         if 0 < self.temperature < _COLDEST:
             raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM samples colder ones at {_COLDEST:g}")
         if self.temperature == 0 and self.attempts > 1:

@@ -28,18 +28,21 @@ class PolicyConfig(Section):
 class ServingConfig(Section):
     engine: Literal["vllm"] = "vllm"
     """Inference server."""
+    replicas: int = Field(1, ge=1)
+    """Servers of the policy, each with a process, a port and a key/value cache of its own, and on GPUs with a GPU of its own. An episode
+    stays with the one that has its context cached, unless that one dies."""
     host: str = "127.0.0.1"
     """Address the server binds to. Its control routes have no authentication: keep it on loopback or a private network."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
     max_num_seqs: int = Field(128, ge=1)
-    """Sequences decoded at once."""
+    """Sequences that a server decodes at once."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """Share of GPU memory for the server (GPU only)."""
     kv_cache_gb: float = Field(0.5, gt=0)
-    """Key/value cache in GiB (CPU only)."""
+    """Key/value cache of a server in GiB (CPU only)."""
     threads: int = Field(0, ge=0)
-    """CPU threads of the engine; 0: all cores (CPU only)."""
+    """CPU threads of a server's engine; 0: all cores, divided by `replicas` (CPU only)."""
     weight_transfer: parts.Channel = "file"
     """file: safetensors mapped by the server, single machine. delta: so too, but most versions are only what changed since their parent,
     with checksums (pays in bfloat16 with a small learning rate). nccl: from the learner's GPUs to another one, the server's."""
@@ -51,6 +54,17 @@ class ServingConfig(Section):
     """Deadline of one completion, and of one weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
     """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> ServingConfig:
+        if self.replicas > 1 and self.port:
+            raise ValueError("serving.port is one port, and every replica has its own: leave it at 0, or set serving.replicas=1")
+        if self.replicas > 1 and self.weight_transfer == "nccl":
+            raise ValueError(
+                "serving.weight_transfer=nccl sends weights from the learner to one server: set serving.replicas=1, or weight_transfer=file"
+                " or delta, which every replica reads for itself"
+            )
+        return self
 
     @model_validator(mode="after")
     def _options_act(self) -> ServingConfig:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -210,9 +211,9 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
     }
 
 
-def threads_or_all(threads: int) -> int:
-    """A number of CPU threads; 0 stands for all cores."""
-    return threads or len(os.sched_getaffinity(0))
+def threads_or_all(threads: int, *, servers: int = 1) -> int:
+    """A number of CPU threads; 0 stands for all cores, of which each of several servers gets its share, and one at least."""
+    return threads or max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def scratch_folder(of: str) -> Path:
@@ -224,7 +225,14 @@ def scratch_folder(of: str) -> Path:
 
 
 def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
-    """A port that was free just now. Raises `UserError`, which names the recipe's `key`, when it is in use or the host is not ours."""
+    """A port that was free just now. Raises `UserError`, which names the recipe's `key`, when it is in use or the host is not ours.
+
+    For any free one (0) the kernel would give one of those that it also gives to connections, as to any program that asks it for one,
+    and a server takes up to minutes before it listens; so those are looked at last.
+    """
+    for port in _seldom_given() if wanted == 0 else ():
+        with contextlib.suppress(UserError):
+            return free_port(host, port, key=key)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -235,6 +243,16 @@ def free_port(host: str, wanted: int, *, key: str = "serving.port") -> int:
                 fix=f"set {key}=0 for any free port, or stop what is using it",
             ) from error
         return int(probe.getsockname()[1])
+
+
+def _seldom_given() -> list[int]:
+    """Some ports, in no order, that the kernel gives to nobody who does not name them."""
+    try:
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return []
+    others = [*range(10_000, low), *range(high + 1, 1 << 16)]
+    return random.sample(others, min(len(others), _PORT_TRIES))
 
 
 def cause_in(log_path: Path, start: int) -> tuple[str, str]:

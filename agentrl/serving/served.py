@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from agentrl import codec, parts
@@ -14,6 +15,7 @@ from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.recipe import Recipe, ServingConfig
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
+from agentrl.serving.server import log_name
 from agentrl.weights import deltas
 from agentrl.weights.announcement import announce, withdraw
 
@@ -26,21 +28,44 @@ _USE_EVERY = 4  # looks of `watch`: a server writes some hundred metrics each ti
 _KV_CACHE_USE = "vllm:kv_cache_usage_perc"
 
 
+class ServerLost(SwapError):
+    """The server died in the middle of a swap."""
+
+
 class ServedPolicy:
     """A `PolicyServer` on a supervised vLLM server: requests wait at a gate while the server is restarted.
 
-    `version` is the number of the serving version. After `_RESTARTS` restarts in a run it raises `ServingError`.
+    `version` is the number of the serving version. After `_RESTARTS` restarts in a run it raises `ServingError`. Several servers of one
+    policy are several of these behind `agentrl.serving.replicas.ReplicatedPolicy`, which asks them without waiting for a successor:
+    `open`, `answer`, `take`, `become`.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry, *, gpus: str | None = None) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: str | None = None,
+        replica: int | None = None,
+        newest: Callable[[], PolicyVersion | None] | None = None,
+    ) -> None:
+        """
+        Args:
+            gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
+            replica: which one of several it is, from 0; None: the only one.
+            newest: the version that a restarted server begins with; None: `to_serve` of the registry.
+        """
         self.version = -1
         self.sha256 = ""  # of its weights: the learner may resume from a checkpoint and publish the same number again
         self.restarts = 0
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
+        self._replica, self._newest = replica, newest or (lambda: to_serve(registry))
+        self.what = "the inference server" if replica is None else f"inference server {replica}"
         self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
+        self._gone: VLLMServer | None = None  # the server, once it was seen dead
         self._client: TokenClient | None = None
         self._channel: WeightChannel | None = None
         self._ready = asyncio.Event()
@@ -59,28 +84,58 @@ class ServedPolicy:
             await asyncio.to_thread(deltas.materialize, model)
         except ValueError as error:
             raise ServingError(f"version {base.number} cannot be served: {error}") from error
-        server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus)
+        server = VLLMServer(
+            recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus, replica=self._replica
+        )
         self._server = server
         await server.start()
         self._client = TokenClient.for_server(server)
         self._channel = open_channel(self._recipe.serving, server, registry_folder=self._run_dir / "versions")
         if base is not version:
             await self._swap_in_adapter(self._channel, version)
-        announce(self._run_dir, server.url)
+        if self._replica is None:
+            announce(self._run_dir, server.url)
         await self._set_version(version)
         self._ready.set()
+
+    def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    @property
+    def open(self) -> bool:
+        """Whether requests may pass now, as far as is known."""
+        return self._ready.is_set() and self._server is not None and self._server is not self._gone
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         while True:
             server = await self._opened_server()
-            client = self._client
-            assert client is not None, "requests pass only after start()"
-            try:
-                return await client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
-            except UnsentError:
-                if client is self._client and await server.alive():
-                    raise
-                await self._replaced(server)  # it has received nothing, so its successor gets the request
+            completion = await self.answer(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+            if completion is not None:
+                return completion
+            await self._replaced(server)  # it has received nothing, so its successor gets the request
+
+    async def answer(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion | None:
+        """What the server that runs now samples; None where it has gone before it received the request. Raises `ServingError`."""
+        client = self._client
+        if client is None:
+            return None
+        try:
+            return await client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        except UnsentError:
+            if client is self._client and not await self.died():
+                raise
+            return None
+
+    async def died(self) -> bool:
+        """Whether the server is dead; from then on it is not `open` until a successor serves, or it turns out to be alive."""
+        server = self._server
+        if server is not None and await server.alive():
+            return False
+        self._gone = server
+        return True
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Swaps a published version into the running server; the old one keeps serving unless the probe agrees.
@@ -88,51 +143,79 @@ class ServedPolicy:
         When the server dies meanwhile, the swap is retried with its successor. Raises `SwapError` after three tries on live
         servers, and `ServingError` when no server comes back.
         """
-        folder = self._run_dir / version.folder
-        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
-        tries = 0
         while True:
             server = await self._opened_server()
             try:
-                report = await self._swap_once(version, folder, probe)
-            except SwapError as error:
-                if not await server.alive():
-                    log.warning("swap to version %d waits for the next server: %s", version.number, error)
-                    await self._replaced(server)
-                    continue
-                tries += 1
-                log.warning("swap to version %d, try %d: %s", version.number, tries, error)
-                if tries == _SWAP_TRIES:
-                    raise
+                report = await self._swap(version)
+            except ServerLost as error:
+                log.warning("swap to version %d waits for the next server: %s", version.number, error)
+                await self._replaced(server)
                 continue
-            self._mark_serving(version)
+            mark_serving(self._registry, version)
             await self._set_version(version)
             return report
 
     async def fall_back(self, version: PolicyVersion) -> None:
         """Serves `version`, published earlier, instead of one that the learner has retracted."""
-        if (self._run_dir / version.folder / "probe.json").exists():
+        if self._probed(version):
             await self.swap(version)
             return
-        self._ready.clear()  # version 0 has no probe: a server is started with it instead
+        await self._start_with(version)
+        mark_serving(self._registry, version)
+
+    async def take(self, version: PolicyVersion) -> SwapReport:
+        """Swaps a version into the server that runs now, and tells the registry nothing.
+
+        Raises `ServerLost` when it dies meanwhile, and `SwapError` when it refuses the version three times.
+        """
+        report = await self._swap(version)
+        await self._set_version(version)
+        return report
+
+    async def become(self, version: PolicyVersion) -> SwapReport | None:
+        """`take`, or where the version has no probe a server that is started with it, and no report."""
+        if self._probed(version):
+            return await self.take(version)
+        await self._start_with(version)
+        return None
+
+    def condemn(self, reason: str) -> None:
+        """Has `watch` replace the server."""
+        if self._server is not None:
+            self._server.condemn(reason)
+            self._gone = self._server
+
+    def _probed(self, version: PolicyVersion) -> bool:
+        """Version 0 has no probe: a server is started with it instead of taking it in."""
+        return (self._run_dir / version.folder / "probe.json").exists()
+
+    async def _start_with(self, version: PolicyVersion) -> None:
+        self._ready.clear()
         async with self._busy:
             await self._stop()
             await self.start(version)
-        self._mark_serving(version)
 
-    def _mark_serving(self, version: PolicyVersion) -> None:
+    async def _swap(self, version: PolicyVersion) -> SwapReport:
+        folder = self._run_dir / version.folder
         try:
-            self._registry.set_state(version.number, VersionState.SERVING)
-        except StoreError:
-            record = self._registry.get(version.number)
-            if record is not None and record.sha256 == version.sha256 and record.state is not VersionState.ROLLED_BACK:
-                raise
-            log.warning("version %d was retracted while it was swapped in", version.number)  # its successor is on its way
+            probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        except OSError as error:  # it was retracted meanwhile, and its folder is gone
+            raise SwapError(f"version {version.number}: its probe cannot be read: {error}") from error
+        for tries in itertools.count(1):
+            try:
+                return await self._swap_once(version, folder, probe)
+            except SwapError as error:
+                if await self.died():
+                    raise ServerLost(str(error)) from error
+                log.warning("swap to version %d, try %d: %s", version.number, tries, error)
+                if tries == _SWAP_TRIES:
+                    raise
+        raise AssertionError("unreachable")
 
     async def _swap_once(self, version: PolicyVersion, folder: Path, probe: Probe) -> SwapReport:
         async with self._busy:
             if self._channel is None:
-                raise ServingError("no server to swap weights into")
+                raise ServerLost(f"{self.what} is stopped: there is none to swap weights into")
             return await self._channel.swap(
                 version,
                 folder,
@@ -175,6 +258,7 @@ class ServedPolicy:
             if (server := self._server) is None:
                 continue
             if await server.alive():
+                self._gone = None
                 if reading % _USE_EVERY == 0 and self._recipe.rollout.max_cache_use < 1:
                     self.cache_use = await _cache_use(server, reading)
                 continue
@@ -185,12 +269,12 @@ class ServedPolicy:
             async with self._busy:
                 self.restarts += 1
                 if self.restarts > _RESTARTS:
-                    raise ServingError(f"the inference server died {self.restarts} times; see logs/server.log")
-                log.warning("the inference server died; restart %d of at most %d", self.restarts, _RESTARTS)
+                    raise ServingError(f"{self.what} died {self.restarts} times; see logs/{log_name(self._replica)}")
+                log.warning("%s died; restart %d of at most %d", self.what, self.restarts, _RESTARTS)
                 await self._stop()
                 if self._nccl:
                     await on_loss()
-                version = to_serve(self._registry)
+                version = self._newest()
                 if version is None:
                     raise ServingError("no policy version to serve")
                 await self.start(version)
@@ -206,7 +290,8 @@ class ServedPolicy:
 
     async def _stop(self) -> None:
         self._ready.clear()  # a restart may have let requests through while `fall_back` waited for it
-        withdraw(self._run_dir)
+        if self._replica is None:
+            withdraw(self._run_dir)
         cut_off, self._channel, self._client = (self._channel, self._client), None, None  # so that requests see that it has gone
         for part in cut_off:
             if part is not None:
@@ -227,7 +312,7 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
         share = (await server.control.metrics()).get(_KV_CACHE_USE)
     except ServingError:  # it may be about to die, which `watch` sees by itself
         return None
-    return None if share is None or not 0 <= share <= 1 else CacheUse(reading=reading, share=share)
+    return None if share is None or not 0 <= share <= 1 else CacheUse(reading=reading, shares=(share,))
 
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
@@ -236,6 +321,17 @@ def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: 
         parts.CHANNEL, config.weight_transfer, config.weight_transfer_options, server, registry_folder=registry_folder
     )
     return made
+
+
+def mark_serving(registry: VersionRegistry, version: PolicyVersion) -> None:
+    """Records that `version` serves, unless it was taken back meanwhile. Raises `StoreError`."""
+    try:
+        registry.set_state(version.number, VersionState.SERVING)
+    except StoreError:
+        record = registry.get(version.number)
+        if record is not None and record.sha256 == version.sha256 and record.state is not VersionState.ROLLED_BACK:
+            raise
+        log.warning("version %d was retracted while it was swapped in", version.number)  # its successor is on its way
 
 
 def to_serve(registry: VersionRegistry) -> PolicyVersion | None:

@@ -18,13 +18,20 @@ from agentrl.weights.model_folder import check_model_files
 class VLLMServer(ServerProcess):
     """One vLLM server with the weights of one policy version, from `start` to `stop`."""
 
-    def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None) -> None:
-        """`model`: Hugging Face folder of policy version `version`; `run_dir`: the run folder with logs/ and versions/.
-
-        `gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
+    def __init__(
+        self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None, replica: int | None = None
+    ) -> None:
+        """
+        Args:
+            model: Hugging Face folder of policy version `version`.
+            run_dir: the run folder with logs/ and versions/.
+            gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
+            replica: which one of `serving.replicas` it is, from 0; None: the only one.
         """
         self.run_dir = run_dir.resolve()
-        super().__init__("the inference server", folder=self.run_dir, log="server.log", scratch=str(self.run_dir))
+        what = "the inference server" if replica is None else f"inference server {replica}"
+        scratch = str(self.run_dir) if replica is None else f"{self.run_dir} {replica}"
+        super().__init__(what, folder=self.run_dir, log=log_name(replica), scratch=scratch)
         self.recipe = recipe
         self.model = model.resolve()
         self.weights = WeightsInService(version)
@@ -46,7 +53,7 @@ class VLLMServer(ServerProcess):
         if self._process is not None:
             raise ServingError("the inference server is already started")
         serving = self.recipe.serving
-        self._threads = threads_or_all(serving.threads) if serving_device(self.recipe) == "cpu" else None
+        self._threads = threads_or_all(serving.threads, servers=serving.replicas) if serving_device(self.recipe) == "cpu" else None
         check_model_files(self.model)
         await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
 
@@ -90,7 +97,8 @@ class VLLMServer(ServerProcess):
         return launch_command(arguments, flags, cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        common = environment(scratch, cpu_threads=self._threads, alone=self.recipe.max_staleness == 0, gpus=self._gpus)
+        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1
+        common = environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
     async def _warm(self, control: ControlPlane) -> None:
@@ -100,6 +108,11 @@ class VLLMServer(ServerProcess):
         # The first request pays for lazy set-up, so make it before the first episode does.
         body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}}
         await control.generate(body, timeout_s=CONTROL_TIMEOUT_S)
+
+
+def log_name(replica: int | None) -> str:
+    """File name in logs/ of a server's output; `replica` as for `VLLMServer`."""
+    return "server.log" if replica is None else f"server-{replica}.log"
 
 
 def serving_device(recipe: Recipe) -> str:

@@ -45,6 +45,18 @@ class Agent(_Table):
     """Time of one tool call."""
     tool_output_chars: int = Field(_LIMITS.tool_output_chars, ge=1)
     """Characters of one call's output that the agent sees."""
+    tool_calls: int | None = Field(None, ge=1)
+    """Tool calls of the episode, but for `submit`."""
+    all_tokens: int | None = Field(None, ge=1)
+    """Tokens of all contexts of the episode together, where it has several."""
+    thinking_tokens: int | None = Field(None, ge=1)
+    """Tokens of one turn that may be thought; then thinking is ended. Less than turn_tokens."""
+
+    @model_validator(mode="after")
+    def _answers_fit(self) -> Agent:
+        if self.thinking_tokens is not None and self.thinking_tokens >= self.turn_tokens:
+            raise ValueError(f"thinking_tokens leaves no room for an answer: make it less than turn_tokens={self.turn_tokens}")
+        return self
 
 
 class Environment(_Table):
@@ -143,6 +155,9 @@ class Description(_Table):
             episode_tokens=agent.episode_tokens,
             tool_timeout_s=agent.tool_timeout_sec,
             tool_output_chars=agent.tool_output_chars,
+            tool_calls=agent.tool_calls,
+            all_tokens=agent.all_tokens,
+            thinking_tokens=agent.thinking_tokens,
             wall_s=agent.timeout_sec,
         )
 

@@ -167,7 +167,12 @@ class GroupSchedule:
             raise RecipeError(f"task family {_named(self.family)!r} has no training tasks")
         first = None
         for turn in range(_SUBSTITUTES if size is None else min(size, _SUBSTITUTES)):
-            task = self._made(self._index(group_index, turn, size))
+            try:
+                task = self._made(self._index(group_index, turn, size))
+            except Exception:
+                if first is None:
+                    raise
+                continue  # a broken task costs the group whose own it is, not those that come by it
             if task not in self.withheld:
                 if weights is None or weights.takes(task, seed=self.seed, group=group_index, turn=turn):
                     return task

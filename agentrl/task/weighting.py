@@ -1,23 +1,24 @@
 """Which training tasks are given more often: those whose attempts were lately scored differently from one another.
 
-A group whose attempts all score the same trains nothing, solved or not. How often a task teaches is read off its own last groups, and
-for a task that was never given off those of its kind.
+A group whose attempts all score the same trains nothing, solved or not; and what is solved nearly always has little left to teach. Both
+are read off a task's own last groups, and for a task that was never given off those of its kind.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from agentrl.records import Group, Task
 from agentrl.sections import WeightingConfig
 
 MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
-
-_Lately = tuple[bool, ...]  # of the newest groups, oldest first: whether the attempts were scored differently
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,11 @@ class Taught:
     counted: int
     """Attempts that were scored."""
     lowest: float
+    mean: float
     highest: float
     """Of their scores; 0.0 where there are none."""
+    broken: bool
+    """Whether no attempt was scored for a fault of the task itself."""
 
     @classmethod
     def of(cls, task: Task, group: Group) -> Taught:
@@ -46,7 +50,9 @@ class Taught:
             kind=task.kind[:MOST_KIND],
             counted=len(scores),
             lowest=min(scores, default=0.0),
+            mean=sum(scores) / max(len(scores), 1),
             highest=max(scores, default=0.0),
+            broken=not scores and group.fault is not None,
         )
 
     @property
@@ -54,23 +60,30 @@ class Taught:
         """Whether some attempts were scored higher than others."""
         return self.highest > self.lowest
 
+    @property
+    def headroom(self) -> float:
+        """How far the attempts were from a score of 1, from 0 to 1; nothing can be learned from a broken task."""
+        return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: object) -> Taught | None:
-        """The inverse of `as_json`; None for what is no such record."""
+    def read(cls, line: bytes) -> Taught | None:
+        """Of a line of JSON that holds `as_json`; None for what does not."""
         try:
-            taught = cls(**found) if isinstance(found, Mapping) else None
-        except TypeError:
+            found = json.loads(line)
+            taught = cls(**found) if isinstance(found, dict) else None
+            return taught if taught is not None and taught._sound() else None
+        except (TypeError, ValueError, OverflowError, RecursionError):
             return None
-        return taught if taught is not None and taught._sound() else None
 
     def _sound(self) -> bool:
         texts, counts = (self.task, self.key, self.kind), (self.group, self.counted)
-        scores = (self.lowest, self.highest)
+        scores = (self.lowest, self.mean, self.highest)
         return (
-            all(isinstance(text, str) for text in texts)
+            isinstance(self.broken, bool)
+            and all(isinstance(text, str) for text in texts)
             and all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
             and all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
         )
@@ -80,8 +93,9 @@ class Taught:
 class Weights:
     """How often tasks are given, against the kind that is given most often, which has 1. Never below `least`.
 
-    The weight of a task that was given n times of late (at most `window`), s of them with attempts that scored differently, is
-    (1 + s) / (1 + n): 1 for one that is new or always teaches, falling with each group that taught nothing.
+    The weight of a task, or of a kind, of whose newest n groups (at most `window`) s had attempts that scored differently, with a mean
+    score of m, is (1 + s) / (1 + n) * (1 - m): how likely its next group is to teach, times what is left to learn. One of which nothing
+    is known has 1.
     """
 
     least: float
@@ -90,8 +104,14 @@ class Weights:
     kinds: Mapping[str, float]
 
     def of(self, task: Task) -> float:
-        weight = self.tasks.get(task.key, self.kinds.get(task.kind[:MOST_KIND], 1.0))
-        return min(1.0, max(self.least, weight / max(self.kinds.values(), default=1.0)))
+        weight = self.tasks.get(task.key) if self.tasks else None  # a key is a hash of all that the task holds
+        if weight is None:
+            weight = self.kinds.get(task.kind[:MOST_KIND], 1.0)
+        return min(1.0, max(self.least, weight / self._best)) if self._best > 0 else 1.0
+
+    @cached_property
+    def _best(self) -> float:
+        return max(self.kinds.values(), default=1.0)
 
     def takes(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
         """Whether the group is given this task, which is the so manieth that it was offered: always the same answer."""
@@ -102,26 +122,35 @@ class Record:
     """The last groups of each kind, and with `by_task` of each task. `add` them in the order of their indices."""
 
     def __init__(self, config: WeightingConfig, *, min_group_size: int, by_task: bool) -> None:
-        self._config = config
+        self._least = config.least
         self._counts = min_group_size
         self._by_task = by_task
-        self._tasks: dict[str, _Lately] = {}
-        self._kinds: dict[str, _Lately] = {}
+        self._tasks = _Lately(config.window)
+        self._kinds = _Lately(config.window)
 
     def add(self, groups: Iterable[Taught]) -> None:
-        """Groups with fewer scored attempts than the learner takes tell nothing of their task."""
+        """Groups with fewer scored attempts than the learner takes tell nothing of their task; a broken one taught nothing."""
         for one in groups:
-            if one.counted >= self._counts:
-                self._note(self._kinds, one.kind, one.differs)
+            if one.broken or one.counted >= self._counts:
+                self._kinds.note(one.kind, one)
                 if self._by_task:
-                    self._note(self._tasks, one.key, one.differs)
+                    self._tasks.note(one.key, one)
 
     def weights(self) -> Weights:
-        return Weights(self._config.least, _weights(self._tasks), _weights(self._kinds))
-
-    def _note(self, lately: dict[str, _Lately], name: str, differed: bool) -> None:
-        lately[name] = (*lately.get(name, ()), differed)[-self._config.window :]
+        """A copy: what is added later does not change it."""
+        return Weights(self._least, self._tasks.weights.copy(), self._kinds.weights.copy())
 
 
-def _weights(lately: Mapping[str, _Lately]) -> dict[str, float]:
-    return {name: (1 + sum(differed)) / (1 + len(differed)) for name, differed in lately.items()}
+class _Lately:
+    """Of each name the newest groups, as whether their attempts were scored differently and their headroom, and the weight that follows."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._groups: dict[str, deque[tuple[bool, float]]] = {}
+        self.weights: dict[str, float] = {}
+
+    def note(self, name: str, one: Taught) -> None:
+        groups = self._groups.setdefault(name, deque(maxlen=self._window))
+        groups.append((one.differs, one.headroom))
+        likely = (1 + sum(differed for differed, _ in groups)) / (1 + len(groups))
+        self.weights[name] = likely * sum(headroom for _, headroom in groups) / len(groups)

@@ -38,8 +38,8 @@ class ScriptedPolicy:
 
     Where supports are asked for, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
-    `script` is called with the number of the request for this episode (0, 1, ...) and its episode id; it gives the text, or
-    raises (an exception stands for a failing server).
+    `script` is called with the number of the turn in this episode (0, 1, ...) and its episode id, for what follows a bound on thinking with
+    ".answer" after it; it gives the text, or raises (an exception stands for a failing server).
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:
@@ -56,7 +56,8 @@ class ScriptedPolicy:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         self.prompts.append(tuple(prompt_ids))
         episode, _, turn = request_id.rpartition("-")
-        said = await self._said(prompt_ids, int(turn), episode)
+        number, part, name = turn.partition(".")
+        said = await self._said(prompt_ids, int(number), f"{episode}{part}{name}")
         ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
         finish = "stop" if len(ids) <= params.max_tokens else "length"
         kept = tuple(_take(iter(ids), params.max_tokens))

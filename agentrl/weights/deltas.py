@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import struct
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +147,7 @@ def materialize(folder: Path) -> Path:
     if delta is None:
         return whole
     try:
-        with replacing(whole, tag=str(os.getpid())) as part:
+        with replacing(whole, tag=f"{os.getpid()}-{threading.get_ident()}") as part:
             newest = folder.parent / NEWEST
             if newest.exists() and newest.stat().st_size == delta.size:
                 shutil.copyfile(newest, part)

@@ -2,7 +2,8 @@
 prompt, and are the gold solutions of these kinds. A program prints exactly the answer.
 
 Which problems are the examples matters to a small model more than anything else in its prompt: one that was shown no formula that begins
-with a minus sign or a bracket leaves it out when it meets one.
+with a minus sign or a bracket leaves it out when it meets one; and one that was shown no division never finds `//`, whose answers are
+whole numbers, in place of `/`, so that it has nothing to learn from.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def program(kind: str, question: str) -> str | None:
 
 
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The problems whose questions together show the most pairs of neighbouring marks; of equal ones, those of a usual length.
+    """The problems whose questions together show the most marks, then the most pairs of them; of equal ones, those of a usual length.
 
     Digits are one mark and letters another. Questions of more than twice the usual length are no candidates.
     """
@@ -39,7 +40,7 @@ def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
     chosen: list[Problem] = []
     seen: set[str] = set()
     while left and len(chosen) < count:
-        best = max(left, key=lambda one: (len(_marks(one.question) - seen), -abs(len(one.question) - usual)))
+        best = max(left, key=lambda one: (*_new(_marks(one.question) - seen), -abs(len(one.question) - usual)))
         chosen.append(best)
         left.remove(best)
         seen |= _marks(best.question)
@@ -47,8 +48,14 @@ def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
 
 
 def _marks(question: str) -> set[str]:
+    """Its marks, and the pairs of them that stand side by side."""
     text = re.sub(r"\s+", "", re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", question)))
-    return {text[at : at + 2] for at in range(len(text) - 1)}
+    return {*text, *(text[at : at + 2] for at in range(len(text) - 1))}
+
+
+def _new(marks: set[str]) -> tuple[int, int]:
+    """How many marks, and how many pairs."""
+    return sum(len(mark) == 1 for mark in marks), sum(len(mark) == 2 for mark in marks)
 
 
 def _found(pattern: str, question: str) -> tuple[str, ...]:

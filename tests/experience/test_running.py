@@ -56,6 +56,26 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
     assert STATE.oldest_version == 2
 
 
+async def test_a_write_that_ends_after_its_group_was_forgotten_leaves_nothing(
+    keeper: RunningEpisodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As that of an attempt which was cancelled meanwhile: its thread goes on."""
+    write = running.files.write
+
+    def late(path: Path, body: bytes, *, tag: str) -> None:
+        write(path, body, tag=tag)
+        keeper.forget(3)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, body, tag=tag)
+
+    monkeypatch.setattr(running.files, "write", late)
+    await keeper.keep(3, 0, STATE)
+    assert keeper.groups() == () and not caplog.records
+    monkeypatch.setattr(running.files, "write", write)
+    await keeper.keep(4, 0, STATE)
+    assert keeper.groups() == (4,)
+
+
 async def test_nothing_is_left_of_a_group_that_is_forgotten(keeper: RunningEpisodes, tmp_path: Path) -> None:
     for group in (0, 1_000_000):
         await keeper.keep(group, 0, STATE)

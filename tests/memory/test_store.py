@@ -140,3 +140,15 @@ def test_a_store_that_was_closed_says_so_as_any_other_fault() -> None:
     store.close()
     with pytest.raises(StoreError, match="closed database"):
         store.counts()
+
+
+def test_words_that_are_in_every_note_cost_no_more_than_looking_them_up() -> None:
+    """Policies find out that such queries show something. CPU time, so that a busy machine changes little."""
+    words = " ".join(f"common{n}" for n in range(16))
+    store = NoteStore(None, MemoryConfig(keep=500, notes=64))
+    for step in range(40):
+        store.commit(step, [note(f"{step}-{n}", *(f"{words} {step} {n} {m}" for m in range(5))) for n in range(10)])
+    began = time.process_time()
+    assert texts(store, words, version=40)[0].endswith(" 39 9 4")
+    assert time.process_time() - began < 0.08
+    store.close()

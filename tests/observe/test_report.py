@@ -56,6 +56,27 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.text))
 
 
+def test_tasks_that_never_teach_are_listed(run_dir: Path) -> None:
+    def line(group: int, task: Any, kind: str, lowest: Any, highest: Any, counted: int = 8) -> dict[str, Any]:
+        return {"group": group, "task": task, "key": task, "kind": kind, "counted": counted, "lowest": lowest, "highest": highest}
+
+    lines = [line(n, f"sum {n % 30}", "sums", 1.0, 1.0) for n in range(60)]
+    lines += [line(n, f"word {n}", "words", 0.0, n % 4 == 0) for n in range(60, 100)]
+    lines += [line(100, "<b>odd</b>\x1b", "words", 0.0, 0.0), line(101, "<b>odd</b>\x1b", "words", 0.0, 0.0), lines[0]]
+    lines += [
+        line(102, "lost", "words", 0.0, 0.0, counted=0),
+        line(103, "wrong", "words", "0", None),
+        {"group": 1},
+        line(1, 2, "sums", 0, 1),
+    ]  # type: ignore[arg-type]
+    write_lines(run_dir / "tasks.jsonl", lines)
+    shown = Page(write_report(run_dir)).shown
+    assert "sums 60 0% 100% 0%" in shown and "words 42 24% 0% 76%" in shown
+    assert "given more than once, and never taught: 31 of 71 tasks" in shown
+    assert "<b>odd</b>\N{REPLACEMENT CHARACTER} 2 0 2" in shown and "sum 18 2 2 0" in shown and "and 11 more" in shown
+    assert "tasks.jsonl: 2 unreadable lines left out" in shown
+
+
 def test_a_whole_run_is_told(run_dir: Path) -> None:
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
@@ -76,6 +97,14 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     assert "learner.max_grad_norm" in page.shown and "2.13.0+cpu" in page.shown
     assert sum(tag == "details" and attrs.get("class") == "episode" for tag, attrs in page.tags) == 6
     assert path.stat().st_size < 1_000_000
+
+
+def test_several_servers_are_drawn_side_by_side_and_restarts_only_where_there_were_some(run_dir: Path) -> None:
+    for restarts, drawn in ((0, False), (2, True)):
+        servers = {"replica0_tokens": 50.0, "replica1_tokens": 30.0, "replica0_restarts": 0, "replica1_restarts": restarts}
+        write_lines(run_dir / "metrics.jsonl", [step_line(step, random.Random(0)) | servers for step in (1, 2)])
+        shown = Page(write_report(run_dir)).shown
+        assert "Tokens by server" in shown and "server 1" in shown and ("Restarts by server" in shown) is drawn
 
 
 def test_it_says_from_which_distribution_episodes_were_sampled(run_dir: Path) -> None:

@@ -43,12 +43,12 @@ async def test_episodes_begin_as_far_as_the_cache_has_room_by_what_those_in_flig
     crowd = Crowd(Admission(100, use=lambda: use, full=0.9))
     crowd.come(4)
     await crowd.settled(4)  # nothing is known yet
-    use = CacheUse(reading=1, share=0.3)
+    use = CacheUse(reading=1, shares=(0.3,))
     crowd.come(30)
     await crowd.settled(4 + 8)  # 4 take 0.3, so that 8 more take 0.6
-    use = CacheUse(reading=2, share=0.45)
+    use = CacheUse(reading=2, shares=(0.45,))
     await crowd.settled(12 + 12)  # they take less than was thought
-    use = CacheUse(reading=3, share=0.95)
+    use = CacheUse(reading=3, shares=(0.95,))
     await asyncio.sleep(0.02)
     assert len(crowd.begun) == 24
     crowd.go.set()
@@ -58,17 +58,17 @@ async def test_episodes_begin_as_far_as_the_cache_has_room_by_what_those_in_flig
 
 
 async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_all() -> None:
-    use: CacheUse | None = CacheUse(reading=1, share=1.0)
+    use: CacheUse | None = CacheUse(reading=1, shares=(1.0,))
     crowd = Crowd(Admission(100, use=lambda: use, full=0.5))
     crowd.come(3)
     await crowd.settled(1)
     use = None
     await crowd.settled(3)
-    use = CacheUse(reading=2, share=1.0)
+    use = CacheUse(reading=2, shares=(1.0,))
     crowd.come(2)
     await asyncio.sleep(0.02)
     crowd.jobs[3].cancel()  # whoever is next and gives up leaves the others in order, and its place to them
-    use = CacheUse(reading=3, share=0.1)
+    use = CacheUse(reading=3, shares=(0.1,))
     await until(lambda: crowd.begun == [0, 1, 2, 4])
     crowd.go.set()
     await asyncio.gather(*crowd.jobs, return_exceptions=True)
@@ -76,7 +76,7 @@ async def test_a_full_cache_holds_nobody_for_ever_and_a_lost_server_nobody_at_al
 
 
 async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> None:
-    crowd = Crowd(Admission(2, use=lambda: CacheUse(reading=0, share=0.0), full=0.9))
+    crowd = Crowd(Admission(2, use=lambda: CacheUse(reading=0, shares=(0.0,)), full=0.9))
     crowd.come(3)
     await crowd.settled(2)
     crowd.jobs[0].cancel()
@@ -86,8 +86,25 @@ async def test_no_more_are_in_flight_than_may_be_whatever_the_cache_says() -> No
 
 
 async def test_a_cache_of_which_next_to_nothing_is_in_use_has_room_for_everybody() -> None:
-    crowd = Crowd(Admission(3, use=lambda: CacheUse(reading=0, share=5e-324), full=0.9))
+    crowd = Crowd(Admission(3, use=lambda: CacheUse(reading=0, shares=(5e-324,)), full=0.9))
     crowd.come(3)
     await crowd.settled(3)
+    crowd.go.set()
+    await asyncio.gather(*crowd.jobs)
+
+
+async def test_several_caches_have_their_room_together_and_a_full_one_takes_none_from_another() -> None:
+    use: CacheUse | None = None
+    crowd = Crowd(Admission(100, use=lambda: use, full=0.8))
+    crowd.come(6)
+    await crowd.settled(6)
+    use = CacheUse(reading=1, shares=(0.9, 0.2, 0.1))  # 0.2 each: three more fit into the second, and 3.5 into the third
+    crowd.come(30)
+    await crowd.settled(6 + 6)
+    use = CacheUse(reading=2, shares=(0.9, 0.8, 0.9))
+    await asyncio.sleep(0.02)
+    assert len(crowd.begun) == 12
+    use = CacheUse(reading=3, shares=(0.3, 0.2))  # one died, and what is left has room
+    await crowd.settled(6 + 30)
     crowd.go.set()
     await asyncio.gather(*crowd.jobs)

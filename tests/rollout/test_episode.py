@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,27 @@ async def test_prompts_are_the_exact_ids_of_the_turns_before(tokenizer: Any, tas
         context += turn.prompt_ids
         assert prompt == context
         context += turn.completion_ids
+
+
+async def test_whoever_hosts_an_episode_hears_of_its_task_its_requests_and_its_end(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    heard: list[str] = []
+
+    @contextmanager
+    def hosted(episode_id: str, task_key: str) -> Iterator[None]:
+        heard.append(f"begin {episode_id} {task_key == task.key}")
+        yield
+        heard.append(f"end {episode_id}")
+
+    class Heard(ScriptedPolicy):
+        async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Any:
+            heard.append(request_id)
+            if request_id == "x-y-1":
+                raise ServingError("it died")
+            return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+    runner = replace(make_runner(Heard(tokenizer, lambda *_: PYTHON)), hosted=hosted)
+    episode = await runner.run(task, episode_id="x-y")
+    assert episode.left_out and heard == ["begin x-y True", "x-y-0", "x-y-1", "end x-y"]
 
 
 async def test_no_sandbox_is_opened_for_an_agent_that_never_runs_code(tokenizer: Any, task: Task, make_runner: Any) -> None:

@@ -45,7 +45,7 @@ async def test_a_server_that_does_not_tell_its_use_holds_nobody_back(answer: obj
         await server.control.close()
         with pytest.raises(ServingError):
             await server.control.metrics()
-    assert (None if use is None else (use.reading, use.share)) == (None if share is None else (5, share))
+    assert (None if use is None else (use.reading, use.shares)) == (None if share is None else (5, (share,)))
 
 
 async def test_metrics_are_read_as_utf_8_whatever_codec_their_header_names() -> None:

@@ -95,6 +95,8 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
 async def test_two_runs_that_start_at_once_get_two_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is starting does not listen yet, so that its port looks free."""
     wanted = free_port("127.0.0.1", 0)
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not low <= wanted <= high, "no connection gets it while the server starts"
     first = Small(tmp_path, SILENT, port=wanted)
     starting = asyncio.create_task(first.start())
     await until(lambda: first.pid is not None)

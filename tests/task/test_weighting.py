@@ -6,10 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from agentrl.records import Episode, Group, Score, ScoredEpisode, Split, Task
+from agentrl.files import json_line
+from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task
+from agentrl.rollout import left_out_group
 from agentrl.sections import WeightingConfig
 from agentrl.task import GroupSchedule, Record, Taught, Weights
 from tests.task.test_schedule import Ten
@@ -61,19 +64,26 @@ def test_a_kind_is_weighed_by_its_newest_groups_against_the_best_one() -> None:
     lines += [taught(n, kind="even", scores=(0.0, 1.0) if n % 2 else (0.0, 0.0)) for n in range(20)]
     lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: what a fault left of the group
     weights = recorded(lines, window=8, least=0.05)
-    assert weights.kinds == {"easy": 1 / 9, "even": 5 / 9}
+    assert weights.kinds == {"easy": 0.0, "even": pytest.approx(5 / 9 * 0.75)}
     assert weights.of(of_kind("even")) == 1.0
-    assert weights.of(of_kind("easy")) == pytest.approx(1 / 5)
+    assert weights.of(of_kind("easy")) == 0.05
     assert weights.of(of_kind("hard")) == 1.0, "nothing is known of it"
-    assert recorded(lines, window=8, least=0.5).of(of_kind("easy")) == 0.5
+    lines += [taught(n, kind="hard", scores=(0.0, 0.0)) for n in range(7)] + [taught(7, kind="hard", scores=(0.0, 1.0, 0.0, 0.0))]
+    assert recorded(lines, least=0.05).of(of_kind("hard")) == pytest.approx((2 / 9 * 7.75 / 8) / (5 / 9 * 0.75))
+    assert recorded([taught(0), taught(1, kind="even")]).of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
+
+
+def test_scores_off_the_scale_are_at_its_ends() -> None:
+    low, high = taught(0, scores=(-5.0, -1.0)), taught(0, scores=(3.0, 7.0))
+    assert (low.mean, low.headroom, high.headroom) == (-3.0, 1.0, 0.0)
 
 
 def test_a_task_that_was_given_is_weighed_by_its_own_groups() -> None:
     task, other = of_kind("easy", 1), of_kind("easy", 2)
-    lines = [taught(0, key=task.key), taught(1, key=task.key), taught(2, scores=(0.0, 1.0)), taught(3, scores=(0.0, 1.0))]
+    lines = [taught(n, key=task.key, scores=(0.0, 0.0)) for n in range(2)] + [taught(n, scores=(0.0, 1.0)) for n in (2, 3)]
     weights = recorded(lines, by_task=True, least=0.01)
-    assert weights.kinds == {"easy": 3 / 5}
-    assert weights.of(task) == pytest.approx((1 / 3) / (3 / 5)) and weights.of(other) == 1.0
+    assert weights.kinds == {"easy": 3 / 5 * 3 / 4}
+    assert weights.of(task) == pytest.approx((1 / 3) / (3 / 5 * 3 / 4)) and weights.of(other) == 1.0
     assert not recorded(lines).tasks, "the tasks of an endless family do not come again"
 
 
@@ -97,15 +107,54 @@ def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -
 
 def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     line = taught(3, scores=(0.0, 0.25))
-    assert line.differs and Taught.from_json(line.as_json()) == line
+    assert line.differs and Taught.read(json_line(line.as_json())) == line
     whole = line.as_json()
-    for wrong in ([], None, {}, {**whole, "more": 1}, {**whole, "kind": 3}, {**whole, "group": "3"}, {**whole, "counted": True}):
-        assert Taught.from_json(wrong) is None, wrong
+    wrong: Any
+    for wrong in (
+        [],
+        None,
+        {},
+        {**whole, "more": 1},
+        {**whole, "kind": 3},
+        {**whole, "group": "3"},
+        {**whole, "counted": True},
+        {**whole, "broken": 0},
+    ):
+        assert Taught.read(json_line(wrong)) is None, wrong
     for key in whole:
-        assert Taught.from_json({**whole, key: None}) is None
-    assert Taught.from_json({**whole, "lowest": math.nan}) is None
+        assert Taught.read(json_line({**whole, key: None})) is None
+    assert all(Taught.read(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
+    assert all(Taught.read(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
 
 
 def test_a_kind_may_be_called_anything() -> None:
     assert len(taught(0, kind="x" * 10_000).kind) == 200
     assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).of(of_kind("x" * 10_000)) == 1.0
+
+
+def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts_of_is_not_judged() -> None:
+    task = of_kind("hard")
+    broken = Failure(stage="task", blame=Blame.TASK, kind="quarantined", message="no such image")
+    lost = replace(broken, blame=Blame.INFRASTRUCTURE)
+    for failure, weight in ((broken, 0.1), (lost, 1.0)):
+        groups = [left_out_group(n, task.id, task.key, failure, size=4) for n in range(2)]
+        lines = [Taught.of(task, group) for group in groups]
+        assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).of(task) == pytest.approx(weight)
+        assert [Taught.read(json_line(line.as_json())) for line in lines] == lines
+
+
+def test_a_task_that_cannot_be_made_is_given_no_more_often_for_being_next_to_others() -> None:
+    class Torn(Kinds):
+        def task(self, split: Split, index: int) -> Task:
+            if index % 3 == 2:
+                raise RuntimeError(f"no task {index}")
+            return super().task(split, index)
+
+    schedule, weights = GroupSchedule(Torn(30), seed=1), Weights(0.1, {}, {"easy": 0.1, "even": 1.0})
+    raised = 0
+    for n in range(300):
+        try:
+            schedule.task(n, weights)
+        except RuntimeError:
+            raised += 1
+    assert raised == 100

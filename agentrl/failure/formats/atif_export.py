@@ -169,6 +169,8 @@ def _metrics(one: Said) -> dict[str, Any]:
         metrics["logprobs"] = list(one.turn.logprobs)
     else:
         metrics["extra"] = {OURS: {"logprobs": "left out: not all of them are finite numbers"}}
+    if one.turn.forced:
+        metrics.setdefault("extra", {OURS: {}})[OURS]["forced"] = list(one.turn.forced)
     return metrics
 
 

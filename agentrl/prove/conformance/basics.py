@@ -266,7 +266,7 @@ async def _server_out_of_reach(bench: Bench) -> None:
 
 @_check
 async def _nothing_shared(bench: Bench) -> None:
-    """No sandbox sees what another writes; each has its own processes."""
+    """No sandbox sees what another writes, one that began with its files neither; each has its own processes."""
     async with bench.sandbox() as first, bench.sandbox() as second:
         leave = "for path in ('/tmp/mark', '/home/agent/mark', '/dev/shm/mark'):\n    open(path, 'w').write('x')"
         _expect((await _python(first, leave)).exit_code == 0, "cannot write")
@@ -276,6 +276,10 @@ async def _nothing_shared(bench: Bench) -> None:
             "print(marks, len([p for p in os.listdir('/proc') if p.isdigit()]))\n"
         )
         await _says(second, look, "[] 2")
+        async with bench.sandbox(snapshot=await first.snapshot()) as copy:
+            await _says(copy, look, "['/home/agent/mark'] 2")
+            await _says(copy, "open('late', 'w').close(); open('mark', 'w').write('y'); print(1)", "1")
+            await _says(first, "import os; print(os.path.exists('late'), open('mark').read())", "False x")
 
 
 @_check

@@ -1,0 +1,73 @@
+"""A turn whose thinking is bounded: sampled up to the bound, ended with the model's own mark where it still thinks, and sampled on.
+
+The mark's tokens are in the completion, where the model reads them, but nobody sampled them: `Completion.forced` says so, and the learner
+takes them for context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from agentrl.errors import TaskError
+from agentrl.limits import Thinking
+from agentrl.records import Completion, Task, VersionSpan
+from agentrl.sampling import Supports
+
+ANSWER = ".answer"
+"""In the id of the request for what comes after the bound."""
+
+
+def bound_of(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
+    """The bound on thinking, and how it is ended; None: there is none. Raises `TaskError` where nothing can hold the policy to it."""
+    most = task.limits.thinking_tokens
+    if most is None:
+        return None
+    if thinking is None:
+        raise TaskError(
+            f"task {task.id!r}: limits.thinking_tokens={most} needs a chat template with <think> and </think>, and an agent that ends"
+            " thinking, as those that ship do",
+            fix="leave the limit out, or use another model or agent",
+        )
+    return most, thinking
+
+
+class Ask(Protocol):
+    """Samples at most so many tokens after these."""
+
+    async def __call__(self, token_ids: Sequence[int], max_tokens: int, part: str = "") -> Completion: ...
+
+
+async def sampled(context: Sequence[int], budget: int, ask: Ask, thought: tuple[int, Thinking] | None) -> Completion:
+    """A completion of at most `budget` tokens, forced ones included.
+
+    Args:
+        thought: the bound on thinking and how it is ended; None: it has no bound of its own, nor has it where the budget ends before it.
+    """
+    if thought is None or thought[0] + len(thought[1].end) >= budget:
+        return await ask(context, budget)
+    most, thinking = thought
+    first = await ask(context, most)
+    if first.finish_reason != "length" or len(first.token_ids) != most:
+        return first
+    forced = thinking.end if thinking.unfinished(first.token_ids) else ()
+    rest = await ask([*context, *first.token_ids, *forced], budget - most - len(forced), ANSWER)
+    return _joined(first, forced, rest)
+
+
+def _joined(first: Completion, forced: tuple[int, ...], rest: Completion) -> Completion:
+    """Both parts as one completion. The forced tokens stand in the version span before them, with a logprob of 0."""
+    start = len(first.token_ids)
+    end = start + len(forced)
+    spans = list(first.versions)
+    spans[-1] = VersionSpan(version=spans[-1].version, start=spans[-1].start, end=end)
+    spans += [VersionSpan(version=one.version, start=end + one.start, end=end + one.end) for one in rest.versions]
+    supports = (part.supports or len(part.token_ids) for part in (first, rest))
+    return Completion(
+        token_ids=(*first.token_ids, *forced, *rest.token_ids),
+        logprobs=(*first.logprobs, *(0.0,) * len(forced), *rest.logprobs),
+        versions=tuple(spans),
+        finish_reason=rest.finish_reason,
+        supports=Supports.joined((next(supports), len(forced), next(supports))),
+        forced=tuple(range(start, end)),
+    )

@@ -1,0 +1,95 @@
+"""Which of several servers gets an episode's requests: the one that has its context cached, unless that one is gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A running episode."""
+
+    task_key: str
+    replica: int | None = None  # None: it has asked for nothing yet
+    tokens: int = 0  # of its longest context so far
+
+
+class Routing:
+    """Books of who is where. Holds no server and waits for nothing, so that a choice and its entry are one step.
+
+    An episode stays where it is while that replica is able. Otherwise it goes to a replica that has an episode of the same task, whose
+    prompt is in the cache there; or, where each of those is ahead of the least loaded one by more than `apart` contexts of this length,
+    to that one. The load of a replica is the tokens of the longest context of every episode on it: what its cache holds for them,
+    whether they ask for something now or wait for their tools.
+    """
+
+    def __init__(self, replicas: int, *, apart: int) -> None:
+        self.moved = 0  # episodes that had to leave a replica, each time
+        self.loads = [0] * replicas
+        self._apart = apart
+        self._episodes: dict[str, _Placed] = {}
+        self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> its episodes there
+
+    def begin(self, episode_id: str, task_key: str) -> None:
+        """It is placed by its first request. One of that id that was there has ended."""
+        self.end(episode_id)
+        self._episodes[episode_id] = _Placed(task_key)
+
+    def end(self, episode_id: str) -> None:
+        """Idempotent."""
+        if (placed := self._episodes.pop(episode_id, None)) is not None:
+            self._leave(placed)
+
+    def where(self, episode_id: str) -> int | None:
+        placed = self._episodes.get(episode_id)
+        return None if placed is None else placed.replica
+
+    def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
+        """The replica that gets a request of `tokens` tokens; a request of no episode that has begun goes to the least loaded one.
+
+        Args:
+            able: replicas that may be asked, one at least.
+            full: those with no room for a further episode; they count where none has room.
+        """
+        placed = self._episodes.get(episode_id)
+        if placed is None:
+            return self._least(able)
+        if placed.replica not in able:
+            chosen = self._place(placed.task_key, tokens, [number for number in able if number not in full] or able)
+            if placed.replica is not None:
+                self.moved += 1
+                self._leave(placed)
+            placed.replica = chosen
+            self.loads[chosen] += placed.tokens
+            self._tasks.setdefault(placed.task_key, Counter())[chosen] += 1
+        self.grow(episode_id, tokens)
+        assert placed.replica is not None, "it was placed"
+        return placed.replica
+
+    def grow(self, episode_id: str, tokens: int) -> None:
+        """Its context has so many tokens now."""
+        placed = self._episodes.get(episode_id)
+        if placed is not None and placed.replica is not None and tokens > placed.tokens:
+            self.loads[placed.replica] += tokens - placed.tokens
+            placed.tokens = tokens
+
+    def _place(self, task_key: str, tokens: int, able: Sequence[int]) -> int:
+        least = self._least(able)
+        there = self._tasks.get(task_key, Counter())
+        alike = [number for number in able if there[number]]
+        nearest = self._least(alike) if alike else least
+        return nearest if self.loads[nearest] - self.loads[least] <= self._apart * tokens else least
+
+    def _least(self, able: Sequence[int]) -> int:
+        return min(able, key=lambda number: (self.loads[number], number))
+
+    def _leave(self, placed: _Placed) -> None:
+        if placed.replica is None:
+            return
+        self.loads[placed.replica] -= placed.tokens
+        there = self._tasks[placed.task_key]
+        there[placed.replica] -= 1
+        if not there.total():
+            del self._tasks[placed.task_key]

@@ -1,0 +1,81 @@
+"""Budgets of a whole episode: tool calls, and the tokens of all its contexts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.records import Blame, EpisodeState, Task
+from agentrl.rollout import Capture
+from agentrl.sections import DelegationConfig
+from tests.agent.trees import PRINT, asked, call, delegate, make_runner, outputs, shown, tree_task
+from tests.episodes import task, tokenizer
+
+__all__ = ["task", "tokenizer"]
+
+USED_UP = "may make 3 tool calls"
+
+
+def limited(task: Task, **limits: Any) -> Task:
+    whole = tree_task(task)
+    return replace(whole, limits=replace(whole.limits, **limits), tools=("python", "submit"))
+
+
+async def test_calls_of_all_agents_and_wrong_ones_count_and_an_answer_is_always_taken(tokenizer: Any, task: Task) -> None:
+    """A sub-agent's call, one of a tool that is not there, and the call that started it: then nothing but handing in."""
+
+    def reads(context: str) -> str:
+        if asked(context) == "a":
+            return PRINT if not shown(context) else "found"
+        seen = len(shown(context))
+        return [delegate("a"), call("gone"), PRINT + delegate("b"), call("submit", answer="3")][min(seen, 3)]
+
+    runner = make_runner(tokenizer, reads, delegation=DelegationConfig(turns=4, tools=("python",)))
+    episode = await runner.run(limited(task, tool_calls=3), episode_id="e")
+    first, second, *refused = outputs(episode.trajectories[0])
+    assert first == "found" and "no tool 'gone'" in second and len(refused) == 3
+    assert all(USED_UP in one for one in refused[:2]) and refused[2] == "submitted" and episode.answer == "3"
+    assert len(episode.trajectories) == 2, "no sub-agent was started beyond the budget"
+    assert {(one.blame, one.kind) for one in episode.failures} == {(Blame.POLICY, "tool_calls")} and len(episode.failures) == 2
+    assert not episode.left_out
+
+
+async def test_what_was_called_before_a_kill_counts(tokenizer: Any, task: Task) -> None:
+    states: list[EpisodeState] = []
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None
+        states.append(codec.from_json(EpisodeState, codec.to_json(state)))
+
+    broken = "<tool_call>{not json}</tool_call>"
+    turns = [broken, PRINT, call("gone"), PRINT, call("submit", answer="3")]
+    runner = make_runner(tokenizer, lambda context: turns[len(shown(context))])
+    whole = await runner.run(limited(task, tool_calls=3), episode_id="e", on_turn=on_turn)
+    assert [USED_UP in one for one in outputs(whole.trajectories[0])] == [False, False, False, True, False]
+    for state in states:
+        again = await runner.run(limited(task, tool_calls=3), episode_id="e", start=state)
+        assert outputs(again.trajectories[0]) == outputs(whole.trajectories[0])
+
+
+@pytest.mark.parametrize("spare", [0, 90])
+async def test_the_tokens_of_all_contexts_together_are_bounded(tokenizer: Any, task: Task, spare: int) -> None:
+    """Where the helper used them up, its parent has none left, however short its own context is."""
+
+    def reads(context: str) -> str:
+        if asked(context) == "a":
+            return "x" * 500
+        return delegate("a") if not shown(context) else "done " * 10
+
+    runner = make_runner(tokenizer, reads, delegation=DelegationConfig())
+    free = await runner.run(limited(task), episode_id="e")
+    taken = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in free.trajectories for turn in line.turns)
+    last = len(free.trajectories[0].turns[-1].completion_ids)
+    bounded = await runner.run(limited(task, all_tokens=taken - last + spare), episode_id="e")
+    turns = bounded.trajectories[0].turns
+    assert bounded.stop_reason == ("token_limit" if spare == 0 else "answered") and len(turns) == (1 if spare == 0 else 2)
+    spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in bounded.trajectories for turn in line.turns)
+    assert spent <= taken - last + spare and not bounded.left_out

@@ -1,0 +1,161 @@
+"""Thinking that is ended at a bound: exact tokens, and nothing trained that the policy did not sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agentrl import codec
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.objective.delivery import captured_tokens
+from agentrl.objective.samples import counted_samples
+from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn
+from agentrl.rollout import Capture, EpisodeRunner
+from agentrl.sampling import Sampling, Supports
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+from tests.rollout.test_group import PYTHON, SUBMIT
+
+MOST = 40
+MARK = "\n</think>\n\n"
+LONG = "<think>\n" + "hm " * 40
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Any:
+    tokenizer = byte_tokenizer()
+    content = "{{ ('<think>\n' + m.reasoning_content + '\n</think>\n\n' if m.reasoning_content else '') + m.content }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}{% for", content + "{% for")
+    return tokenizer
+
+
+def runner(tokenizer: Any, script: Any, *, top_k: int = 0) -> EpisodeRunner:
+    return EpisodeRunner(
+        policy=ScriptedPolicy(tokenizer, script),
+        sandboxes=ScriptedSandboxes(printing("3")),
+        agent=TurnLoop(chat=ChatFormat(tokenizer)),
+        sampling=Sampling(top_k=top_k, supports=top_k > 0),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+    )
+
+
+def bounded(task: Task, most: int | None = MOST) -> Task:
+    return replace(task, limits=replace(task.limits, thinking_tokens=most))
+
+
+def said(tokenizer: Any, turn: Turn) -> str:
+    return str(tokenizer.decode(list(turn.completion_ids)))
+
+
+def rest(tokenizer: Any, text: str) -> str:
+    """What comes after the first tokens, as many as may be thought."""
+    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[MOST:]))
+
+
+def group_of(episode: Episode) -> Group:
+    return Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+async def test_thinking_is_ended_in_the_context_and_the_mark_is_trained_by_nobody(thinker: Any, task: Task, top_k: int) -> None:
+    """Thinks too long in its first turn, and ends in time in the second."""
+
+    def script(turn: int, episode: str) -> str:
+        after = episode.endswith(".answer")
+        if turn == 0:
+            return PYTHON if after else LONG
+        whole = f"<think>\nhm\n</think>\n\n{SUBMIT}"
+        return rest(thinker, whole) if after else whole
+
+    made = runner(thinker, script, top_k=top_k)
+    episode = await made.run(bounded(task), episode_id="e")
+    assert episode.answer == "3" and not episode.failures
+    first, second = episode.trajectories[0].turns
+    mark = thinker.encode(MARK, add_special_tokens=False)
+    assert said(thinker, first) == f"{LONG[:MOST]}{MARK}{PYTHON}<|im_end|>" and first.finish_reason == "stop"
+    assert first.forced == tuple(range(MOST, MOST + len(mark))) and first.message.tool_calls[0].name == "python"
+    assert first.message.content.endswith("</think>") and first.tool_results[0].ok
+    prompts = made.policy.prompts  # type: ignore[attr-defined]
+    assert prompts[1] == (*first.prompt_ids, *first.completion_ids[: MOST + len(mark)])
+    assert prompts[2][: len(first.prompt_ids + first.completion_ids)] == first.prompt_ids + first.completion_ids
+    assert second.forced == ()
+
+    group = group_of(episode)
+    assert codec.from_json(Group, codec.to_json(group)) == group
+    (sample,) = counted_samples([group])
+    trained = [token for token, trains in zip(sample.token_ids, sample.loss_mask, strict=True) if trains]
+    turns = [[token for place, token in enumerate(one.completion_ids) if place not in one.forced] for one in (first, second)]
+    assert trained == [*turns[0], *turns[1]] and len(trained) == episode.completion_tokens == captured_tokens([group], ())
+    at = len(first.prompt_ids) + MOST
+    stretch = slice(at, at + len(mark))
+    assert sample.token_ids[stretch] == tuple(mark) and set(sample.versions[stretch]) == {-1} and set(sample.logprobs[stretch]) == {0.0}
+    assert (sample.supports is not None) == (top_k > 0)
+    if isinstance(sample.supports, Supports):
+        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "a mark was drawn from nothing"
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "requests"),
+    [
+        (f"<think>\nhm\n</think>\n\nThe answer is {'long ' * 10}", 200, 2),  # it goes on after its thinking
+        ("No thought: " + "word " * 10, 200, 2),
+        ("short", 200, 1),
+        (LONG, MOST + 5, 1),  # the mark would not fit: the turn ends where it always did
+    ],
+)
+async def test_nothing_is_forced_on_a_turn_that_is_not_in_its_thoughts(
+    thinker: Any, task: Task, text: str, budget: int, requests: int
+) -> None:
+    limits = replace(task.limits, turn_tokens=budget)
+    made = runner(thinker, lambda turn, name: rest(thinker, text) if name.endswith(".answer") else text)
+    turn = (await made.run(replace(task, limits=replace(limits, thinking_tokens=MOST)), episode_id="e")).trajectories[0].turns[0]
+    plain = runner(thinker, lambda turn, name: text)
+    free = (await plain.run(replace(task, limits=limits), episode_id="e")).trajectories[0].turns[0]
+    assert (turn.completion_ids, turn.forced, turn.finish_reason) == (free.completion_ids, (), free.finish_reason)
+    assert len(made.policy.prompts) == requests  # type: ignore[attr-defined]
+
+
+async def test_a_branch_goes_on_after_a_turn_whose_thinking_was_ended(thinker: Any, task: Task) -> None:
+    states: list[EpisodeState] = []
+
+    async def on_turn(turns: int, capture: Capture) -> None:
+        state = await capture()
+        assert state is not None
+        states.append(codec.from_json(EpisodeState, codec.to_json(state)))
+
+    def script(turn: int, name: str) -> str:
+        after = name.endswith(".answer")
+        if turn == 0:
+            return PYTHON if after else LONG
+        return rest(thinker, SUBMIT) if after else SUBMIT
+
+    made = runner(thinker, script)
+    whole = await made.run(bounded(task), episode_id="e", on_turn=on_turn)
+    branch = await made.run(bounded(task), episode_id="b", start=states[0])
+    (begun, _), (same, _) = whole.trajectories[0].turns, branch.trajectories[0].turns
+    assert begun == same and begun.forced and branch.completion_tokens < whole.completion_tokens
+    assert made.policy.prompts[-1][: len(begun.prompt_ids + begun.completion_ids)] == begun.prompt_ids + begun.completion_ids  # type: ignore[attr-defined]
+
+
+async def test_a_bound_that_nothing_can_keep_is_the_tasks_fault(tokenizer: Any, task: Task) -> None:
+    episode = await runner(tokenizer, lambda turn, name: SUBMIT).run(bounded(task), episode_id="e")
+    (failure,) = episode.failures
+    assert failure.blame is Blame.TASK and "limits.thinking_tokens=40 needs a chat template" in failure.message
+    with pytest.raises(ValueError, match="leaves no room for an answer"):
+        Limits(turn_tokens=64, thinking_tokens=64)
+
+
+def test_a_limit_that_is_not_set_changes_no_key(task: Task) -> None:
+    assert bounded(task, None).key == task.key != bounded(task).key
+
+
+def test_what_was_forced_is_followed_by_what_was_sampled() -> None:
+    turn = Turn(
+        prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason="stop"
+    )
+    for forced in ((0,), (1, 0), (-1,), (2,)):
+        with pytest.raises(ValueError, match="forced"):
+            replace(turn, forced=forced)

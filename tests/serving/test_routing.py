@@ -1,0 +1,78 @@
+"""Who gets a request: laws that hold for whatever comes in whatever order, and the cases that the rule is for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from agentrl.serving.routing import Routing
+
+ALL = [0, 1, 2]
+
+
+def begin(routing: Routing, episode: str, tokens: int, *, able: list[int] | None = None, full: tuple[int, ...] = ()) -> int:
+    routing.begin(episode, episode.partition("-")[0])
+    return routing.choose(episode, tokens, able=ALL if able is None else able, full=full)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_episode_stays_while_it_can_and_the_books_balance(seed: int) -> None:
+    rng = random.Random(seed)
+    routing = Routing(3, apart=rng.choice([1, 4, 16]))
+    living: dict[str, tuple[int, int]] = {}  # where, and its longest context
+    moves = 0
+    for number in range(600):
+        able = sorted(rng.sample(ALL, rng.choice([1, 2, 3, 3])))
+        if rng.random() < 0.3 or not living:
+            episode = f"g{rng.randrange(8)}-{number}"
+            routing.begin(episode, episode.partition("-")[0])
+            living[episode] = (-1, 0)
+        episode = rng.choice(list(living))
+        was, longest = living[episode]
+        if rng.random() < 0.2:
+            routing.end(episode)
+            del living[episode]
+            continue
+        tokens = rng.randrange(1, 500)
+        chosen = routing.choose(episode, tokens, able=able, full=rng.sample(ALL, rng.randrange(4)))
+        assert chosen in able
+        assert chosen == was or was not in able, "it left a replica that was able to serve it"
+        moves += was not in (chosen, -1)
+        living[episode] = (chosen, max(longest, tokens))
+        assert routing.loads == [sum(context for at, context in living.values() if at == replica) for replica in ALL]
+    assert routing.moved == moves > 0
+    for episode in [*living, *living]:  # twice: ending is idempotent
+        routing.end(episode)
+    assert routing.loads == [0, 0, 0] and not routing._tasks and not routing._episodes
+
+
+def test_groups_stay_together_and_replicas_fill_alike() -> None:
+    routing = Routing(3, apart=8)
+    homes = {group: {begin(routing, f"g{group}-{member}", 100) for member in range(8)} for group in range(12)}
+    assert all(len(home) == 1 for home in homes.values())
+    assert Counter(replica for (replica,) in homes.values()) == {0: 4, 1: 4, 2: 4}
+
+
+def test_a_group_is_divided_where_one_replica_would_be_too_far_ahead() -> None:
+    routing = Routing(3, apart=8)
+    at = Counter(begin(routing, f"g0-{member}", 100) for member in range(90))
+    assert max(at.values()) - min(at.values()) <= 8 + 1 and set(at) == {0, 1, 2}
+
+
+def test_a_full_cache_gets_no_further_episode_while_another_has_room_and_keeps_those_it_has() -> None:
+    routing = Routing(3, apart=8)
+    first = begin(routing, "g0-0", 100)
+    assert begin(routing, "g0-1", 100, full=(first,)) != first
+    assert routing.choose("g0-0", 200, able=ALL, full=(first,)) == first
+    assert begin(routing, "g0-2", 100, able=[first], full=(first,)) == first, "liveness comes before room"
+
+
+def test_whoever_loses_a_replica_goes_where_its_group_went_and_does_not_come_back() -> None:
+    routing = Routing(3, apart=8)
+    assert [begin(routing, f"g{group}-{member}", 100) for group in range(3) for member in range(4)] == [0] * 4 + [1] * 4 + [2] * 4
+    assert {routing.choose(f"g0-{member}", 150, able=[1, 2]) for member in range(4)} == {1}
+    assert {routing.choose(f"g0-{member}", 160, able=ALL) for member in range(4)} == {1} and routing.moved == 4
+    assert begin(routing, "g9-0", 100) == 0, "it takes new work again"
+    assert routing.choose("of no episode", 5, able=ALL) == 0 and routing.where("of no episode") is None
