@@ -10,14 +10,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
-from agentrl.limits import LATER
 from agentrl.limits import Limits as Limits
+from agentrl.limits import defining
 from agentrl.memo import Memo
 from agentrl.sampling import SamplingParams as SamplingParams
 from agentrl.sampling import Supports, check_forced
@@ -112,16 +112,6 @@ class SandboxSpec(Record):
             raise ValueError(f"SandboxSpec.network: {error}") from None
 
 
-def _named_fields(record: object) -> dict[str, object]:
-    """For JSON. `dataclasses.asdict` copies everything first, which takes several times as long."""
-    if not is_dataclass(record) or isinstance(record, type):
-        raise TypeError(f"{type(record).__name__} is no record")
-    found = {one.name: getattr(record, one.name) for one in fields(record)}
-    if isinstance(record, Limits):
-        return {name: value for name, value in found.items() if value is not None or name not in LATER}
-    return found
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Record):
     """One problem to solve: what the agent is told, what its sandbox holds, and (host only) the truth.
@@ -166,7 +156,7 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        text = json.dumps(self, default=_named_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self, default=defining, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:

@@ -53,9 +53,9 @@ def test_worked_examples_in_the_docstrings() -> None:
 
 @given(strategies.records(Task))
 def test_a_task_key_is_the_hash_of_its_fields_as_json(task: Task) -> None:
-    held = asdict(task)
-    held["limits"] = {name: value for name, value in held["limits"].items() if value is not None or name not in LATER}
-    text = json.dumps(held, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    content = asdict(task)
+    content["limits"] = {name: value for name, value in content["limits"].items() if value is not None or name not in LATER}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     assert task.key == hashlib.sha256(text.encode()).hexdigest()
 
 
