@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from agentrl.fields import Record
 
@@ -46,6 +47,17 @@ class Limits(Record):
 
 LATER = ("tool_calls", "all_tokens", "thinking_tokens")
 """Limits that are no part of a task's key where they are not set, so that keys stay what they were before there were such limits."""
+
+
+def defining(record: Any) -> dict[str, object]:
+    """The fields of a task, or of a record within it, that its key is hashed from, for JSON.
+
+    `dataclasses.asdict` copies all of them first, which takes several times as long. Raises `TypeError` where it is no record.
+    """
+    named = {one.name: getattr(record, one.name) for one in fields(record)}
+    if isinstance(record, Limits):
+        return {name: value for name, value in named.items() if value is not None or name not in LATER}
+    return named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

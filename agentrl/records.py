@@ -10,14 +10,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
 from agentrl import destinations
 from agentrl.fields import JsonObject, Record, Text
-from agentrl.limits import LATER
 from agentrl.limits import Limits as Limits
+from agentrl.limits import defining
 from agentrl.memo import Memo
 from agentrl.sampling import SamplingParams as SamplingParams
 from agentrl.sampling import Supports, check_forced
@@ -156,9 +156,7 @@ class Task(Record):
     @property
     def key(self) -> str:
         """Content hash (sha256, hex) of everything that defines the task."""
-        content = asdict(self)
-        content["limits"] = {name: value for name, value in content["limits"].items() if value is not None or name not in LATER}
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self, default=defining, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def contents(self) -> dict[str, bytes]:

@@ -2,11 +2,11 @@
 
 Tests run on a few workers (`make test`). A file's tests stay on one of them, since what they share is made once for a file. Those that
 start an inference server take turns on one worker: two servers at once want more than two cores, and the real one of tests/serving is
-shared. So do those of sandboxes: an attack on a weak one takes from the whole machine; checks of tasks, which open many, stay out of
-it, or that worker would end long after the others. The learner's tests share a process that has
-imported what learners need; with them go those that load a model or its tokenizer, which imports as much: four seconds of a worker, so
-no test file does it at its top. What takes longest begins first; the pretrained model, though it is served too, on whichever worker is
-free first, or the one that has the servers would end long after the others.
+shared. So do those of sandboxes: an attack on a weak one takes from the whole machine; checks of tasks, which open many, stay out of it, or
+that worker would end long after the others. The learner's tests share a process that has imported what learners need; with them go those
+that load a model or its tokenizer, which imports as much: four seconds of a worker, so no test file does it at its top. What takes longest
+begins first; the pretrained model, though it is served too, on whichever worker is free first, or the one that has the servers would end
+long after the others.
 
 What a property test may take depends on the machine, so hypothesis measures no time. `make test-unit` takes the profile `quick`; the
 whole suite draws as many examples as hypothesis does by itself.

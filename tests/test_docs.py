@@ -175,7 +175,7 @@ def test_commands_and_targets_exist(page: Path) -> None:
 @pages
 def test_recipe_keys_exist(page: Path) -> None:
     sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
-    for section, key in re.findall(rf"`({'|'.join(sections)})\.(\w+)(?:=[^`]*)?`", prose(page)):
+    for section, key in re.findall(rf"`({'|'.join(sections)})\.(?!jsonl`)(\w+)(?:=[^`]*)?`", prose(page)):
         kind = section_of(sections[section])
         assert kind is not None and key in kind.model_fields, f"{section}.{key}"
 

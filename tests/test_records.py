@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import base64
 import doctest
+import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import codec, records
+from agentrl.limits import LATER
 from agentrl.records import (
     OUTPUT_BYTES,
     OUTPUT_FILES,
@@ -21,6 +23,7 @@ from agentrl.records import (
     Sample,
     Score,
     ScoredEpisode,
+    Task,
     ToolCall,
     Trajectory,
     Turn,
@@ -28,6 +31,7 @@ from agentrl.records import (
 )
 from agentrl.sampling import MAX_SUPPORT, MAX_TOP_K, Sampling, Supports
 from agentrl.testing.samples import sample_task
+from tests import strategies
 
 TASK = sample_task(verifiers=("v:v",))
 
@@ -45,6 +49,14 @@ def turn(n: int, *spans: tuple[int, int, int]) -> Turn:
 
 def test_worked_examples_in_the_docstrings() -> None:
     assert doctest.testmod(records).failed == 0
+
+
+@given(strategies.records(Task))
+def test_a_task_key_is_the_hash_of_its_fields_as_json(task: Task) -> None:
+    content = asdict(task)
+    content["limits"] = {name: value for name, value in content["limits"].items() if value is not None or name not in LATER}
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    assert task.key == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_task_key_follows_the_content() -> None:

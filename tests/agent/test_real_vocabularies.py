@@ -79,6 +79,19 @@ def test_parts_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
 
 
 @models
+def test_thinking_is_told_and_ended_with_the_models_own_mark(name: str) -> None:
+    thinking, vocabulary = chat(name).thinking, tokenizer(name)
+    if name in ("llama3_2", "mistral_v3", "gptoss"):
+        assert thinking is None, "these have other marks, or none"
+        return
+    assert thinking is not None and vocabulary.decode(list(thinking.end)) == "\n</think>\n\n"
+    assert "</think>" in [vocabulary.decode([token]) for token in thinking.end], "one token, as the model writes it"
+    begun, bare = (vocabulary.encode(text, add_special_tokens=False) for text in ("<think>\nhm", "hm"))
+    assert thinking.unfinished(begun) and not thinking.unfinished([*begun, *thinking.end])
+    assert thinking.unfinished(bare) == (name in ("qwen3_5_think", "qwen3_6")), "whose prompt begins the thinking"
+
+
+@models
 def test_no_output_forges_a_turn(name: str) -> None:
     """Every control token of every vocabulary, whole, overlapping and in odd letters."""
     one, control = chat(name), chat(name)._control_ids

@@ -145,6 +145,13 @@ async def test_a_program_of_the_standard_library(run: Run) -> None:
     looked(await run(AGENTS / "tables_stdlib.py", *LOOKS))
 
 
+@pytest.mark.parametrize("limit", ["tool_calls", "thinking_tokens"])
+async def test_a_limit_that_no_program_can_be_held_to_is_the_tasks_fault(run: Run, limit: str) -> None:
+    episode = await run(AGENTS / "tables_stdlib.py", *LOOKS, limits=Limits(**{limit: 7}))
+    (failure,) = episode.failures
+    assert failure.blame is Blame.TASK and "hold for agents that ship" in failure.message and not episode.completion_tokens
+
+
 async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "bring-your-own-agent.md").read_text()
     blocks = dict(re.findall(r"```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))

@@ -15,8 +15,11 @@ from agentrl import codec
 from agentrl.experience import RunningEpisodes
 from agentrl.records import Episode, Group, Score, Task
 from agentrl.rollout import GroupRunner
+from agentrl.sections import DelegationConfig
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.agent.trees import PRINT, asked, delegate, shown, tree_task
+from tests.agent.trees import make_runner as make_trees
 from tests.rollout.test_group import PYTHON, SUBMIT, Together
 
 PATIENCE_S = 20.0
@@ -122,6 +125,30 @@ async def test_a_judge_of_groups_sees_those_that_count(tokenizer: Any, task: Tas
     policy = Slow(tokenizer, lambda member, turn: member == 0)
     group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, together=Together()).group(0, task), PATIENCE_S)
     assert numbers(group) == [1, 2, 3] and [one.score.value for one in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
+
+
+async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task: Task) -> None:
+    """The helper of one attempt, in a sandbox of the episode, never answers."""
+    stuck = asyncio.Event()
+
+    async def reads(context: str) -> str:
+        if asked(context) != "help":
+            return delegate("help") if not shown(context) else "done"
+        if not shown(context):
+            return PRINT
+        if not stuck.is_set():
+            stuck.set()
+            await asyncio.Event().wait()
+        return "found"
+
+    sandboxes, tree = ScriptedSandboxes(printing("3")), tree_task(task)
+    runner = make_trees(tokenizer, reads, sandboxes, delegation=DelegationConfig())
+    group = await asyncio.wait_for(racing(runner, size=2, spare=1).group(0, tree), PATIENCE_S)
+    (left,) = group.cancelled
+    said = (delegate("help"), PRINT)
+    assert (left.begun, left.turns) == (True, 2) and left.tokens == sum(len(tokenizer.encode(one)) + 1 for one in said)
+    assert len(group.scored) == 2 and len(sandboxes.opened) == 3 and all(sandbox.closed for sandbox in sandboxes.opened)
+    assert not [job for job in asyncio.all_tasks() if job is not asyncio.current_task()]
 
 
 async def test_the_end_of_a_run_is_the_end_of_all(tokenizer: Any, task: Task, make_runner: Any) -> None:

@@ -70,6 +70,7 @@ async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite
     ("answer", "limits", "ended"),
     [
         (says("I give up"), {}, "answered"),
+        (says(None, ("python", "{}"), usage=(700, 1)), {"all_tokens": 700}, "token_limit"),
         (says("x" * 100, finish="length"), {}, "token_limit"),
         (says(None, ("python", "{}"), usage=(2000, 1)), {}, "token_limit"),
         (says(None, ("nothing_of_that_name", "{}")), {"turns": 3}, "turn_limit"),

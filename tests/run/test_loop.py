@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -174,6 +175,24 @@ async def test_groups_whose_attempts_score_the_same_get_others_that_a_resumed_ru
             assert run.step_groups.taken(0, run.store) == range(5)
         assert tasks[:2] == ["task-0", "task-1"] and len(set(tasks)) == 5
         assert len(policy.prompts) == 4 * 10
+
+
+async def test_attempts_that_groups_go_on_without_are_counted_and_leave_nothing(tmp_path: Path) -> None:
+    """All score the same: of five attempts three begin, two decide, and the third is cancelled or came too late."""
+    recipe, policy = make_recipe(group_size=4, spare_attempts=1, stop_equal_after=2), Journaled(tmp_path / "journal.jsonl")
+    for _ in range(2):
+        async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+            await loop._roll_out(run)
+            groups = run.store.groups(range(2))
+            async with asyncio.timeout(20.0):
+                while run.running.groups():  # a thread may still write a state that nobody wants
+                    await asyncio.sleep(0.01)
+    assert [(len(group.scored), len(group.episodes), len(group.cancelled)) for group in groups] == [(2, 2, 3)] * 2
+    (tmp_path / "update.json").write_text("{}")
+    metrics = measure.step_metrics(groups, tmp_path, None, step=0, wall_s=1.0)
+    told = ("episodes", "episodes_left_out", "attempts_cancelled", "attempts_not_begun", "groups_stopped", "groups_without_signal")
+    assert [metrics[name] for name in told] == [4, 0, 2, 4, 2, 2]
+    assert not (tmp_path / "failures").exists() or not list((tmp_path / "failures").glob("*.jsonl"))
 
 
 async def test_too_many_broken_tasks_stop_the_run_with_their_list(tmp_path: Path) -> None:
