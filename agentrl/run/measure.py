@@ -216,8 +216,11 @@ def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
     """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share), and thinking (the
     same for each bound on it) of one phase."""
     phases = json.loads((folder / "evaluations.json").read_text())
-    names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at", "thinking")
-    return {split: {name: result[name] for name in names} for split, result in phases[phase].items()}
+    names = ("value", "ci_low", "ci_high", "n", "attempts", "tokens_mean", "pass_at")
+    return {
+        split: {name: result[name] for name in names} | {"thinking": result.get("thinking", [])}  # which earlier evaluations have not
+        for split, result in phases[phase].items()
+    }
 
 
 def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool) -> Summary:
