@@ -22,6 +22,7 @@ from agentrl import usercode
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused, read_json
+from agentrl.gateway.connections import impatient
 from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.session import Session
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 8192
+"""Of all programs together; the proxy of a sandbox allows 16."""
 REMEMBERED = 4096
 """Keys of ended sessions, which are told that they have ended; older ones are wrong keys."""
 BODY_S = 30.0
@@ -113,6 +115,7 @@ class Gateway:
         listener = _listen(self.host, self.port)
         config = uvicorn.Config(
             self._app(),
+            http=impatient(),
             log_level="warning",
             log_config=None,
             access_log=False,
