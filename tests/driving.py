@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.agent import ChatFormat
 from agentrl.experience import RunningEpisodes, SqliteStore
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.observe import RunTracker, StageClock
@@ -30,7 +29,8 @@ from agentrl.run.memory import open_memory
 from agentrl.run.taught import TaughtGroups
 from agentrl.sandbox import select_backend
 from agentrl.task import GroupSchedule
-from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from tests.chats import chat_of, shared_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
@@ -81,7 +81,7 @@ class Journaled(ScriptedPolicy):
     """Samples with random logprobs and writes down each answer, once it is given, in a file that outlives the process."""
 
     def __init__(self, journal: Path, *, stall: int = -1, script: Callable[[int, str], str] = say) -> None:
-        super().__init__(byte_tokenizer(), script)
+        super().__init__(shared_tokenizer(), script)
         self.journal, self.stall = journal, stall
 
     async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Completion:
@@ -130,7 +130,7 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
     """A `Run` whose rollouts are real; it has neither server nor learner."""
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     running = RunningEpisodes(run_dir / "running")
-    chat, faults = ChatFormat(byte_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
+    chat, faults = chat_of(shared_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     memory = open_memory(recipe, run_dir, store)
     try:

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.sampling import Sampling
-from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    return byte_tokenizer()
+    return shared_tokenizer()
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def make_runner(tokenizer: Any) -> Any:
         return EpisodeRunner(
             policy=policy,
             sandboxes=sandboxes or ScriptedSandboxes(printing("3")),
-            agent=TurnLoop(chat=ChatFormat(tokenizer)),
+            agent=TurnLoop(chat=chat_of(tokenizer)),
             sampling=Sampling(),
             max_model_len=4096,
             request_timeout_s=60.0,

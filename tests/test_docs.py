@@ -22,6 +22,7 @@ from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import RecipeError
 from agentrl.failure.triage import load_rules
+from agentrl.prove.judging.naming import load_judge
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.run.policies import find_policy, make_part
 from agentrl.section import section_of
@@ -221,11 +222,46 @@ def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
     assert [tag and (tag.name, tag.turn) for tag in tags] == [("wrong_unit", 1), ("wrong_unit", 1), None, None, None]
 
 
+def test_the_example_of_a_judge_of_failures_is_one(project: Path) -> None:
+    write_examples("failures.md", project)
+    judge = load_judge(f"{project}/triage/reader.py:reader")
+    assert "- wrong_unit: the answer is the truth in another unit" in judge._instructions() and judge.budget.calls == 2_000
+
+
 def test_the_policy_example_answers_the_cases_of_a_suite(project: Path) -> None:
     write_examples("failures.md", project)
     made = make_part(find_policy(f"{project}/policies/sure.py:policy"))
     calls, errors, _ = read_calls(made.script(0, "any episode"))
     assert [(call.name, call.arguments) for call in calls] == [("submit", {"answer": "97"})] and not errors
+
+
+@pytest.mark.slow
+@pytest.mark.bubblewrap
+def test_a_failure_becomes_a_case_that_guards_ci_in_a_new_project(project: Path) -> None:
+    """What docs/failures.md says under "A case that guards CI", with the policy of that page: promoted, asked again, in pytest too."""
+    write_examples("failures.md", project)
+    made = """
+from pathlib import Path
+from agentrl.failure.case import Case, save_case
+from agentrl.records import Split
+from sandboxes.tables import Tables
+save_case(Path("evals/first"), Case(id="one", task=Tables(seed=5).task(Split.HELDOUT, 2)))
+"""
+    run(project, "-c", made)
+
+    def held(suite: str, folder: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "agentrl", "eval", suite, "--policy", "policies.sure:policy", "--sandbox", "bubblewrap", "--run-dir", folder]
+        return subprocess.run([sys.executable, *command], cwd=project, text=True, capture_output=True, timeout=600, check=False)
+
+    assert held("evals/first", "runs/r").returncode == 1
+    keep = ("--into", "evals/reading", "--repeats", "2", "--threshold", "0.75", "--note", "ticket 812")
+    assert "1 new cases in evals/reading" in run(project, "-m", "agentrl", "failures", "promote", "runs/r", "--most", "1", *keep)
+    again = held("evals/reading", "runs/again")
+    assert again.returncode == 1 and "0.00 of 0.75 in 2 attempts" in again.stdout and "kept for  ticket 812" in again.stdout, again
+    asked = ["--agentrl-suite", "evals/reading", "--agentrl-policy", "policies.sure:policy", "--agentrl-set", "sandbox.backend=bubblewrap"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *asked]
+    done = subprocess.run(command, cwd=project, text=True, capture_output=True, timeout=600, check=False)
+    assert done.returncode == 1 and "1 failed" in done.stdout and "ticket 812" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_gate_example_loads(project: Path) -> None:

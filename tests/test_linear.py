@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent import ChatFormat
 from agentrl.agent.calls import CLOSE, OPEN, read_calls
 from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.tools import clip, show
@@ -34,18 +33,19 @@ from agentrl.reward.rewardfile import reward
 from agentrl.rollout.life import EpisodeLife
 from agentrl.run.transcript import append, transcript
 from agentrl.sampling import Sampling
-from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.samples import sample_task
 from agentrl.testing.sandboxes import printing
 from rewards.tables import exact_answer
+from tests.chats import chat_of, shared_tokenizer
 
 SMALL, LARGE = 10_000, 1_000_000
 SLACK = 3.0
 AT_ONCE_S = 0.005
 """What takes less at the large size costs nobody anything, whatever it took at the small one."""
 
-TOKENIZER = byte_tokenizer()
-CHAT = ChatFormat(TOKENIZER)
+TOKENIZER = shared_tokenizer()
+CHAT = chat_of(TOKENIZER)
 TASK = sample_task(data={"answer": "1"})
 
 

@@ -132,7 +132,9 @@ def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) 
         run = read_run(folder)
         assert not [note for note in run.notes if "unreadable" in note]
         found = run.episodes["train"][0]
-        assert [message["content"] for message in found["messages"]][: len(task.prompt)] == [message.content for message in task.prompt]
+        lines = scored.episode.trajectories
+        told = (lines[0].prompt if lines else ()) or task.prompt
+        assert [message["content"] for message in found["messages"]][: len(told)] == [message.content for message in told]
         assert found["answer"] == scored.episode.answer
         write_report(folder).read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
-from agentrl.sections import CompactionConfig
+from agentrl.sections.rollout import CompactionConfig
 
 SUMMARY = "summary"
 """`Trajectory.agent` where a summary was sampled."""

@@ -13,7 +13,7 @@ from agentrl.agent.tools import ToolOutcome, function_schema
 from agentrl.errors import TaskError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, Task, ToolCall
-from agentrl.sections import DelegationConfig
+from agentrl.sections.rollout import DelegationConfig
 
 NAME = "delegate"
 WORKER = "worker"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.agent.template import SHIPPED
@@ -21,6 +21,7 @@ NO_ID = "0" * 9
 OTHER = f"set policy.chat_template ({', '.join(SHIPPED)}, or a file)"
 """What to do about a template that cannot be used."""
 
+_SAMPLE = " a\n\n  b\tC\u00e9\u00e9 12345 <a|b> \u4e2d\u6587 \U0001f600\u200d "
 _THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 _READS_THINKING = re.compile(r"""message\.thinking\b|message\[.thinking.\]|["']thinking["'] in message""")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -57,6 +58,7 @@ class Renderer:
         self.thinking_key = (
             "reasoning_content" if "reasoning_content" in template else "thinking" if _READS_THINKING.search(template) else ""
         )
+        self._encode = encoder(tokenizer)
         self.knows_thinking = bool(self.thinking_key) or THINK[1] in template
 
     def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -71,7 +73,7 @@ class Renderer:
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._encode(text))
 
     def said(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, control tokens included."""
@@ -107,6 +109,27 @@ class Renderer:
         """What was thought, apart from the rest, for a template that takes it apart."""
         found = _THOUGHT.fullmatch(content) if self.thinking_key else None
         return {} if found is None else {self.thinking_key: found[1], "content": found[2]}
+
+
+def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """Text to its ids, without what begins and ends a document: past the wrapper of `transformers` where that gives the same ids.
+
+    The wrapper takes a third of the time of a turn's encoding, and has offsets made that nobody reads.
+    """
+
+    def wrapped(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    fast = getattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast", None)
+    if fast is None:
+        return wrapped
+
+    def direct(text: str) -> list[int]:
+        ids: list[int] = fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    sample = _SAMPLE.join(tokenizer.all_special_tokens) + _SAMPLE
+    return direct if wrapped(sample) == direct(sample) else wrapped
 
 
 def tool_message(content: str, *, name: str = "tool", number: str = NO_ID) -> dict[str, Any]:

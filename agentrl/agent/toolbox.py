@@ -16,8 +16,9 @@ from agentrl import usercode
 from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, named, offered
 from agentrl.agent.memory import memory_tools
 from agentrl.agent.shipped import SHIPPED
-from agentrl.agent.tools import Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
+from agentrl.agent.tools import FREE, Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
 from agentrl.agent.typed import Typed, is_tool, run, typed
+from agentrl.agent.wording import Words, worded
 from agentrl.errors import PluginError, TaskError
 from agentrl.fields import json_value
 from agentrl.plugins import resolve
@@ -137,10 +138,10 @@ class KeptTool:
 
 
 class Within:
-    """A tool with bounds that the recipe lays over its own."""
+    """A tool with bounds and words that the recipe lays over its own."""
 
-    def __init__(self, tool: Tool, bounds: Bounds) -> None:
-        self.name, self.schema, self.needs_sandbox = tool.name, tool.schema, tool.needs_sandbox
+    def __init__(self, tool: Tool, bounds: Bounds, words: Words) -> None:
+        self.name, self.schema, self.needs_sandbox = tool.name, worded(tool.schema, words), tool.needs_sandbox
         self.bounds, self.together = bounds_of(tool).but(bounds), runs_together(tool)
         self.opening_s = getattr(tool, "opening_s", 0.0)
         self._tool = tool
@@ -159,7 +160,7 @@ def load_tools(
 
     Args:
         saved: what `Toolbox.state` gave, of the episode that this one goes on from.
-        run: the MCP servers and bounds of the recipe (`LiveEpisode.tools`); None: there are none.
+        run: the MCP servers, bounds and words of the recipe (`LiveEpisode.tools`); None: there are none.
         memory: of the episode (`LiveEpisode.memory`), whose tools come after the others; None: it has none.
 
     Raises:
@@ -174,13 +175,20 @@ def load_tools(
         for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved):
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
-            tools[tool.name] = Within(tool, run.bounds[tool.name]) if tool.name in run.bounds else tool
+            tools[tool.name] = _of_recipe(tool, run)
     for tool in memory_tools(memory) if memory is not None else ():
         if tool.name in tools:
             fix = "give the task's tool another name, or leave the recipe's memory out"
             raise TaskError(f"a tool of the task is called {tool.name!r}, as is one of the recipe's memory", fix=fix)
-        tools[tool.name] = Within(tool, run.bounds[tool.name]) if tool.name in run.bounds else tool
+        tools[tool.name] = _of_recipe(tool, run)
     return Toolbox(tools, kept, connections)
+
+
+def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
+    """A tool as the recipe has it. Raises `UserError` for words on an argument that it does not take."""
+    if tool.name not in run.bounds and tool.name not in run.words:
+        return tool
+    return Within(tool, run.bounds.get(tool.name, FREE), run.words.get(tool.name, Words()))
 
 
 def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:

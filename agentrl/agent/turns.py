@@ -22,9 +22,10 @@ from agentrl.agent.handing import hand_back
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import call_all, calls_made, over_budget
+from agentrl.agent.wording import told
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolCall, ToolResult
-from agentrl.sections import CompactionConfig, DelegationConfig
+from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,15 @@ class TurnLoop:
     chat: ChatFormat
     delegation: DelegationConfig | None = None
     compaction: CompactionConfig | None = None
+    instructions: str | None = None  # in place of the system messages of tasks
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
         tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory)
         try:
-            main = Speaker(self, episode, current(episode), prompt=task.prompt, tools=tools, spent=calls_made(episode))
+            line = current(episode)
+            prompt = told(line, task, self.instructions)
+            main = Speaker(self, episode, line, prompt=prompt, tools=tools, spent=calls_made(episode))
             ended = await main.speak()
             episode.answer = ended.answer
             return ended.reason

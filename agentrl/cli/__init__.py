@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from agentrl import __version__
-from agentrl.cli import failures, fuzz, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
+from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -28,6 +28,9 @@ app.command("train", epilog="Example: agentrl train recipes/quickstart.py learne
 app.command("eval", epilog=EVAL_EXAMPLES)(train.evaluate)
 app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05")(
     suites.compare_evaluations
+)
+app.command("history", epilog="Example: agentrl history runs/quickstart --out history.html; agentrl history runs/twelve runs/last")(
+    history.history
 )
 app.command("check", epilog="Example: agentrl check sandboxes/chores --backend bubblewrap")(prove.check)
 app.command("practice", epilog="Example: agentrl practice evals/pricing recipes/quickstart.py --count 24")(practice.practice)

@@ -114,18 +114,19 @@ def tag_failures(
     trajectory: Annotated[int, typer.Option(min=0, help="The trajectory of that turn.")] = 0,
     note: Annotated[str, typer.Option(help="What you saw, with --as.")] = "",
     rules: Rules = None,
+    judge: Annotated[str, typer.Option("--judge", help="A judge that is asked where no rule is sure: a FailureJudge, module:attr.")] = "",
     tag: OfTag = "",
     kind: OfKind = "",
     phase: OfPhase = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Name failures: by rules, yours and the shipped, or by hand. What a person says stays, and counts before what rules say."""
+    """Name failures: by rules, yours and the shipped, then by a judge, or by hand. What a person says stays, and counts before all else."""
     from agentrl.failure.digest import write_digest
     from agentrl.failure.trace import Tag
-    from agentrl.failure.triage import by_rules, check_name, load_rules
+    from agentrl.failure.triage import check_name
 
-    if name and rules:
-        raise UserError("--as gives a tag by hand, --rules asks rules", fix="leave one of them out")
+    if name and (rules or judge):
+        raise UserError("--as gives a tag by hand, --rules and --judge ask others", fix="leave one of them out")
     if not name and (turn is not None or trajectory or note):
         raise UserError("--turn, --trajectory and --note belong to a tag that you give", fix="add --as NAME")
     by_hand = None
@@ -138,20 +139,54 @@ def tag_failures(
             )
         except ValueError as error:
             raise UserError(str(error), fix="write it as wrong_unit") from None
+    wanted = _wanted(tag=tag, kind=kind, phase=phase, ids=traces)
     with _opened(run) as collection:
-        asked = _rules(rules) if by_hand is None else load_rules()
-        changed: dict[str, str] = {}
-        for row, trace in _each(collection, _wanted(tag=tag, kind=kind, phase=phase, ids=traces), "tagged"):
-            kept = tuple(one for one in trace.tags if by_hand is not None or one.by != "rules")
-            tags = (*kept, by_hand) if by_hand is not None else (*by_rules(trace, asked), *kept)
-            collection.tag(row.id, tags)
-            changed[row.id] = by_hand.name if by_hand is not None else tags[0].name
+        if by_hand is not None:
+            changed = {}
+            for row, trace in _each(collection, wanted, "tagged"):
+                collection.tag(row.id, (*trace.tags, by_hand))
+                changed[row.id] = by_hand.name
+        else:
+            changed = asyncio.run(_named(collection, wanted, _rules(rules), judge))
     write_digest(run)
     if as_json:
         print(json.dumps(changed))
         return
     counts = {one: list(changed.values()).count(one) for one in dict.fromkeys(changed.values())}
     print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no trace to tag")
+
+
+async def _named(collection: Collection, wanted: Wanted, rules: Sequence[Rule], reference: str) -> dict[str, str]:
+    """Asks rules, and the judge where none is sure, about every trace that is wanted: id -> what they name it."""
+    from agentrl.failure.triage import REST, by_judge, by_rules, renamed
+    from agentrl.prove.judging.naming import load_judge
+
+    judge = load_judge(reference) if reference else None
+    if judge is not None:
+        judge.prepare(collection.folder)
+    before, unsure, changed = judge.spent() if judge is not None else None, 0, dict[str, str]()
+    try:
+        for some in _batches(_each(collection, wanted, "tagged")):
+            if judge is None:
+                said = [by_rules(trace, rules) for _, trace in some]
+            else:
+                said = await asyncio.gather(*(by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
+            for (row, trace), tags in zip(some, said, strict=True):
+                unsure += tags[0].name == REST or tags[0].by != "rules"
+                every = renamed(tags, trace.tags)
+                collection.tag(row.id, every)
+                changed[row.id] = every[0].name
+        if judge is not None and before is not None:
+            more = judge.spent().less(before)
+            money = f", money {more.money:g}" if more.money else ""
+            beyond, tokens = unsure - more.calls - more.cached, more.prompt_tokens + more.completion_tokens
+            asked = f"{more.calls} questions to the judge, {more.cached} answered before, {beyond} beyond its budget"
+            lost = f"{more.abstained} abstentions, {more.unreadable} verdicts that cannot be read, {more.failed} without an answer"
+            print(f"no rule was sure of {unsure}: {asked}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
+    finally:
+        if judge is not None:
+            await judge.close()
+    return changed
 
 
 @failures_app.command("cluster", epilog="Example: agentrl failures cluster runs/quickstart --phase train --most 10")

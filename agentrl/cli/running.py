@@ -98,7 +98,7 @@ def run_folder(
         with loading():
             from agentrl.run import preflight
 
-            checked = preflight.check(loaded, folder, root=root)
+            checked = preflight.check(loaded, folder, root=root, judging=not evaluating)
         try:
             yield start, loaded, checked
         except typer.Exit:

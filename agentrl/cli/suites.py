@@ -14,7 +14,7 @@ import typer
 
 from agentrl.cli.options import JsonFlag
 from agentrl.cli.running import loading, run_folder
-from agentrl.compare import Comparison, Results, Scores, compare, results
+from agentrl.compare import Comparison, Results, Scores, compare, power, results
 from agentrl.compare.paired import ALPHA, MARGIN
 from agentrl.compare.results import Figures
 from agentrl.compare.rule import passes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _CASES_SHOWN = 12
 _NAME = 80  # characters of a case's name
+_PLANNED = (1, 2, 4, 8)  # attempts at each case
 _CHANCE = 0.8  # of seeing a difference, for the number of cases that it needs
 
 
@@ -64,19 +65,36 @@ def evaluate_suite(
 
 
 def compare_evaluations(
-    before: Annotated[str, typer.Argument(help="An evaluation's folder, the run folder that holds it, or RUN@VERSION of a run's gate.")],
-    after: Annotated[str, typer.Argument(help="The evaluation that is compared with it.")],
+    before: Annotated[
+        str | None, typer.Argument(help="An evaluation's folder, the run folder that holds it, or RUN@VERSION of a run's gate.")
+    ] = None,
+    after: Annotated[str | None, typer.Argument(help="The evaluation that is compared with it. None: plan a comparison with it.")] = None,
     alpha: Annotated[float, typer.Option(help="Largest chance of calling a difference that is none.")] = ALPHA,
     margin: Annotated[float, typer.Option(help="Mean scores closer than this are the same.")] = MARGIN,
     difference: Annotated[float, typer.Option(help="Tell how many cases this difference of the mean score would need.")] = 0.1,
+    rate: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Plan without an evaluation: the share of attempts that are expected to pass.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two policies on the same cases, in pairs: effect with its interval, verdict, and which cases flipped.
 
     better, worse: the difference is significant. same: it is smaller than --margin, whichever way. not enough data: neither.
+
+    With one evaluation, or with --rate alone: how many cases a --difference will need, before anything is asked.
     """
     if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
         raise UserError("--alpha lies between 0 and 0.5, --margin from 0 to below 1, --difference from above 0 to 1", fix="give other ones")
+    if (before is None) == (rate is None):
+        raise UserError(
+            "either two evaluations are compared, or a comparison is planned",
+            fix="give BEFORE and AFTER; BEFORE alone, or --rate 0.9 alone, tells how many cases a difference needs",
+        )
+    if before is None or after is None:
+        known = results.load(evaluation(before)) if before is not None else None
+        plan = planned(known, rate, difference, alpha=alpha)
+        print(json.dumps(dataclasses.asdict(plan)) if as_json else plan.told())
+        return
     first, second = (results.load(evaluation(one)) for one in (before, after))
     ones, others, changed = same_cases(first, second)
     found = compare(ones, others, alpha=alpha, margin=margin)
@@ -89,6 +107,52 @@ def compare_evaluations(
         return
     print(described(found, first, second, changed))
     print(f"\na difference of {100 * difference:g} points would be seen with {_CHANCE:.0%} chance on {needed} such cases")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How many cases a comparison needs, told before it is made."""
+
+    difference: float
+    alpha: float
+    chance: float  # of seeing the difference
+    noise: float  # `agentrl.compare.power.noise_of`
+    cases: dict[int, int]  # attempts at each case by each policy -> cases
+    here: dict[int, float | None]  # the same -> smallest difference that the cases of the evaluation at hand show; empty without one
+    suite_cases: int = 0
+
+    def told(self) -> str:
+        """For a person."""
+        points = f"a difference of {100 * abs(self.difference):g} points"
+        lines = [f"{points} is seen with {self.chance:.0%} chance (two-sided, alpha {self.alpha:g}) on"]
+        for repeats, cases in self.cases.items():
+            line = f"  {cases:,} cases, each tried {'once' if repeats == 1 else f'{repeats} times'} by both"
+            seen = self.here.get(repeats)
+            if repeats in self.here:
+                shown = "no difference" if seen is None else f"one of {100 * seen:.0f} points"
+                line += f"; the {self.suite_cases} cases of this suite show {shown}"
+            lines.append(line)
+        return "\n".join(lines)
+
+
+def planned(known: Results | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
+    """Planned from what an evaluation shows of its cases, or from an expected rate. Raises `UserError` where it has nothing scored."""
+    scored = [[one for one in scores if one is not None] for scores in known.scores().values()] if known is not None else []
+    scored = [scores for scores in scored if scores]
+    try:
+        noise = power.noise_of(scored) if rate is None else 2 * rate * (1 - rate)
+    except ValueError:
+        raise UserError("not one attempt of that evaluation was scored", fix="evaluate again, or plan with --rate") from None
+    plan = {n: power.planned_spread(difference, noise, repeats=n) for n in _PLANNED}
+    return Plan(
+        difference=difference,
+        alpha=alpha,
+        chance=_CHANCE,
+        noise=noise,
+        cases={n: power.cases_for(difference, spread, alpha=alpha, power=_CHANCE) for n, spread in plan.items()},
+        here={n: power.smallest_seen(len(scored), noise, repeats=n, alpha=alpha, power=_CHANCE) for n in _PLANNED} if known else {},
+        suite_cases=len(scored),
+    )
 
 
 def evaluation(named: str) -> Path:

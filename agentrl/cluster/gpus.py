@@ -20,12 +20,13 @@ class Placement:
     learner: str | None = None
     server: str | None = None
     replicas: tuple[str, ...] = ()  # of the policy's servers, where there are several
+    gate: str | None = None  # of the gate's own server
     judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judge_servers`, by name
 
 
 def place(recipe: Recipe) -> Placement:
     """With `serving.weight_transfer=nccl` or several `serving.replicas` the learner's ranks get the first GPUs, and each server of the
-    policy one of those after them.
+    policy one of those after them. With `gate.server=own` the gate's server has the next one.
 
     NCCL refuses two members of a group on one GPU, and servers that share one would only take it from each other. Judges' servers get
     the GPUs after these in turn, and where none is left share the policy servers'. Raises `UserError` when there are too few.
@@ -33,24 +34,45 @@ def place(recipe: Recipe) -> Placement:
     """
     serving = recipe.serving
     apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
+    beside = recipe.judged_apart and _on_gpus(recipe)
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
             f"the servers of policy and judges share a GPU, and want {sum(shared):g} of its memory together",
             fix="lower serving.gpu_memory_utilization or judge_servers.NAME.gpu_memory_utilization",
         )
-    if not apart:
+    if not apart and not beside:
         return Placement()
-    gpus, ranks, needed = visible(), recipe.learner.ranks, recipe.learner.ranks + serving.replicas
-    if len(gpus) < needed:
-        key, fix = "weight_transfer=nccl", "set serving.weight_transfer=file: learner and server then share a GPU"
-        if serving.replicas > 1:
-            key, fix = f"replicas={serving.replicas}", "lower serving.replicas; with 1, learner and server share a GPU"
-        raise UserError(f"serving.{key} with learner.ranks={ranks} needs {needed} GPUs, {len(gpus)} are visible here", fix=fix)
-    servers, left = gpus[ranks:needed], gpus[needed:]
+    gpus, ranks = visible(), recipe.learner.ranks
+    policy = ranks + serving.replicas if apart else ranks  # GPUs of learner and policy
+    if len(gpus) < policy + beside:
+        raise _too_few(recipe, needed=policy + beside, found=len(gpus), beside=beside)
+    servers, left = gpus[ranks:policy] if apart else gpus[:1], gpus[policy + beside :]
     judges = {name: (left or servers)[number % len(left or servers)] for number, name in enumerate(recipe.judge_servers)}
     several = tuple(servers) if serving.replicas > 1 else ()
-    return Placement(learner=",".join(gpus[:ranks]), server=None if several else servers[0], replicas=several, judges=judges)
+    return Placement(
+        learner=",".join(gpus[:ranks]),
+        server=None if several else servers[0],
+        replicas=several,
+        gate=gpus[policy] if beside else None,
+        judges=judges,
+    )
+
+
+def _too_few(recipe: Recipe, *, needed: int, found: int, beside: bool) -> UserError:
+    serving, keys = recipe.serving, []
+    fix = "set serving.weight_transfer=file: learner and server then share a GPU"
+    if serving.weight_transfer == "nccl":
+        keys.append("serving.weight_transfer=nccl")
+    if serving.replicas > 1:
+        keys.append(f"serving.replicas={serving.replicas}")
+        fix = "lower serving.replicas; with 1, learner and server share a GPU"
+    if beside:
+        keys.append("gate.server=own")
+        fix = "set gate.server=shared: the policy's servers then answer its attempts, too"
+    return UserError(
+        f"{' and '.join(keys)} with learner.ranks={recipe.learner.ranks} needs {needed} GPUs, {found} are visible here", fix=fix
+    )
 
 
 def _on_gpus(recipe: Recipe) -> bool:

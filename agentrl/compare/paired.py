@@ -76,8 +76,12 @@ class Comparison:
     verdict: Verdict
 
     def cases_for(self, difference: float, *, chance: float = 0.8) -> int:
-        """Cases like these that a difference would need to be seen with this chance. Raises `ValueError` for a difference of 0."""
-        return power.cases_for(difference, self.spread, alpha=self.alpha, power=chance)
+        """Cases like these that a difference would need to be seen with this chance. Raises `ValueError` for a difference of 0.
+
+        Where fewer flipped than such a difference must flip, what was seen says nothing of it: it is planned without noise.
+        """
+        spread = max(self.spread, power.planned_spread(difference, 0.0))
+        return power.cases_for(difference, spread, alpha=self.alpha, power=chance)
 
 
 def paired(before: Scores, after: Scores) -> Paired:

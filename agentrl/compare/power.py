@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from functools import cache
 from statistics import NormalDist
 
@@ -23,6 +25,34 @@ def spread_of_pairs(difference: float, discordance: float) -> float:
             f"a difference of {difference:g} needs pairs that flip: from {abs(difference):g} to 1 of them, not {discordance:g}"
         )
     return math.sqrt(discordance - difference**2)
+
+
+def noise_of(by_case: Sequence[Sequence[float]]) -> float:
+    """Variance of the difference of two attempts at one case by the same policy, the mean over cases.
+
+    A case with one attempt does not tell its own: it counts with that of all attempts at all cases, which is no less on average.
+
+    Args:
+        by_case: [N][tries] scores. Raises `ValueError` without a case that has one.
+    """
+    tried = [scores for scores in by_case if scores]
+    if not tried:
+        raise ValueError("nothing was scored")
+    overall = statistics.pvariance([score for scores in tried for score in scores])
+    return 2 * statistics.fmean(statistics.variance(scores) if len(scores) > 1 else overall for scores in tried)
+
+
+def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:
+    """Standard deviation of a case's difference to plan with, where only one policy is known, or none.
+
+    The difference is taken to be all in a few cases, which are lost or won for good: spread over many it is no harder to see. The
+    others differ by chance alone, each tried `repeats` times by both.
+
+    Args:
+        noise: as `noise_of` gives it; 2 p (1 - p) for attempts that pass with probability p, whatever the case.
+    """
+    share = abs(difference)
+    return math.sqrt(share + (1 - share) * noise / repeats - share**2)
 
 
 def cases_for(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
@@ -91,3 +121,12 @@ def _log_binomial(n: int, k: int, share: float) -> float:
         return 0.0 if k == n * share else -math.inf
     ways = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
     return ways + k * math.log(share) + (n - k) * math.log1p(-share)
+
+
+def smallest_seen(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
+    """The smallest difference, in hundredths, that so many cases show with that power, planned as above; None: not even one of 1."""
+    for hundredths in range(1, 101):
+        difference = hundredths / 100
+        if cases_for(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
+            return difference
+    return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,8 +58,8 @@ class About(Record):
     suite_sha256: str
     cases: int
     repeats: int
-    model: str
-    version: int  # of the run; 0 for a model of its own
+    model: str  # as it was named
+    version: int  # of the run that made it; 0 for a model of its own
     sha256: str  # of its weights
     recipe: str  # its name
     recipe_sha256: str
@@ -119,14 +120,15 @@ class Results:
         return {one.case: one.task_key for one in self.attempts}
 
     def figures(self, k: int = 0) -> Figures:
-        """Rates and costs, further attempts apart. `k` 0: the number of repeats."""
+        """Rates and costs, further attempts apart. `k` 0: the number of repeats, or what every case was tried where that is more."""
         first = [one for one in self.attempts if not one.again]
         by_case: dict[str, list[float]] = {}
         for one in first:
             if one.score is not None:
                 by_case.setdefault(one.case, []).append(one.score)
         counts = [(sum(passes(score, self.about.bar(case)) for score in scores), len(scores)) for case, scores in by_case.items()]
-        tries, k = sum(count for _, count in counts), k or self.about.repeats
+        tries = sum(count for _, count in counts)
+        k = k or max(self.about.repeats, min(Counter(one.case for one in first).values(), default=1))
         rate = intervals.rate([passed / count for passed, count in counts], tries) if counts else None
         return Figures(
             pass_at_1=None if rate is None else rate.value,

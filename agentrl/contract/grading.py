@@ -39,7 +39,7 @@ SCRIPTED: tuple[Mode, ...] = ("shell", "harbor")
 class Run(BaseModel):
     """One program under test, or one call of a function in it: the host starts it and takes its results as data."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Its name in the tests: `runs["small"]`."""

@@ -19,7 +19,7 @@ from agentrl.failure.trace import Trace, Why
 from agentrl.failure.triage import Rule, by_rules, load_rules
 from agentrl.files import sync
 from agentrl.records import Group, ScoredEpisode, Task
-from agentrl.sections import CaptureConfig
+from agentrl.sections.failures import CaptureConfig
 
 log = logging.getLogger(__name__)
 

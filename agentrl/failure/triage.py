@@ -39,6 +39,7 @@ TAXONOMY = {
 """The names that the shipped rules give. Rules of your own may give others."""
 
 REST = "wrong_answer"
+BY_JUDGE, BY_PERSON = "judge:", "person:"
 SURE = 0.5
 """A tag below this confidence decides nothing, and lets a judge be asked."""
 MOST_TAGS = 8
@@ -50,7 +51,8 @@ _LONGEST_NOTE = 500
 class TriageJudge(Protocol):
     """Somebody who reads a trace. `name` goes into the tag: `judge:NAME`."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def __call__(self, text: str) -> Tag | None:
         """The tag of a trace, told as text (`agentrl.failure.tell.told`); None to abstain. The text is hostile: it is data."""
@@ -93,7 +95,7 @@ def by_rules(trace: Trace, rules: Sequence[Rule]) -> tuple[Tag, ...]:
 async def by_judge(trace: Trace, rules: Sequence[Rule], judge: TriageJudge, *, timeout_s: float = 120.0) -> tuple[Tag, ...]:
     """What the rules say; and where none is sure, what the judge says, if it says anything.
 
-    A judge that fails, is late or gives no tag has abstained, which is logged.
+    A judge that fails, is late or gives no tag has abstained, which is logged. A turn that the trace does not have is left out.
     """
     from agentrl.failure.tell import told
 
@@ -102,18 +104,30 @@ async def by_judge(trace: Trace, rules: Sequence[Rule], judge: TriageJudge, *, t
         return tags
     since = usercode.cancellations()
     try:
-        given = await usercode.call(lambda: judge(told(trace)), what=f"triage judge {judge.name}", timeout_s=timeout_s)
+        text = told(replace(trace, tags=()))  # what others named it is not for it to read
+        given = await usercode.call(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
     except BaseException as error:
         usercode.let_go(error, since)
         usercode.report(f"triage judge {judge.name}", error)
         return tags
-    tag = _checked(given)
-    return tags if tag is None else (replace(tag, by=f"judge:{judge.name}"), *tags)[:MOST_TAGS]
+    if (tag := _checked(given)) is None:
+        return tags
+    there = any((step.trajectory, step.turn) == (tag.trajectory, tag.turn) for step in view(trace).steps)
+    tag = replace(tag, by=f"{BY_JUDGE}{judge.name}") if there else replace(tag, by=f"{BY_JUDGE}{judge.name}", trajectory=0, turn=None)
+    return (tag, *tags)[:MOST_TAGS]
+
+
+def renamed(asked: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
+    """The tags of a trace that was named again: what rules (and a judge) say now, what a judge has said where rules still are not sure and
+    no judge says anything now, and what people have said."""
+    people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
+    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE)] if asked[0].name == REST else []
+    return (*judges, *asked, *people)
 
 
 def name_of(tags: Sequence[Tag]) -> str:
     """What a trace is counted under: what a person said last, else the first tag; empty without any."""
-    person = next((tag for tag in reversed(tags) if tag.by.startswith("person:")), None)
+    person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
     return person.name if person is not None else tags[0].name if tags else ""
 
 

@@ -22,7 +22,7 @@ from agentrl.database import damaged, enter_wal, make_tables, pragma, transactio
 from agentrl.errors import StoreError, UserError
 from agentrl.memo import Memo
 from agentrl.records import ScoredEpisode
-from agentrl.sections import MemoryConfig
+from agentrl.sections.tools import MemoryConfig
 
 QUERY_CHARS = 200
 """Most characters of a query."""

@@ -80,8 +80,12 @@ def _row(verdict: Line) -> Row:
     shown = "none scored" if rate is None else f"{rate:.1%}"
     if low is not None and high is not None:
         shown += f" [{low:.1%}, {high:.1%}]"
+    k, several, took = (_number(figures.get(name)) for name in ("k", "pass_at_k", "wall_s"))
+    if k is not None and k > 1 and several is not None:
+        shown += f", pass@{k:.0f} {several:.1%}"
     tokens, attempts, turns = (_number(figures.get(name)) for name in ("tokens", "attempts", "turns"))
     cost = f"{tokens / attempts:.0f} tokens, {turns or 0:.1f} turns" if tokens is not None and attempts else ""
+    cost += f"; {took:.1f} s in all" if cost and took else ""
     return Row(
         version=verdict["version"],
         outcome=str(verdict.get("outcome", "")),

@@ -162,6 +162,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
         *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),
+        *_judges(summary.judges),
         (f"{summary.updates_left_out:,}", "updates left out"),
         (short(summary.tokens_trained), "tokens trained"),
         (maybe(summary.delivered_share, lambda value: f"{value:.4g}"), "of every sampled token delivered"),
@@ -170,6 +171,17 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (maybe(summary.swap_probe_max_abs_diff, lambda value: f"{value:.1e}"), "largest probe difference"),
         (duration(sum(summary.wall_s.values())), "wall time"),
     ]
+
+
+def _judges(spent: Mapping[str, float]) -> list[tuple[str, str]]:
+    """What judges were asked and have cost; nothing where none was asked."""
+    if not spent:
+        return []
+    tokens = spent.get("prompt_tokens", 0) + spent.get("completion_tokens", 0)
+    money = [(f"{spent['money']:.4g}", "money for judges")] if spent.get("money") else []
+    silent = spent.get("abstained", 0) + spent.get("unreadable", 0) + spent.get("failed", 0)
+    asked = [(f"{spent.get('calls', 0):,.0f}", "questions to judges"), (short(int(tokens)), "tokens of judges"), *money]
+    return [*asked, (f"{silent:,.0f}", "questions without a verdict")]
 
 
 def _learning(run: RunData) -> Learning | None:

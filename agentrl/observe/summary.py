@@ -17,7 +17,7 @@ FILE = "summary.json"
 class Summary(BaseModel):
     """Everything `summary.json` says. A figure that the run did not get to is null, never 0."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """The recipe's name."""
@@ -55,6 +55,9 @@ class Summary(BaseModel):
     """Broken tasks that were quarantined; `quarantine.jsonl` lists them."""
     tasks_withheld: int = Field(0, ge=0)
     """Training tasks that were not given, because a suite has them or near twins; `withheld.jsonl` lists them."""
+    judges: dict[str, float] = {}
+    """What the judges of the run were asked and have cost, but for those with a ledger elsewhere: the fields of
+    `agentrl.reward.judges.Spent`, such as `calls`, `prompt_tokens` and `money`. Empty: none was asked."""
     tokens_trained: int = Field(ge=0)
     """Sampled tokens that entered the loss."""
     delivered_share: float | None = Field(None, ge=0)

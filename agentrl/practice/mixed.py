@@ -12,7 +12,7 @@ from types import MappingProxyType
 from agentrl.failure.twins import Withheld
 from agentrl.practice.files import load_practice
 from agentrl.records import Task
-from agentrl.sections import PracticeConfig
+from agentrl.sections.tasks import PracticeConfig
 
 
 @dataclass(frozen=True, slots=True)

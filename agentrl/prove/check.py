@@ -40,6 +40,8 @@ from agentrl.prove.verifiers import Golden, prove_verifiers
 from agentrl.recipe import SandboxConfig
 from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
+from agentrl.reward.asking import prepare
+from agentrl.reward.together import GroupScorer, load_group_judge
 from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_backend, open_sandboxes, select_backend
 from agentrl.task import make_task
@@ -114,11 +116,32 @@ async def check_family(
             tasks = list(_tasks(family, wanted))
             telling = partial(progress.update, bar)
             tools = await pinned(declared(source.tools, source.root), tasks, sandboxes, every=False)
-            cases, more = await prove_tasks(family, tasks, sandboxes, root=source.root, parallel=parallel, telling=telling, tools=tools)
+            together = group_judge(source)
+            cases, more = await prove_tasks(
+                family,
+                tasks,
+                sandboxes,
+                root=source.root,
+                parallel=parallel,
+                telling=telling,
+                tools=tools,
+                audit=source.tasks.audit,
+                together=together,
+            )
             proofs += more
     finally:
         await sandboxes.close()
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+
+
+def group_judge(source: FamilySource) -> GroupScorer | None:
+    """The judge of groups that the recipe names, alone; None where it names none. Raises `UserError` for one that refuses to be used."""
+    named = source.tasks.group_judge
+    if named is None:
+        return None
+    judge = load_group_judge(named)
+    prepare(judge, root=source.root, folder=None)
+    return GroupScorer(judge=judge, name=named, weight=1.0, alone=TaskScorer(root=source.root))
 
 
 async def prove_tasks(
@@ -130,16 +153,19 @@ async def prove_tasks(
     parallel: int = 8,
     telling: Callable[..., None] = lambda **progress: None,
     tools: ToolSource | None = None,
+    audit: Sequence[str] = (),
+    together: GroupScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
     """Every case of tasks that `family` has a gold solution for, and the proofs that look at tasks one by one.
 
     Args:
         tools: the recipe's, with what its MCP servers offer.
+        audit, together: the recipe's audits and its judge of groups, which answers without work must not please either.
         telling: told `description`, `total` and `advance` as work goes on, as `rich.progress.Progress.update` takes them.
     """
     scorer = TaskScorer(sandboxes=sandboxes, root=root)
     prover = _Prover(family=family, sandboxes=sandboxes, scorer=scorer, parallel=parallel, tools=tools)
-    prover.scorer.load(sorted({name for task in tasks for name in task.verifiers}))
+    prover.scorer.load(sorted({*audit, *(name for task in tasks for name in task.verifiers)}))
     telling(description=f"images on {sandboxes.name}")
     cases = await _prepare(tasks, sandboxes)
     without = {result.task for result in cases}
@@ -149,7 +175,7 @@ async def prove_tasks(
     telling(description="verifiers, tools and files", total=None)
     proofs = [
         await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
-        await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel),
+        await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel, audit=audit, together=together),
         await prove_tools(good, sandboxes, tools),
         await _prove_unreadable(good, prover.golden, sandboxes),
     ]

@@ -7,15 +7,18 @@ What each verifier gives for each kind is a table in the report of `agentrl chec
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.contract.leaks import truths
 from agentrl.contract.outputs import example
+from agentrl.contract.together import WAITS
 from agentrl.prove.findings import Finding, Proof, examples, plural
 from agentrl.prove.verifiers import Golden, quiet
-from agentrl.records import Episode, Message, Score, Task, ToolCall, Trajectory, Turn
+from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import TaskScorer
+from agentrl.reward.together import GroupScorer
 
 NAME = "answers without work score at the bottom"
 TASKS = 3
@@ -55,9 +58,22 @@ class _Given:
     kind: str
     answer: str | None
     score: Score
+    bottom: float = 0.0  # a score above this pays for nothing
+
+    @property
+    def pays(self) -> bool:
+        return self.score.value is not None and self.score.value > self.bottom
 
 
-async def prove_null_answers(tasks: Sequence[Task], golden: Mapping[str, Golden], scorer: TaskScorer, *, parallel: int) -> Proof:
+async def prove_null_answers(
+    tasks: Sequence[Task],
+    golden: Mapping[str, Golden],
+    scorer: TaskScorer,
+    *,
+    parallel: int,
+    audit: Sequence[str] = (),
+    together: GroupScorer | None = None,
+) -> Proof:
     """Asks every verifier by itself about every kind of such an answer, for a few of its tasks.
 
     Above 0 is a failure, unless the answer may be that task's truth: it is equal to it; or no other answer scores there, and the same
@@ -65,6 +81,8 @@ async def prove_null_answers(tasks: Sequence[Task], golden: Mapping[str, Golden]
 
     Args:
         golden: the gold episodes by task id; their answers are truths, and the paths of their outputs those that are filled.
+        audit: verifiers that are asked beside those of the tasks.
+        together: a judge of groups, shown each answer beside the gold one. Its values compare, so that the bottom is below the gold one's.
     """
     slots = asyncio.Semaphore(parallel)
 
@@ -74,7 +92,16 @@ async def prove_null_answers(tasks: Sequence[Task], golden: Mapping[str, Golden]
             score = await scorer(one, _episode(one, answer, golden.get(task.id)))
         return _Given(verifier=verifier, task=task, kind=kind, answer=answer, score=score)
 
-    chosen = _chosen(tasks)
+    async def compare(judge: GroupScorer, task: Task, kind: str, answer: str | None) -> _Given:
+        gold = golden[task.id].episode
+        group = [_waiting(gold), _waiting(_episode(task, answer, golden[task.id]))]
+        async with slots:
+            best, score = await judge.together(task, group)
+        bottom = 0.0 if best.value is None else math.nextafter(best.value, -math.inf)
+        return _Given(verifier=judge.name, task=task, kind=kind, answer=answer, score=score, bottom=bottom)
+
+    chosen = _chosen(tasks, audit)
+    compared = [task for task in tasks if task.id in golden][:TASKS] if together is not None else []
     async with quiet(), asyncio.TaskGroup() as asking:
         jobs = [
             asking.create_task(ask(verifier, task, kind, answer))
@@ -82,6 +109,9 @@ async def prove_null_answers(tasks: Sequence[Task], golden: Mapping[str, Golden]
             for task in some
             for kind, answer in _answers(task)
         ]
+        if together is not None:
+            jobs += [asking.create_task(compare(together, task, *one)) for task in compared for one in _answers(task)]
+            chosen[together.name] = compared
     given = [job.result() for job in jobs]
     findings = [found for verifier in chosen for found in _findings([one for one in given if one.verifier == verifier], golden)]
     return Proof(
@@ -92,11 +122,15 @@ async def prove_null_answers(tasks: Sequence[Task], golden: Mapping[str, Golden]
     )
 
 
-def _chosen(tasks: Sequence[Task]) -> dict[str, list[Task]]:
-    """Verifier -> some of its tasks."""
+def _waiting(episode: Episode) -> ScoredEpisode:
+    return ScoredEpisode(episode=episode, score=Score(value=None, reason=WAITS))
+
+
+def _chosen(tasks: Sequence[Task], audit: Sequence[str]) -> dict[str, list[Task]]:
+    """Verifier -> some of its tasks; an audit's are all."""
     chosen: dict[str, list[Task]] = {}
     for task in tasks:
-        for verifier in task.verifiers:
+        for verifier in dict.fromkeys((*task.verifiers, *audit)):
             some = chosen.setdefault(verifier, [])
             if len(some) < (TASKS - 1 if task.outputs else TASKS):
                 some.append(task)
@@ -134,7 +168,9 @@ def _episode(task: Task, answer: str | None, golden: Golden | None) -> Episode:
 
 def _findings(given: Sequence[_Given], golden: Mapping[str, Golden]) -> list[Finding]:
     """What is wrong with one verifier."""
-    paid = [one for one in given if one.score.value is not None and one.score.value > 0 and not _is_truth(one, golden)]
+    if not given:
+        return []
+    paid = [one for one in given if one.pays and not _is_truth(one, golden)]
     bad = [one for one in paid if not _may_be_right(one, given, paid)]
     found = []
     if bad:
@@ -169,7 +205,7 @@ def _may_be_right(one: _Given, given: Sequence[_Given], paid: Sequence[_Given]) 
         return False
     alone = all(other.answer == one.answer for other in paid if other.task.id == one.task.id)
     elsewhere = [other for other in given if other.answer == one.answer and other.task.id != one.task.id]
-    return alone and any(other.score.value is not None and other.score.value <= 0 for other in elsewhere)
+    return alone and any(other.score.value is not None and not other.pays for other in elsewhere)
 
 
 def _shown(one: _Given) -> str:

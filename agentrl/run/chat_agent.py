@@ -17,6 +17,7 @@ from agentrl.agent import Toolbox, load_tools
 from agentrl.agent.calls import MAX_CALLS, read_call
 from agentrl.agent.tools import clip
 from agentrl.agent.turncalls import call_one, calls_made
+from agentrl.agent.wording import told
 from agentrl.errors import JudgeError, ServingError, TaskError
 from agentrl.fields import text as encodable
 from agentrl.protocols import LiveEpisode
@@ -84,6 +85,7 @@ class ChatAgent:
 
     endpoint: ChatEndpoint
     sampling: Mapping[str, Any] = field(default_factory=dict)  # further keys of every request
+    instructions: str | None = None  # in place of the system messages of tasks
     tokens: dict[str, int] = field(default_factory=dict)
 
     async def act(self, episode: LiveEpisode) -> str:
@@ -101,7 +103,8 @@ class ChatAgent:
 
     async def _turns(self, episode: LiveEpisode, tools: Toolbox) -> str:
         main, limits = episode.trajectories[0], episode.task.limits
-        messages: list[dict[str, Any]] = [{"role": one.role, "content": one.content} for one in episode.task.prompt]
+        prompt = told(main, episode.task, self.instructions)
+        messages: list[dict[str, Any]] = [{"role": one.role, "content": one.content} for one in prompt]
         schemas = {"tools": [tool.schema for tool in tools.values()]} if tools else {}
         context = 0  # tokens, as the server counts them
         room = min(limits.episode_tokens, limits.all_tokens or limits.episode_tokens)

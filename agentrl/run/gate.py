@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,8 @@ from agentrl.failure.case import Suite
 from agentrl.files import read_json_lines
 from agentrl.gating import GATE, GateConfig
 from agentrl.observe import Rate
-from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion, VersionState
+from agentrl.rollout import Admission, GroupRunner
 from agentrl.run import measure
 from agentrl.run.opening import Run
 from agentrl.run.suites import Tried, about, evaluation_runner, now, prepare, thresholds, tries, try_cases, words_of
@@ -33,31 +34,45 @@ from agentrl.version import rollback
 _SHOWN = 3  # cases named where only the suite as a whole fell
 
 
-async def judge_served(run: Run) -> None:
-    """Judges the served version where it is due, and does what follows; also what a driver that died has left undone."""
-    if run.recipe.gate is None:
-        return
-    version = run.registry.get(run.served.version)
-    if version is None or version.sha256 != run.served.sha256 or not _due(run.recipe, run.recipe.gate, version.number):
-        return
+async def judge_version(run: Run, version: PolicyVersion) -> None:
+    """Judges a version that is due, unless it has been, and does what follows; also what a driver that died has left undone."""
     gate, suite = run.recipe.gate, run.suite
-    assert suite is not None, "the checks before the start have opened it"
-    verdict = _verdict_on(run, version)
+    assert gate is not None and suite is not None, "the checks before the start have opened it"
+    verdict = verdict_on(run, version)
     if verdict is None:
-        last = version.number == run.recipe.steps
-        if version.state is VersionState.ROLLED_BACK or (not last and rollback.pending(run.folder / "versions", run.registry)):
-            return  # refused already, or about to be
+        if refused(run, version):
+            return
         verdict = await _judged(run, gate, suite, version)
-        run.tracker.stage("train", f"{run.stop_at} steps")
-        run.last_step_at = time.monotonic()
     if verdict is not None:
         _follow(run, version, verdict)
+
+
+def refused(run: Run, version: PolicyVersion) -> bool:
+    """Whether a version is undone already, or about to be, so that nothing is left to judge. The last one is judged all the same."""
+    last = version.number == run.recipe.steps
+    return version.state is VersionState.ROLLED_BACK or (not last and rollback.pending(run.folder / "versions", run.registry) is not None)
+
+
+def due_served(run: Run) -> PolicyVersion | None:
+    """The served version, where the recipe has it judged and it was not retracted."""
+    return _due_at(run, run.served.version)
+
+
+def due(run: Run) -> list[PolicyVersion]:
+    """The versions up to the served one that the recipe has judged, the oldest first, from the newest on that has a verdict."""
+    found: list[PolicyVersion] = []
+    for number in range(run.served.version, -1, -1):
+        if (version := _due_at(run, number)) is not None:
+            found.append(version)
+            if verdict_on(run, version) is not None:
+                break
+    return found[::-1]
 
 
 def concluded(run: Run) -> bool:
     """Whether the last version of a run with a gate has been judged, so that nothing is left to be trained."""
     last = None if run.recipe.gate is None else run.registry.get(run.recipe.steps)
-    return last is not None and _verdict_on(run, last) is not None
+    return last is not None and verdict_on(run, last) is not None
 
 
 def first_to_serve(run: Run) -> PolicyVersion:
@@ -107,11 +122,15 @@ def rule_of(gate: GateConfig, suite: Suite) -> Rule:
     )
 
 
-def _due(recipe: Recipe, gate: GateConfig, number: int) -> bool:
-    return number % gate.every == 0 or number == recipe.steps
+def _due_at(run: Run, number: int) -> PolicyVersion | None:
+    gate, version = run.recipe.gate, run.registry.get(number)
+    if gate is None or version is None or (number == run.served.version and version.sha256 != run.served.sha256):
+        return None
+    return version if number % gate.every == 0 or number == run.recipe.steps else None
 
 
-def _verdict_on(run: Run, version: PolicyVersion) -> GateVerdict | None:
+def verdict_on(run: Run, version: PolicyVersion) -> GateVerdict | None:
+    """What the gate said of exactly these weights."""
     found = read_verdict(run.folder, version.number)
     return found if found is not None and found.sha256 == version.sha256 else None
 
@@ -120,11 +139,12 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
     """The verdict, written down with its evaluation; None where the learner took the version back meanwhile."""
     began, rule = time.monotonic(), rule_of(gate, suite)
     total = sum(tries(case, gate.repeats) for case in suite.cases)
-    run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {total} attempts")
+    if run.gate_server is None:
+        run.tracker.stage("gate", f"version {version.number}: {len(suite.cases)} cases, {total} attempts")
     broken = await prepare([suite], run.sandboxes)
     for (image, _), why in broken.items():
         run.tracker.alert(f"gate: the cases of image {image} cannot be tried: {why}")
-    runner, phase = evaluation_runner(run), f"gate{version.number:06d}"
+    runner, phase = _runner(run), f"gate{version.number:06d}"
     run.capture.begin("gate", step=version.number, place=phase)
     attempt = partial(
         try_cases,
@@ -132,11 +152,11 @@ async def _judged(run: Run, gate: GateConfig, suite: Suite, version: PolicyVersi
         phase=phase,
         version=version.number,
         broken=broken,
-        on_done=run.tracker.evaluating,
+        on_done=run.tracker.evaluating if run.gate_server is None else lambda done, total: None,  # beside others: its stage is theirs
         on_scored=partial(run.capture.episode, phase="gate", step=version.number, place=phase),
     )
     tried = await attempt(suite.cases, lambda case: range(tries(case, gate.repeats)))
-    reference = _reference(run, suite)
+    reference = _reference(run, suite, version)
     judgement = None
     if reference is not None:
         before, first = reference.scores(), _scores(tried)
@@ -192,7 +212,7 @@ def _outcome(run: Run, gate: GateConfig, judgement: Judgement) -> tuple[Outcome,
         return Outcome.UNJUDGED, judgement.reason
     if not judgement.blocked:
         return Outcome.PROMOTED, f"no worse: {100 * judgement.effect:+.1f} points on {judgement.cases} cases (p = {judgement.p_value:.2g})"
-    if not gate.rolls_back or run.served.version >= run.recipe.steps:  # after the last step there is nothing to go on with
+    if not gate.rolls_back or run.registry.get(run.recipe.steps) is not None:  # the learner has ended: nobody would go back
         return Outcome.BLOCKED, judgement.reason
     made = sum(one.outcome is Outcome.ROLLED_BACK for one in read_verdicts(run.folder))
     if made >= gate.max_rollbacks:
@@ -216,11 +236,21 @@ def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
         run.registry.set_evals(version.number, {GATE: figure})
 
 
-def _reference(run: Run, suite: Suite) -> Results | None:
+def _runner(run: Run) -> GroupRunner:
+    """What plays the attempts: as evaluations do, and on the gate's own server with a count of its own of episodes at once."""
+    runner = evaluation_runner(run)
+    if run.gate_server is None:
+        return runner
+    policy, rollout = run.gate_server.policy, run.recipe.rollout
+    slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
+    return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode), slots=slots)
+
+
+def _reference(run: Run, suite: Suite, before: PolicyVersion) -> Results | None:
     """The evaluation of the last promoted version that has one, with at least one case as it is today."""
-    for number in range(run.served.version, -1, -1):
+    for number in range(before.number, -1, -1):
         version = run.registry.get(number)
-        if version is not None and version.state is VersionState.PROMOTED and _verdict_on(run, version) is not None:
+        if version is not None and version.state is VersionState.PROMOTED and verdict_on(run, version) is not None:
             found = results.load(evaluation_folder(run.folder, version.number))
             if any(_keys(suite).get(case) == key for case, key in found.task_keys.items()):
                 return found

@@ -21,8 +21,9 @@ from agentrl.records import VersionState
 from agentrl.run import measure
 from agentrl.run.ending import kept_going
 from agentrl.run.folder import Start
-from agentrl.run.gate import concluded, first_to_serve, judge_served, result, serve_result
+from agentrl.run.gate import concluded, first_to_serve, result, serve_result
 from agentrl.run.held_out import evaluate_served
+from agentrl.run.judging import judging
 from agentrl.run.models import export_model
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
@@ -60,9 +61,12 @@ async def _pipeline(run: Run) -> None:
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.recipe.steps and not concluded(run)
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
-        await run.start_serving(newest)
+        await run.start_serving(newest, judging=not concluded(run))
         run.registry.set_state(newest.number, VersionState.SERVING)
-        watchers = [parts.create_task(run.served.watch(on_loss=run.learner.kill)), parts.create_task(run.faults.watch())]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch()]
+        if run.gate_server is not None:
+            watching.append(run.gate_server.watch(on_loss=run.learner.kill))
+        watchers = [parts.create_task(one) for one in watching]
         record_missing(run)
         if newest.number == 0 and not concluded(run):
             await evaluate_served(run, "before", step=0)
@@ -111,27 +115,30 @@ async def _roll_out(run: Run) -> None:
 
 
 async def _swap_versions(run: Run) -> None:
-    """Takes each version the learner publishes into the server, in order, but for those it has rolled back; the gate judges them there."""
-    await judge_served(run)
-    number = run.served.version + 1
-    while run.served.version < run.stop_at:
-        if retracted(run):
-            await fall_back(run)
-            number = run.served.version + 1
-        version = run.registry.get(number)
-        if version is None:
-            await asyncio.sleep(_POLL_S)
-            continue
-        report = None
-        if version.state is not VersionState.ROLLED_BACK:
-            try:
-                report = await run.served.swap(version)
-            except SwapError:
-                if run.registry.get(number) == version:
-                    raise
-                continue  # it was retracted or rolled back meanwhile, which is why it could not be loaded
-        await finish_step(run, version, report)
-        number += 1
+    """Takes each version the learner publishes into the server, in order, but for those it has rolled back, and has the gate judge them."""
+    async with judging(run) as gate:
+        await gate.look()
+        number = run.served.version + 1
+        while run.served.version < run.stop_at:
+            if retracted(run):
+                await fall_back(run)
+                number = run.served.version + 1
+            version = run.registry.get(number)
+            if version is None:
+                await asyncio.sleep(_POLL_S)
+                continue
+            report = None
+            if version.state is not VersionState.ROLLED_BACK:
+                try:
+                    report = await run.served.swap(version)
+                except SwapError:
+                    if run.registry.get(number) == version:
+                        raise
+                    continue  # it was retracted or rolled back meanwhile, which is why it could not be loaded
+            await finish_step(run, version, report)
+            if report is not None:
+                await gate.look()
+            number += 1
 
 
 def _report(run: Run) -> Summary:

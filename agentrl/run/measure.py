@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import signal
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from agentrl.compare.verdict import read_verdicts
+from agentrl.errors import StoreError
 from agentrl.failure import quarantine, withholding
 from agentrl.failure.digest import failures_by_tag
 from agentrl.files import append_lines, json_line, read_json_lines, write
@@ -25,8 +28,11 @@ from agentrl.observe.outcome import problems
 from agentrl.recipe import Recipe
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.audit import AUDIT
+from agentrl.reward.judges.ledger import spent_in
 from agentrl.run.evaluate import Evaluation
 from agentrl.usercode import printable
+
+log = logging.getLogger(__name__)
 
 LEFT_OUT = "failures/left_out.jsonl"
 MOST_PARTS = 24
@@ -261,6 +267,7 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         groups_stopped=total("groups_stopped"),
         tasks_quarantined=quarantine.count(folder),
         tasks_withheld=withholding.count(folder),
+        judges=judges_spent(folder),
         tokens_trained=total("tokens_trained"),
         delivered_share=total("tokens_delivered") / captured if (captured := total("tokens_captured")) else None,
         updates_left_out=sum(setback.what in ("policy", "critic") for setback in setbacks),
@@ -275,6 +282,16 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
         versions=package_versions(),
         by_kind={phase: _kinds(phases[phase]) for phase in ("before", "after") if phase in phases},
     )
+
+
+def judges_spent(folder: Path) -> dict[str, float]:
+    """What the run's judges were asked and have cost; empty where none was, or where their ledger cannot be read, which is logged."""
+    try:
+        spent = spent_in(folder)
+    except StoreError as error:
+        log.warning("what judges have cost is not told: %s", error)
+        return {}
+    return {} if spent is None else asdict(spent)
 
 
 def package_versions() -> dict[str, str]:

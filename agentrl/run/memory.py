@@ -25,7 +25,7 @@ from agentrl.protocols import EpisodeMemory, ExperienceStore
 from agentrl.recipe import Recipe
 from agentrl.records import Group, ScoredEpisode, Task, Turn
 from agentrl.rollout import Forgotten
-from agentrl.sections import MemoryConfig
+from agentrl.sections.tools import MemoryConfig
 
 FILE = "notes.sqlite"
 ANSWERS = "memory_answers.jsonl"

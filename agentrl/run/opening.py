@@ -50,6 +50,7 @@ from agentrl.run.starts import check_starts
 from agentrl.run.taught import TaughtGroups
 from agentrl.run.toolsource import candidates, declared, keep, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
+from agentrl.serving.gate_server import GateServer
 from agentrl.serving.replicas import ReplicatedPolicy
 from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
@@ -83,17 +84,23 @@ class Run:
     last_step_at: float = 0.0
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
     memory: RunMemory | None = None
+    gate_server: GateServer | None = None  # where the gate has one of its own
     step_groups: StepGroups = field(init=False)
 
     def __post_init__(self) -> None:
         self.step_groups = StepGroups.of(self.recipe.rollout)
 
-    async def start_serving(self, version: PolicyVersion) -> None:
-        """Starts the server with a version, and meanwhile makes the images of the family's sandboxes."""
+    async def start_serving(self, version: PolicyVersion, *, judging: bool = False) -> None:
+        """Starts the servers with a version, and meanwhile makes the images of the family's sandboxes.
+
+        `judging`: whether the gate will judge; its own server is started for nothing else.
+        """
         async with asyncio.TaskGroup() as starting:
             for spec in sandbox_specs(self.family):
                 starting.create_task(self.sandboxes.prepare(spec))
             starting.create_task(self.served.start(version))
+            if judging and self.gate_server is not None:
+                starting.create_task(self.gate_server.start(version))
             starting.create_task(self.judges.ready())
 
     def stop_after_step(self) -> None:
@@ -107,7 +114,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
     """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens."""
     run_dir = start.folder
     raise_file_limit()
-    faults = FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
+    faults = fault_rate(recipe)
     async with closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
@@ -125,9 +132,9 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             memory=stand_in(recipe),
         )
         if checked.suite is not None:
-            check_starts([checked.suite], chat, tools, recipe.rollout.delegation)
+            check_starts([checked.suite], chat, tools, recipe.rollout)
         if recipe.rollout.agent in parts.AGENT.shipped:  # another one may show other prompts, and no tools
-            check_prompt(chat, checked.family, tools, stand_in(recipe))
+            check_prompt(chat, checked.family, tools, stand_in(recipe), recipe.rollout.instructions)
         check_thinking(chat, checked.family, recipe.evaluation)
         write_start(run_dir, recipe, start)
         keep(tools, run_dir)
@@ -155,6 +162,10 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
         served = policy_server(recipe, run_dir, registry, checked.gpus)
         stack.push_async_callback(served.close)
+        gate_server = None
+        if recipe.judged_apart:
+            gate_server = GateServer(recipe, run_dir, registry, gpus=checked.gpus.gate)
+            stack.push_async_callback(gate_server.close)
         judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
@@ -196,7 +207,13 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
             stop_at=recipe.steps,
             suite=checked.suite,
             memory=memory,
+            gate_server=gate_server,
         )
+
+
+def fault_rate(recipe: Recipe) -> FaultRate:
+    """Of all attempts that a run has in flight: when a daemon dies, those of a gate with a server of its own fail with the rollouts."""
+    return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.episodes_at_once)
 
 
 def policy_server(recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement) -> PolicyServer:

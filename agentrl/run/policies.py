@@ -48,6 +48,11 @@ class NamedPolicy:
         """Whether a server of ours answers for it."""
         return self.source in (Source.FOLDER, Source.VERSION)
 
+    @property
+    def version(self) -> int:
+        """The number of a run's version; 0 for a policy of its own."""
+        return int(Path(self.model).name) if self.source is Source.VERSION else 0
+
 
 def find_policy(named: str, *, model_name: str = "", key_env: str = "") -> NamedPolicy:
     """Raises `UserError` where a name stands for none, or where the model's name lacks, or is one too many."""

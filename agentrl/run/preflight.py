@@ -12,6 +12,7 @@ from agentrl import causes, parts
 from agentrl.agent import forms, load_tools
 from agentrl.agent.mcp.servers import PREFIX
 from agentrl.agent.template import read_template
+from agentrl.agent.wording import instructed
 from agentrl.causes import short
 from agentrl.cluster.gpus import Placement, place
 from agentrl.compare.rule import can_look_worse
@@ -65,8 +66,11 @@ class Checked:
     notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
 
 
-def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
-    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first."""
+def check(recipe: Recipe, folder: Path, *, root: Path, judging: bool = True) -> Checked:
+    """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first.
+
+    `judging`: whether the recipe's gate is to judge, and needs the GPU of a server of its own.
+    """
     check_disk(folder)
     named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
     template = None if named is None or begun else read_template(named, root)
@@ -86,7 +90,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path) -> Checked:
     check_named()
     check_tokens(model)
     load_rules(recipe.capture.rules)
-    gpus = place(recipe)
+    gpus = place(recipe if judging else recipe.but({"gate": None}))
     _check_installed(recipe)
     _try_objective(recipe)
     return Checked(
@@ -154,6 +158,7 @@ def _check_agent(recipe: Recipe) -> None:
         "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
         "tools.mcp": (bool(recipe.tools.mcp), *tools),
         "tools.bounds": (bool(recipe.tools.bounds), *tools),
+        "tools.words": (bool(recipe.tools.words), *tools),
     }
     for key, (given, has, why) in wanted.items():
         if given and not getattr(agent, has, True):
@@ -319,11 +324,17 @@ def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig 
         ) from error
 
 
-def check_prompt(chat: ChatFormat, family: TaskFamily, tools: ToolSource | None = None, memory: EpisodeMemory | None = None) -> None:
+def check_prompt(
+    chat: ChatFormat,
+    family: TaskFamily,
+    tools: ToolSource | None = None,
+    memory: EpisodeMemory | None = None,
+    instructions: str | None = None,
+) -> None:
     """Raises `UserError` when the chat template does not take the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
     bound_of(first, chat.thinking)
-    chat.opening(first.prompt, [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
+    chat.opening(instructed(first.prompt, instructions), [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()])
 
 
 def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:

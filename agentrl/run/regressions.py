@@ -259,6 +259,7 @@ def _kept(
     folder = run / FOLDER if len(given.suites) == 1 else run / SEVERAL / _names(given.suites)[suite.folder]
     repeats = given.repeats or suite.repeats
     origin = about(given.recipe, suite, version, repeats=repeats, threshold=given.threshold, began=began)
+    origin = replace(origin, model=given.policy.name, version=given.policy.version)  # in the words of who asked, on any machine
     found = Results(about=origin, attempts=tuple(one.attempt for one in attempts))
     results.save(folder, found, words_of(attempts))
     return Evaluated(suite=suite, folder=folder, results=found, outcomes=tuple(outcomes))
@@ -282,7 +283,7 @@ async def _served(given: Prepared, *, console: bool) -> AsyncIterator[Opened]:
         assert base is not None, "version 0 was registered"
         if begins_late(given.suites):
             chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
-            check_starts(given.suites, chat, run.groups.runner.tools, given.recipe.rollout.delegation)
+            check_starts(given.suites, chat, run.groups.runner.tools, given.recipe.rollout)
         async with asyncio.TaskGroup() as starting:
             making = starting.create_task(prepare(given.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
@@ -327,7 +328,7 @@ async def _not_served(given: Prepared, *, console: bool) -> AsyncIterator[Opened
         if chat is not None:
             for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_copies(recipe, task, sandboxes)
-            check_starts(given.suites, chat, tools, recipe.rollout.delegation)
+            check_starts(given.suites, chat, tools, recipe.rollout)
         runner = EpisodeRunner(
             tools=tools,
             policy=policy,
@@ -383,4 +384,5 @@ def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:
         patience_s=serving.startup_timeout_s,
         concurrency=recipe.rollout.concurrency,
     )
-    return ChatAgent(endpoint=endpoint, sampling={"top_p": sampling.top_p} if sampling.top_p < 1 else {})
+    further = {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
+    return ChatAgent(endpoint=endpoint, sampling=further, instructions=recipe.rollout.instructions)

@@ -42,12 +42,17 @@ async def make_group(run: Run, index: int) -> Group:
     run.tracker.progress(index, group)
     run.quarantine.add(group)
     if task is not None:
-        run.taught.add(task, group)
-    if task is not None and (told := keep_answers(run.folder, task, group.episodes, phase="train", step=step)):
-        run.tracker.alert(told)
-    if task is not None and index == run.step_groups.indices(step)[0]:
-        append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
+        _note(run, task, group, step=step)
     return group
+
+
+def _note(run: Run, task: Task, group: Group, *, step: int) -> None:
+    """What is written down of a stored group beside the store: what it taught, answers that notes gave away, an episode to read."""
+    run.taught.add(task, group)
+    if told := keep_answers(run.folder, task, group.episodes, phase="train", step=step):
+        run.tracker.alert(told)
+    if group.index == run.step_groups.indices(step)[0]:
+        append(run.folder / "episodes" / "train.jsonl", [transcript(task, group.episodes[0], phase="train", step=step)])
 
 
 def _stored(run: Run, group: Group) -> Group:

@@ -15,6 +15,7 @@ from typing import Any
 
 from agentrl import parts
 from agentrl.agent import ChatFormat, delegation, load_tools
+from agentrl.agent.wording import instructed
 from agentrl.causes import short
 from agentrl.errors import ServingError, UserError
 from agentrl.failure.case import Case, Suite
@@ -22,7 +23,7 @@ from agentrl.failure.tell import decisive
 from agentrl.failure.trace import Trace
 from agentrl.plugins import add_project_root, project_root
 from agentrl.protocols import Agent, SandboxBackend, ToolSource
-from agentrl.recipe import DelegationConfig, Recipe, load
+from agentrl.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.rollout import Capture, EpisodeRunner, Forgotten
 from agentrl.run.memory import Replayed
@@ -200,32 +201,40 @@ def begins_late(suites: Iterable[Suite]) -> bool:
     return any(case.start is not None for suite in suites for case in suite.cases)
 
 
-def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, delegating: DelegationConfig | None = None) -> None:
+def check_starts(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, rollout: RolloutConfig) -> None:
     """Raises `UserError` for a case that begins with tokens which this tokenizer and template would not have made.
 
     Args:
         tools: of the recipe, with what its servers offer: their schemas are part of a prompt.
-        delegating: of the recipe, what its agents are told of sub-agents; None: what they are told by default.
+        rollout: of the recipe, for what its agents are told first, and of sub-agents.
     """
-    told = delegation.schema(delegating or DelegationConfig())
+    told = delegation.schema(rollout.delegation or DelegationConfig())
     for suite in suites:
         for case in suite.cases:
-            if case.start is not None and (why := _foreign(case, case.start, chat, tools, told)):
+            if case.start is not None and (why := _foreign(case, case.start, chat, tools, told, rollout.instructions)):
                 raise UserError(
-                    f"case {case.id} begins at turn {case.start.turn_count + 1}, with tokens of another tokenizer or template than the"
-                    f" policy's: {why}",
+                    f"case {case.id} begins at turn {case.start.turn_count + 1}, with tokens of another tokenizer, template or wording than"
+                    f" the policy's: {why}",
                     fix="ask a policy with the tokenizer that the case was captured with, or promote the failure from its start",
                 )
 
 
-def _foreign(case: Case, start: EpisodeState, chat: ChatFormat, tools: ToolSource | None, delegate: Mapping[str, Any]) -> str:
+def _foreign(
+    case: Case,
+    start: EpisodeState,
+    chat: ChatFormat,
+    tools: ToolSource | None,
+    delegate: Mapping[str, Any],
+    instructions: str | None,
+) -> str:
     if len(start.trajectories) != 1:
         return "it has several trajectories"
     turns, asked = start.trajectories[0].turns, [turn.prompt_ids for turn in start.trajectories[0].turns] + [start.prompt_ids[0]]
     try:
         memory = None if start.memory is None else Forgotten(start.memory)
         schemas = [tool.schema for tool in load_tools(case.task.tools, None, tools, memory=memory).values()]
-        if asked[0] not in [chat.opening(case.task.prompt, some) for some in (schemas, [*schemas, delegate])]:
+        prompt = instructed(case.task.prompt, instructions)
+        if asked[0] not in [chat.opening(prompt, some) for some in (schemas, [*schemas, delegate])]:
             return "its prompt is written in other ones"
         for number, turn in enumerate(turns):
             if turn.completion_ids[-1:] not in [(token,) for token in chat.stop_token_ids]:

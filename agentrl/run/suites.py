@@ -147,6 +147,12 @@ def about(recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int,
     )
 
 
+def version_in(model: str) -> int:
+    """The number of a run's version whose folder a model is (`--model RUN@VERSION`); 0 for any other model."""
+    folder = Path(model)
+    return int(folder.name) if folder.parent.name == "versions" and folder.name.isdecimal() else 0
+
+
 def tries(case: Case, otherwise: int) -> int:
     """Attempts at a case in an evaluation: its own number, else that of the evaluation."""
     return otherwise if case.repeats is None else case.repeats
@@ -192,7 +198,7 @@ async def evaluate_suite(
             starting.create_task(run.judges.ready())
         if begins_late([suite]):
             chat = open_chat(start.folder / "versions" / "000000", policy=recipe.policy)
-            check_starts([suite], chat, run.groups.runner.tools, recipe.rollout.delegation)
+            check_starts([suite], chat, run.groups.runner.tools, recipe.rollout)
         total = sum(repeats or tries(case, suite.repeats) for case in suite.cases)
         run.tracker.stage(f"evaluate {suite.name}", f"{len(suite.cases)} cases, {total} attempts")
         began = time.monotonic()
@@ -211,6 +217,7 @@ async def evaluate_suite(
             )
             watcher.cancel()
         origin = about(recipe, suite, base, repeats=repeats or suite.repeats, threshold=threshold, began=began)
+        origin = replace(origin, version=version_in(recipe.policy.model))
         found = Results(about=origin, attempts=tuple(one.attempt for one in tried))
         results.save(start.folder / FOLDER, found, words_of(tried))
     with kept_going(start.folder, "the digest of failures"):

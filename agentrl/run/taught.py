@@ -11,9 +11,10 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from agentrl import codec
 from agentrl.errors import StoreError, TaskError
 from agentrl.experience import StepGroups
-from agentrl.files import append_lines, json_line, whole_lines
+from agentrl.files import append_lines, whole_lines
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
 from agentrl.records import Group, Split, Task
@@ -68,7 +69,7 @@ class TaughtGroups:
         if self._schedule.practises(self._steps.position(group.index)):
             return
         taught = Taught.of(task, group)
-        append_lines(self._path, [json_line(taught.as_json())])
+        append_lines(self._path, [codec.to_json(taught) + b"\n"])
         if self._lines is not None:
             self._lines[group.index] = taught
 

@@ -15,6 +15,7 @@ from agentrl.agent.mcp.offers import Offer, changed, offers
 from agentrl.agent.mcp.places import Unanswered
 from agentrl.agent.mcp.servers import PREFIX, Connection, RunTools, Server
 from agentrl.agent.tools import Bounds
+from agentrl.agent.wording import Words
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite
 from agentrl.files import write
@@ -32,7 +33,8 @@ def declared(tools: ToolsConfig, root: Path) -> RunTools:
     """What the recipe says, before any server was asked."""
     servers = {name: Server(name=name, config=config, root=root) for name, config in tools.mcp.items()}
     bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
-    return RunTools(servers=servers, bounds=bounds)
+    words = {name: Words(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
+    return RunTools(servers=servers, bounds=bounds, words=words)
 
 
 def candidates(family: TaskFamily, suite: Suite | None = None, others: Iterable[Task] = ()) -> Iterator[Task]:
@@ -74,7 +76,7 @@ async def pinned(
 
     Raises `UserError` for a server that does not start, or offers what no agent can be told of, or what the run did not begin with.
     """
-    if not tools.servers and not tools.bounds:
+    if not tools.servers and not tools.bounds and not tools.words:
         return tools
     looked_at = list(itertools.islice(tasks, 4 * LOOKED_AT))
     users = {name: task for task in reversed(looked_at) for name in map(_server, task.tools) if name in tools.servers}
@@ -101,9 +103,8 @@ async def pinned(
                 fix="install the version that it began with, or begin another run",
             )
         servers[server.name] = replace(server, offers=shown)
-    made = RunTools(servers=servers, bounds=tools.bounds)
-    if every:
-        _check_bounds(made, looked_at, memory)
+    made = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
+    _check_used(made, looked_at, memory, every=every)
     return made
 
 
@@ -114,11 +115,17 @@ def keep(tools: RunTools, folder: Path) -> None:
         write(folder / FILE, json.dumps(data, indent=1, ensure_ascii=False))
 
 
-def _check_bounds(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None) -> None:
+def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
+    """Raises `UserError` for bounds or words of a tool that no task has. Not `every`: only for words of which none is of use."""
+    if not every and not tools.words:
+        return
     known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}
-    if unused := [name for name in tools.bounds if name not in known]:
+    unused = [f"bounds.{name}" for name in tools.bounds if name not in known] if every else []
+    silent = [f"words.{name}" for name in tools.words if name not in known]
+    unused += silent if every or len(silent) == len(tools.words) else []
+    if unused:
         raise UserError(
-            f"tools.bounds.{unused[0]} does nothing: no task that was looked at has a tool of that name",
+            f"tools.{unused[0]} does nothing: no task that was looked at has a tool of that name",
             fix=f"use one of {', '.join(sorted(known))}, or leave it out",
         )
 

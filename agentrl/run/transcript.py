@@ -30,7 +30,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "versions": sorted({s.version for t in episode.trajectories for u in t.turns for s in u.versions}),
         "left_out": episode.left_out,
         "memory": None if episode.memory is None else {"notes": list(episode.memory.notes), "read": list(episode.memory.read)},
-        "messages": _messages(task.prompt, main),
+        "messages": _messages((main.prompt if main is not None else ()) or task.prompt, main),
         "trajectories": [
             {
                 "agent": one.agent,

@@ -6,7 +6,6 @@ import time
 
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.run import measure, memory
-from agentrl.run.gate import judge_served
 from agentrl.run.held_out import evaluate_served
 from agentrl.run.opening import Run
 from agentrl.serving.served import to_serve
@@ -27,7 +26,7 @@ async def fall_back(run: Run) -> None:
 
 
 async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | None) -> None:
-    """Records the step that made `version`, evaluates and judges it where the recipe says so, and lets go of old versions."""
+    """Records the step that made `version`, evaluates it where the recipe says so, and lets go of old versions."""
     metrics = _figures(run, version, report)
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
@@ -35,8 +34,6 @@ async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | Non
         run.tracker.stage("train", f"{run.stop_at} steps")
         run.last_step_at = time.monotonic()
     _record(run, version, metrics)
-    if report is not None:
-        await judge_served(run)
     run.registry.prune(run.recipe.learner.keep_versions)
 
 

@@ -111,6 +111,9 @@ class RolloutConfig(Section):
     """What the sub-agents of agent=delegating may do; None: the defaults of these keys."""
     compaction: CompactionConfig | None = None
     """When an agent that ships goes on from a summary of its own; None: a full context ends the episode. `{}` takes its defaults."""
+    instructions: str | None = Field(None, min_length=1)
+    """What the main agent is told first, in place of the system messages of its task; None: as the task says. docs/tools.md says how two
+    wordings are compared."""
     group_size: int = Field(8, ge=1)
     """Attempts at one task; they share a baseline."""
     groups_per_step: int = Field(16, ge=1)
@@ -160,6 +163,8 @@ class RolloutConfig(Section):
             raise ValueError(f"delegation does nothing with agent={self.agent}: set agent=delegating")
         if self.compaction is not None and self.agent not in parts.AGENT.shipped:
             raise ValueError("compaction does nothing with an agent of your own: hand it on in agent_options")
+        if self.instructions is not None and self.agent not in parts.AGENT.shipped:
+            raise ValueError("instructions do nothing with an agent of your own: hand them on in agent_options")
         return self
 
     @property
@@ -168,6 +173,7 @@ class RolloutConfig(Section):
         if self.agent not in parts.AGENT.shipped:
             return dict(self.agent_options)
         settings: dict[str, Any] = {} if self.compaction is None else {"compaction": self.compaction}
+        settings |= {} if self.instructions is None else {"instructions": self.instructions}
         return settings | ({"delegation": self.delegation or DelegationConfig()} if self.agent == "delegating" else {})
 
     _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)

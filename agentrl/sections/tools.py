@@ -82,6 +82,21 @@ class ToolBounds(Section):
         return self
 
 
+class ToolWords(Section):
+    """What agents are told of one tool, in place of what it says itself."""
+
+    description: str = ""
+    """What it does and when to use it; empty: as the tool says."""
+    arguments: dict[str, str] = Field({})
+    """By the argument's name: what it means."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ToolWords:
+        if not self.description and not self.arguments:
+            raise ValueError("it says nothing: give a description, or arguments")
+        return self
+
+
 class ToolsConfig(Section):
     """Tools beyond those that a task can name by itself. docs/tools.md."""
 
@@ -89,6 +104,8 @@ class ToolsConfig(Section):
     """MCP servers by name, as sections; a task's tool `mcp:NAME` stands for all tools of one, `mcp:NAME/TOOL` for one."""
     bounds: dict[str, ToolBounds] = Field({})
     """By the tool's name: `timeout_s`, `output_chars` and `calls` (in an episode) in place of the task's limits."""
+    words: dict[str, ToolWords] = Field({})
+    """By the tool's name: other words for what it does and what it takes. Tasks stay the same, so that two wordings can be compared."""
 
     @field_validator("mcp")
     @classmethod

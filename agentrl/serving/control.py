@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Mapping
-from json import dumps, loads
+from json import dumps
 from typing import Any, Literal
 
 import httpx
+from pydantic_core import from_json
 
 from agentrl.errors import ServingError
 from agentrl.serving.wire import UnsentError, Wire
@@ -39,8 +40,8 @@ class ControlPlane:
         # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
         # that the server is just closing.
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
-        # trust_env=False: an internet proxy must not come between driver and loopback.
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False)
+        # trust_env=False: an internet proxy must not come between driver and loopback. Certificates are read only where they are asked for.
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False, verify=url.startswith("https:"))
 
     async def close(self) -> None:
         self._wire.close()
@@ -148,8 +149,8 @@ def decoded(status: int, content: bytes, where: str) -> Any:
     if not content:
         return None
     try:
-        return loads(content)
-    except (ValueError, RecursionError) as error:
+        return from_json(content)
+    except ValueError as error:
         raise ServingError(f"{where} did not answer JSON: {_excerpt(content)!r}") from error
 
 

@@ -43,7 +43,7 @@ class ReplicatedPolicy:
         self.sha256 = ""
         self._recipe, self._registry = recipe, registry
         self._replicas = [
-            ServedPolicy(recipe, run_dir, registry, gpus=gpus[number] if gpus else None, replica=number, newest=self._newest)
+            ServedPolicy(recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest)
             for number in range(count)
         ]
         self._routing = Routing(count, apart=alike_together(recipe))

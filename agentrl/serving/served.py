@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 from agentrl import codec, parts
 from agentrl.errors import ServingError, StoreError, SwapError
@@ -15,7 +16,7 @@ from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.recipe import Recipe, ServingConfig
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
-from agentrl.serving.server import log_name
+from agentrl.serving.server import log_name, title
 from agentrl.weights import deltas
 from agentrl.weights.announcement import announce, withdraw
 
@@ -25,6 +26,7 @@ _RESTARTS = 5
 _SWAP_TRIES = 3
 _WATCH_S = 0.5
 _USE_EVERY = 4  # looks of `watch`: a server writes some hundred metrics each time it is asked
+_Taken = TypeVar("_Taken")
 _KV_CACHE_USE = "vllm:kv_cache_usage_perc"
 
 
@@ -47,13 +49,13 @@ class ServedPolicy:
         registry: VersionRegistry,
         *,
         gpus: str | None = None,
-        replica: int | None = None,
+        name: str = "",
         newest: Callable[[], PolicyVersion | None] | None = None,
     ) -> None:
         """
         Args:
             gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
-            replica: which one of several it is, from 0; None: the only one.
+            name: of one of several servers of a run; empty: it is the only one, which the learner is told of.
             newest: the version that a restarted server begins with; None: `to_serve` of the registry.
         """
         self.version = -1
@@ -61,8 +63,8 @@ class ServedPolicy:
         self.restarts = 0
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
-        self._replica, self._newest = replica, newest or (lambda: to_serve(registry))
-        self.what = "the inference server" if replica is None else f"inference server {replica}"
+        self._name, self._newest = name, newest or (lambda: to_serve(registry))
+        self.what = title(name)
         self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
         self._gone: VLLMServer | None = None  # the server, once it was seen dead
@@ -84,16 +86,14 @@ class ServedPolicy:
             await asyncio.to_thread(deltas.materialize, model)
         except ValueError as error:
             raise ServingError(f"version {base.number} cannot be served: {error}") from error
-        server = VLLMServer(
-            recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus, replica=self._replica
-        )
+        server = VLLMServer(recipe=self._recipe, model=model, version=base.number, run_dir=self._run_dir, gpus=self._gpus, name=self._name)
         self._server = server
         await server.start()
         self._client = TokenClient.for_server(server)
         self._channel = open_channel(self._recipe.serving, server, registry_folder=self._run_dir / "versions")
         if base is not version:
             await self._swap_in_adapter(self._channel, version)
-        if self._replica is None:
+        if not self._name:
             announce(self._run_dir, server.url)
         await self._set_version(version)
         self._ready.set()
@@ -143,17 +143,10 @@ class ServedPolicy:
         When the server dies meanwhile, the swap is retried with its successor. Raises `SwapError` after three tries on live
         servers, and `ServingError` when no server comes back.
         """
-        while True:
-            server = await self._opened_server()
-            try:
-                report = await self._swap(version)
-            except ServerLost as error:
-                log.warning("swap to version %d waits for the next server: %s", version.number, error)
-                await self._replaced(server)
-                continue
-            mark_serving(self._registry, version)
-            await self._set_version(version)
-            return report
+        report = await self._outliving(self._swap, version)
+        mark_serving(self._registry, version)
+        await self._set_version(version)
+        return report
 
     async def fall_back(self, version: PolicyVersion) -> None:
         """Serves `version`, published earlier, instead of one that the learner has retracted."""
@@ -179,6 +172,13 @@ class ServedPolicy:
         await self._start_with(version)
         return None
 
+    async def bring(self, version: PolicyVersion) -> None:
+        """`become`, by the server's successor where it dies meanwhile; the registry is told nothing.
+
+        Raises `SwapError` after three tries on live servers, and `ServingError` when no server comes back.
+        """
+        await self._outliving(self.become, version)
+
     def condemn(self, reason: str) -> None:
         """Has `watch` replace the server."""
         if self._server is not None:
@@ -194,6 +194,16 @@ class ServedPolicy:
         async with self._busy:
             await self._stop()
             await self.start(version)
+
+    async def _outliving(self, take: Callable[[PolicyVersion], Awaitable[_Taken]], version: PolicyVersion) -> _Taken:
+        """What `take` gives, of the server's successor where it dies meanwhile."""
+        while True:
+            server = await self._opened_server()
+            try:
+                return await take(version)
+            except ServerLost as error:
+                log.warning("%s: version %d waits for the next server: %s", self.what, version.number, error)
+                await self._replaced(server)
 
     async def _swap(self, version: PolicyVersion) -> SwapReport:
         folder = self._run_dir / version.folder
@@ -269,7 +279,7 @@ class ServedPolicy:
             async with self._busy:
                 self.restarts += 1
                 if self.restarts > _RESTARTS:
-                    raise ServingError(f"{self.what} died {self.restarts} times; see logs/{log_name(self._replica)}")
+                    raise ServingError(f"{self.what} died {self.restarts} times; see logs/{log_name(self._name)}")
                 log.warning("%s died; restart %d of at most %d", self.what, self.restarts, _RESTARTS)
                 await self._stop()
                 if self._nccl:
@@ -290,7 +300,7 @@ class ServedPolicy:
 
     async def _stop(self) -> None:
         self._ready.clear()  # a restart may have let requests through while `fall_back` waited for it
-        if self._replica is None:
+        if not self._name:
             withdraw(self._run_dir)
         cut_off, self._channel, self._client = (self._channel, self._client), None, None  # so that requests see that it has gone
         for part in cut_off:

@@ -18,20 +18,17 @@ from agentrl.weights.model_folder import check_model_files
 class VLLMServer(ServerProcess):
     """One vLLM server with the weights of one policy version, from `start` to `stop`."""
 
-    def __init__(
-        self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None, replica: int | None = None
-    ) -> None:
+    def __init__(self, *, recipe: Recipe, model: Path, version: int, run_dir: Path, gpus: str | None = None, name: str = "") -> None:
         """
         Args:
             model: Hugging Face folder of policy version `version`.
             run_dir: the run folder with logs/ and versions/.
             gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
-            replica: which one of `serving.replicas` it is, from 0; None: the only one.
+            name: of a run's several servers; empty: it is the only one.
         """
         self.run_dir = run_dir.resolve()
-        what = "the inference server" if replica is None else f"inference server {replica}"
-        scratch = str(self.run_dir) if replica is None else f"{self.run_dir} {replica}"
-        super().__init__(what, folder=self.run_dir, log=log_name(replica), scratch=scratch)
+        scratch = f"{self.run_dir} {name}" if name else str(self.run_dir)
+        super().__init__(title(name), folder=self.run_dir, log=log_name(name), scratch=scratch)
         self.recipe = recipe
         self.model = model.resolve()
         self.weights = WeightsInService(version)
@@ -97,7 +94,7 @@ class VLLMServer(ServerProcess):
         return launch_command(arguments, flags, cpu_threads=self._threads)
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1
+        alone = self.recipe.max_staleness == 0 and self.recipe.serving.replicas == 1 and not self.recipe.judged_apart
         common = environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
@@ -110,9 +107,14 @@ class VLLMServer(ServerProcess):
         await control.generate(body, timeout_s=CONTROL_TIMEOUT_S)
 
 
-def log_name(replica: int | None) -> str:
-    """File name in logs/ of a server's output; `replica` as for `VLLMServer`."""
-    return "server.log" if replica is None else f"server-{replica}.log"
+def title(name: str) -> str:
+    """What messages call a server; `name` as for `VLLMServer`."""
+    return f"inference server {name}" if name else "the inference server"
+
+
+def log_name(name: str) -> str:
+    """File name in logs/ of a server's output; `name` as for `VLLMServer`."""
+    return f"server-{name}.log" if name else "server.log"
 
 
 def serving_device(recipe: Recipe) -> str:

@@ -6,17 +6,16 @@ are read off a task's own last groups, and for a task that was never given off t
 
 from __future__ import annotations
 
-import json
-import math
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
+from agentrl import codec
 from agentrl.records import Group, Task
-from agentrl.sections import WeightingConfig
+from agentrl.sections.tasks import WeightingConfig
 
 MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
 
@@ -24,6 +23,8 @@ MOST_KIND = 200  # characters of a kind's name that are kept: a family may name 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taught:
     """What one group of a task of the family was worth to the learner."""
+
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.codec
 
     group: int
     task: str
@@ -65,28 +66,13 @@ class Taught:
         """How far the attempts were from a score of 1, from 0 to 1; nothing can be learned from a broken task."""
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def read(cls, line: bytes) -> Taught | None:
-        """Of a line of JSON that holds `as_json`; None for what does not."""
+        """Of a line that `agentrl.codec` wrote; None for what is none, and for one with scores that are not finite."""
         try:
-            found = json.loads(line)
-            taught = cls(**found) if isinstance(found, dict) else None
-            return taught if taught is not None and taught._sound() else None
-        except (TypeError, ValueError, OverflowError, RecursionError):
+            return codec.from_json(cls, line)
+        except ValueError:
             return None
-
-    def _sound(self) -> bool:
-        texts, counts = (self.task, self.key, self.kind), (self.group, self.counted)
-        scores = (self.lowest, self.mean, self.highest)
-        return (
-            isinstance(self.broken, bool)
-            and all(isinstance(text, str) for text in texts)
-            and all(isinstance(count, int) and not isinstance(count, bool) for count in counts)
-            and all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
-        )
 
 
 @dataclass(frozen=True)

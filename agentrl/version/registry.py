@@ -37,6 +37,7 @@ from agentrl.version import rollback
 from agentrl.weights import deltas
 
 _RECORD = "version.json"
+_HELD = "held"
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
     VersionState.SERVING: {VersionState.SERVED, VersionState.PROMOTED, VersionState.ROLLED_BACK},
@@ -137,11 +138,16 @@ class FolderRegistry:
                 self._serve(left[-1])
             return tuple(lost)
 
+    def hold(self, number: int) -> None:
+        """Has `prune`, in any process, keep the weights of this version, until another one is held."""
+        with self._locked(fcntl.LOCK_EX), _translated(self.folder / _HELD):
+            write(self.folder / _HELD, f"{number}\n", durable=True)
+
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes the weights of old versions and returns their numbers; the records stay as history.
 
-        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the one that a request to go
-        back names, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
+        It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the one that is held, the one that
+        a request to go back names, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             versions = self._scan()
@@ -150,7 +156,7 @@ class FolderRegistry:
             )
             promoted = [version.number for version in versions if version.state is VersionState.PROMOTED]
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
-            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._asked_back()}
+            spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._held(), *self._asked_back()}
             old = [version for version in versions if version.number not in spared]
             kept = [v.number for v in versions if v not in old]
             needed = {link for number in kept for link in deltas.needed_by(self._home(number))}
@@ -180,6 +186,15 @@ class FolderRegistry:
             allowed = ", ".join(sorted(_LEGAL[version.state])) or "nothing"
             raise StoreError(f"version {version.number} is {version.state} and cannot become {state}; allowed: {allowed}")
         self._write(replace(version, state=state))
+
+    def _held(self) -> set[int]:
+        path = self.folder / _HELD
+        try:
+            return {int(path.read_text())}
+        except FileNotFoundError:
+            return set()
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} cannot be read: {error}") from error
 
     def _asked_back(self) -> set[int]:
         """The version that a request to go back names (`agentrl.version.rollback`), answered or not."""

@@ -2,8 +2,9 @@
 
 The driver judges versions and the learner owns the weights; neither waits for the other. A request names the version that is refused
 and the one to go back to, with the hashes of their weights. It stands until the learner has published a successor and refused the
-version, and it is void once a version of that number has other weights, or is none any more. So it may be asked and looked at any
-number of times, and whoever dies in between finds it as it was.
+version, and it is void once a version of that number has other weights, or is none any more, or a later version is promoted: the last
+one of a run, when the request came too late. So it may be asked and looked at any number of times, and whoever dies in between finds it
+as it was.
 """
 
 from __future__ import annotations
@@ -62,5 +63,7 @@ def pending(versions: Path, registry: VersionRegistry) -> Request | None:
     if request is None:
         return None
     found = registry.get(request.version)
-    answered = found is None or found.sha256 != request.sha256 or found.state is VersionState.ROLLED_BACK
-    return None if answered else request
+    if found is None or found.sha256 != request.sha256 or found.state is VersionState.ROLLED_BACK:
+        return None
+    promoted = registry.latest(VersionState.PROMOTED)
+    return None if promoted is not None and promoted.number > request.version else request

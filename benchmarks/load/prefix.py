@@ -3,19 +3,24 @@
 The agent takes no notice of what the model says: it samples, is shown the output of a tool, and at some turns has two workers beside
 each other, each in a trajectory of its own with the same instruction. So its trees have the shape of a run's, whatever the model knows, and
 every token in a context is one that was sampled or shown. The server is that of a run: its flags, block size and salts.
+
+Only whole blocks are shared, so that each prompt loses half a block on the average. How much that is depends on how long prompts are: there
+are two workloads, one of the quickstart's size and one of a small coding agent's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.recipe import LearnerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import Completion, Limits, Message, Parent, SamplingParams, SandboxSpec, Score, Split, Task, ToolCall
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling
@@ -27,32 +32,52 @@ MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-bas
 VOCABULARY = range(100, 600)
 GROUPS, SIZE, TURNS = 4, 8, 8
 WORKERS_AT, WORKERS, WORKERS_TURNS = (2, 5), 2, 4
-PROMPT, INSTRUCTION, TOLD, SAID, SHOWN = 160, 96, 24, 24, 48  # tokens
+BLOCK = 32  # tokens, of the server's cache (`agentrl.serving.server`)
+LONGEST = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Of a workload, in tokens."""
+
+    prompt: int
+    instruction: int
+    told: int
+    said: int
+    shown: int
+
+
+WORKLOADS = {
+    "short": Sizes(prompt=160, instruction=96, told=24, said=24, shown=48),
+    "longer": Sizes(prompt=1024, instruction=256, told=64, said=64, shown=256),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
     """An `agentrl.protocols.Agent`: a main line of turns, and workers that are started from it."""
 
+    sizes: Sizes
+
     async def act(self, episode: LiveEpisode) -> str:
         main = episode.trajectories[0]
-        main.add_prompt(_tokens(f"prompt of {episode.task.id}", PROMPT))
+        main.add_prompt(_tokens(f"prompt of {episode.task.id}", self.sizes.prompt))
         await self._turns(episode, main, TURNS, WORKERS_AT)
         return "answered"
 
     async def _turns(self, episode: LiveEpisode, line: LiveTrajectory, count: int, workers_at: Sequence[int] = ()) -> None:
         for turn in range(count):
             calls = (ToolCall(name="delegate", arguments={}),) * (WORKERS if turn in workers_at else 0)
-            completion = await line.sample(stop_token_ids=(), max_tokens=SAID)
+            completion = await line.sample(stop_token_ids=(), max_tokens=self.sizes.said)
             line.add_turn(completion, Message(role="assistant", content="", tool_calls=calls))
             parents = [Parent(trajectory=line.index, turn=turn, call=number) for number in range(len(calls))]
             await asyncio.gather(*(self._worker(episode, parent) for parent in parents))
-            line.add_prompt(_tokens(f"shown to {episode.id} in {line.index} after {turn}", SHOWN))
+            line.add_prompt(_tokens(f"shown to {episode.id} in {line.index} after {turn}", self.sizes.shown))
 
     async def _worker(self, episode: LiveEpisode, parent: Parent) -> None:
         line = episode.open("worker", parent=parent)
-        line.add_prompt(_tokens("instruction of workers", INSTRUCTION))
-        line.add_prompt(_tokens(f"told in {episode.id} at {parent.turn}.{parent.call}", TOLD))
+        line.add_prompt(_tokens(f"instruction of {self.sizes}", self.sizes.instruction))
+        line.add_prompt(_tokens(f"told in {episode.id} at {parent.turn}.{parent.call}", self.sizes.told))
         await self._turns(episode, line, WORKERS_TURNS)
         line.end("answered")
 
@@ -93,43 +118,56 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 async def _measured(folder: Path) -> dict[str, Any]:
+    model = _long_model(folder / "model")
     recipe = Recipe(
         name="prefix",
-        policy=PolicyConfig(model=str(MODEL), dtype="float32", max_model_len=1024),
+        policy=PolicyConfig(model=str(model), dtype="float32", max_model_len=LONGEST),
         tasks=TasksConfig(family="unused:unused"),
-        serving=ServingConfig(threads=1, max_num_seqs=64, kv_cache_gb=0.5, startup_timeout_s=1800.0),
+        serving=ServingConfig(threads=1, max_num_seqs=64, kv_cache_gb=2, startup_timeout_s=1800.0),
+        learner=LearnerConfig(max_tokens_per_microbatch=LONGEST),
     )
-    server = VLLMServer(recipe=recipe, model=MODEL, version=0, run_dir=folder)
+    server = VLLMServer(recipe=recipe, model=model, version=0, run_dir=folder)
     await server.start()
     try:
         client = TokenClient.for_server(server)
-        before = await _counters(server)
-        seen = Seen(client)
-        await _play(seen)
-        after = await _counters(server)
+        rows = {name: await _one(server, client, sizes) for name, sizes in WORKLOADS.items()}
         await client.close()
     finally:
         await server.stop()
-    queries, hits = (after[name] - before[name] for name in ("queries", "hits"))
-    if queries != seen.prompt_tokens:
-        raise RuntimeError(f"the server counted {queries:.0f} prompt tokens, {seen.prompt_tokens} were sent")
     workers = len(WORKERS_AT) * WORKERS
     workload = (
         f"{GROUPS} groups of {SIZE} episodes at once on vLLM: {TURNS} turns of the main agent, and {workers} sub-agents of"
-        f" {WORKERS_TURNS} turns in each, {WORKERS} at a time. A task's prompt has {PROMPT} tokens, the sub-agents' instruction"
-        f" {INSTRUCTION}, a completion {SAID}, a tool's output {SHOWN}. First seen are tokens that were in no prompt before and that"
-        " the server did not sample itself."
+        f" {WORKERS_TURNS} turns in each, {WORKERS} at a time. First seen are tokens that were in no prompt before and that the server did"
+        f" not sample itself. It shares whole blocks of {BLOCK} tokens, the least that vLLM takes on a CPU."
     )
-    return {"prompt_tokens": seen.prompt_tokens, "unique_tokens": seen.unique_tokens, "hit_tokens": int(hits), "workload": workload}
+    return {"rows": rows, "workload": workload}
 
 
-async def _play(policy: Seen) -> None:
+def _long_model(folder: Path) -> Path:
+    """The shipped toy, with room for long contexts: what it says there is noise, as it is here anyway."""
+    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}))
+    return folder
+
+
+async def _one(server: VLLMServer, client: TokenClient, sizes: Sizes) -> dict[str, Any]:
+    before, seen = await _counters(server), Seen(client)
+    await _play(seen, sizes)
+    after = await _counters(server)
+    queries, hits = (after[name] - before[name] for name in ("queries", "hits"))
+    if queries != seen.prompt_tokens:
+        raise RuntimeError(f"the server counted {queries:.0f} prompt tokens, {seen.prompt_tokens} were sent")
+    return {"sizes": asdict(sizes), "prompt_tokens": seen.prompt_tokens, "unique_tokens": seen.unique_tokens, "hit_tokens": int(hits)}
+
+
+async def _play(policy: Seen, sizes: Sizes) -> None:
     runner = EpisodeRunner(
-        agent=Tree(),
+        agent=Tree(sizes=sizes),
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("")),
         sampling=Sampling(),
-        max_model_len=1024,
+        max_model_len=LONGEST,
         request_timeout_s=1800.0,
     )
 
@@ -137,14 +175,14 @@ async def _play(policy: Seen) -> None:
         return Score(value=1.0)
 
     groups = GroupRunner(runner=runner, score=judged, slots=asyncio.Semaphore(GROUPS * SIZE), group_size=SIZE, max_retries=0)
-    for group in await asyncio.gather(*(groups.group(index, _task(index)) for index in range(GROUPS))):
+    for group in await asyncio.gather(*(groups.group(index, _task(index, sizes)) for index in range(GROUPS))):
         if any(scored.score.value is None for scored in group.episodes):
             raise RuntimeError(f"an episode went wrong: {[scored.episode.failures for scored in group.episodes]}")
 
 
-def _task(index: int) -> Task:
+def _task(index: int, sizes: Sizes) -> Task:
     return Task(
-        id=f"t{index}",
+        id=f"t{index} of {sizes.prompt}",
         family="f",
         prompt=(Message(role="user", content="-"),),
         tools=(),
@@ -152,7 +190,7 @@ def _task(index: int) -> Task:
         verifiers=(),
         data={},
         split=Split.TRAIN,
-        limits=Limits(turns=100, turn_tokens=SAID, episode_tokens=1000, wall_s=3600.0),
+        limits=Limits(turns=100, turn_tokens=sizes.said, episode_tokens=LONGEST, wall_s=3600.0),
     )
 
 

@@ -16,6 +16,17 @@ def page(results: dict[str, Any]) -> tuple[str, bool]:
     return "\n".join(texts), all(met for *_, met in made)
 
 
+def merged(old: str, new: str) -> str:
+    """The sections of a page with those that were made anew in their place, and what there was of no section left out."""
+    found = {heading: text for part in (old, new) for heading, text in _sections(part)}
+    return "\n".join(found.values())
+
+
+def _sections(text: str) -> list[tuple[str, str]]:
+    parts = [f"## {part.strip()}\n" for part in f"\n{text}".split("\n## ")[1:]]
+    return [(part.partition("\n")[0], part) for part in parts]
+
+
 def _noted(note: str) -> str:
     return f"; {note}" if note else ""
 
@@ -93,20 +104,30 @@ def _idle(found: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _prefix(found: dict[str, Any]) -> tuple[str, bool]:
-    hit, bound = found["hit_tokens"] / found["prompt_tokens"], 1 - found["unique_tokens"] / found["prompt_tokens"]
-    met = 100 * (bound - hit) <= POINTS
-    rows = [
+    rows, short = [], {}
+    for name, row in found["rows"].items():
+        total, sizes = row["prompt_tokens"], row["sizes"]
+        bound, hit = 1 - row["unique_tokens"] / total, row["hit_tokens"] / total
+        short[name] = 100 * (bound - hit)
+        tokens = " / ".join(str(sizes[one]) for one in ("prompt", "instruction", "told", "said", "shown"))
+        cells = (name, tokens, f"{total:,}", f"{row['unique_tokens']:,}", f"{bound:.1%}", f"{hit:.1%}", f"{short[name]:.1f} points")
+        rows.append(f"| {' | '.join(cells)} |")
+    missed = [name for name, points in short.items() if points > POINTS]
+    lines = [
         "## Prompt tokens from the prefix cache",
         "",
         found["workload"],
         "",
-        "| prompt tokens | of them first seen | bound | from the cache | short of the bound by |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-        f"| {found['prompt_tokens']:,} | {found['unique_tokens']:,} | {bound:.1%} | {hit:.1%} | {100 * (bound - hit):.1f} points |",
+        "Sizes are tokens of a task's prompt / sub-agents' instruction / what each is told / a completion / a tool's output.",
         "",
-        f"Asked for: within 5 points of the bound 1 - unique/total. {_reached(met)}",
+        "| workload | sizes | prompt tokens | of them first seen | bound | from the cache | short of the bound by |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *rows,
+        "",
+        f"Asked for: within {POINTS} points of the bound 1 - unique/total. {_reached(not missed)}"
+        + (f" Missed by: {', '.join(missed)}." if missed else ""),
     ]
-    return "\n".join(rows), met
+    return "\n".join(lines), not missed
 
 
 def _spread(values: Sequence[float], digits: int = 2) -> str:

@@ -10,7 +10,7 @@ import pytest
 from agentrl import codec
 from agentrl.records import Blame, EpisodeState, Task
 from agentrl.rollout import Capture
-from agentrl.sections import DelegationConfig
+from agentrl.sections.rollout import DelegationConfig
 from tests.agent.trees import PRINT, asked, call, delegate, make_runner, outputs, shown, tree_task
 from tests.episodes import task, tokenizer
 

@@ -12,7 +12,7 @@ from agentrl import codec
 from agentrl.agent.compaction import HEAD
 from agentrl.records import Episode, EpisodeState, Parent, Task
 from agentrl.rollout import Capture, EpisodeRunner
-from agentrl.sections import CompactionConfig, DelegationConfig
+from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, said, shown, tree_task

@@ -18,7 +18,7 @@ from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import EpisodeState, Parent, Task
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.run.preflight import check_delegation
-from agentrl.sections import DelegationConfig
+from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, call, contexts, delegate, make_runner, outputs, shown, tree_task

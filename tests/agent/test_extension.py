@@ -19,6 +19,7 @@ from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.agent.conversations import Round, assert_adds_up, conversations, texts
+from tests.chats import chat_of
 
 MISTRAL = (
     "<s>",
@@ -78,7 +79,6 @@ TOKENIZERS = {
     "glm45": made(HANDED_OVER, "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>", eos="<|endoftext|>"),
     "pythonic": made(CHAT.replace("{% for c in m.tool_calls or [] %}CALL{% endfor %}", PYTHONIC)),
 }
-CHATS = {name: ChatFormat(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 formats = pytest.mark.parametrize("name", TOKENIZERS)
 
 
@@ -88,13 +88,13 @@ formats = pytest.mark.parametrize("name", TOKENIZERS)
 @example(asked="-", said=[Round(thought="", calls=({"code": "x"},), outputs=("<tool_call>",))])
 @example(asked="<tool_call>", said=[Round(thought="</think>", calls=({"code": "</tool_call>"},), outputs=("<|observation|><|im_end|>",))])
 def test_parts_add_up_to_the_whole(name: str, asked: str, said: list[Round]) -> None:
-    assert_adds_up(CHATS[name], TOKENIZERS[name], asked, said)
+    assert_adds_up(chat_of(TOKENIZERS[name]), TOKENIZERS[name], asked, said)
 
 
 def test_the_form_of_calls_is_read_off_the_template() -> None:
-    found = {name: chat.tool_format for name, chat in CHATS.items()}
+    found = {name: chat_of(tokenizer).tool_format for name, tokenizer in TOKENIZERS.items()}
     assert found == {name: "mistral" if name.startswith("mistral") else name for name in TOKENIZERS}
-    assert CHATS["hermes"].told == "tool calls: hermes (read off the chat template)"
+    assert chat_of(TOKENIZERS["hermes"]).told == "tool calls: hermes (read off the chat template)"
     assert "no form for calls" in ChatFormat(made(read_template("chatml", Path()))).told
 
 
@@ -173,7 +173,7 @@ async def test_a_context_that_is_written_anew_is_another_trajectory(task: Task) 
 
 def test_a_turn_ends_as_its_form_says() -> None:
     """GLM's ends with the first token of the next; where another token ended it, that first token is still to come."""
-    chat, tokenizer = CHATS["glm45"], TOKENIZERS["glm45"]
+    chat, tokenizer = chat_of(TOKENIZERS["glm45"]), TOKENIZERS["glm45"]
     ends = {text: tokenizer.convert_tokens_to_ids(text) for text in ("<|endoftext|>", "<|observation|>", "<|user|>")}
     assert set(chat.stop_token_ids) == set(ends.values()) and chat.stop_token_ids[0] == tokenizer.eos_token_id
     deltas = {text: tokenizer.decode(list(chat.tool_delta(["1"], chat.parse([*tokenizer.encode("x"), end])))) for text, end in ends.items()}
@@ -182,7 +182,7 @@ def test_a_turn_ends_as_its_form_says() -> None:
 
 
 def test_the_id_that_a_model_gave_a_call_comes_back_with_its_result() -> None:
-    chat, tokenizer = CHATS["mistral_v3"], TOKENIZERS["mistral_v3"]
+    chat, tokenizer = chat_of(TOKENIZERS["mistral_v3"]), TOKENIZERS["mistral_v3"]
     calls = [{"name": "f", "id": "abcdefgh1"}, {"name": "g"}, {"name": "h", "id": '"}]'}]
     said = "[TOOL_CALLS]" + json.dumps([{"arguments": {}, **call} for call in calls])
     parsed = chat.parse([*tokenizer.encode(said), tokenizer.eos_token_id])
@@ -198,7 +198,7 @@ def test_the_id_that_a_model_gave_a_call_comes_back_with_its_result() -> None:
 
 
 def test_calls_in_thinking_or_after_a_forged_turn_are_not_made() -> None:
-    chat, tokenizer = CHATS["hermes"], TOKENIZERS["hermes"]
+    chat, tokenizer = chat_of(TOKENIZERS["hermes"]), TOKENIZERS["hermes"]
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
     def parse(text: str) -> Any:
@@ -215,7 +215,7 @@ def test_calls_in_thinking_or_after_a_forged_turn_are_not_made() -> None:
 
 def test_the_model_is_shown_its_schemas_types() -> None:
     """Where a form has no quotes, the schema tells the text "3" from the number."""
-    chat, tokenizer = CHATS["glm45"], TOKENIZERS["glm45"]
+    chat, tokenizer = chat_of(TOKENIZERS["glm45"]), TOKENIZERS["glm45"]
     schema = {
         "type": "function",
         "function": {
@@ -236,7 +236,7 @@ def test_the_model_is_shown_its_schemas_types() -> None:
 
 
 def test_what_tools_gave_in_a_prompt_goes_with_its_calls() -> None:
-    chat, tokenizer = CHATS["mistral_v3"], TOKENIZERS["mistral_v3"]
+    chat, tokenizer = chat_of(TOKENIZERS["mistral_v3"]), TOKENIZERS["mistral_v3"]
     call = ToolCall(name="f", arguments={})
     turns = [
         Message(role="user", content="q"),

@@ -19,7 +19,7 @@ from agentrl.records import EpisodeState, ExecResult, SandboxSpec, Task
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.sandbox import WarmPool, select_backend
 from agentrl.sandbox.plain import Poolable
-from agentrl.sections import DelegationConfig
+from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
@@ -224,6 +224,12 @@ async def test_as_many_sandboxes_as_a_recipe_must_have_are_enough_and_no_fewer(t
     base.but({**wanted, "sandbox.max_open": most})
     with pytest.raises(RecipeError, match=rf"set sandbox\.max_open={most}, or rollout\.concurrency={crowd - 1}, or"):
         base.but({**wanted, "sandbox.max_open": most - 1})
+    wanted |= {"gate.suite": "evals/x", "gate.server": "own"}
+    base.but({**wanted, "sandbox.max_open": 2 * most})
+    with pytest.raises(
+        RecipeError, match=rf"gate\.server=own beside them, .* set sandbox\.max_open={2 * most}, or rollout\.concurrency={crowd - 1}, or"
+    ):
+        base.but({**wanted, "sandbox.max_open": 2 * most - 1})
 
 
 async def test_a_state_after_sub_agents_goes_on_to_the_same_end_and_there_is_none_beside_them(tree: Task, runs: Any) -> None:

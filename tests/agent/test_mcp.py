@@ -27,7 +27,7 @@ from agentrl.agent.tools import Bounds
 from agentrl.errors import InfrastructureError, TaskError
 from agentrl.records import Blame, Limits, SandboxSpec
 from agentrl.sandbox import select_backend
-from agentrl.sections import MCPConfig
+from agentrl.sections.tools import MCPConfig
 from tests.agent.hostile_mcp import COUNT, ECHO, LISTS
 
 HOSTILE = Path(__file__).with_name("hostile_mcp.py")

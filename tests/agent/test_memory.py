@@ -17,7 +17,8 @@ from agentrl.memo import Memo
 from agentrl.memory import NoteStore, View, Written
 from agentrl.records import EpisodeState, Task
 from agentrl.rollout import Capture, Forgotten
-from agentrl.sections import DelegationConfig, MemoryConfig
+from agentrl.sections.rollout import DelegationConfig
+from agentrl.sections.tools import MemoryConfig
 from agentrl.testing.samples import sample_task
 from tests.agent.trees import asked, call, delegate, make_runner, outputs, shown, tree_task
 

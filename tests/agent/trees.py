@@ -7,12 +7,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.records import Episode, Limits, Task, Trajectory
 from agentrl.rollout import EpisodeRunner
 from agentrl.sampling import Sampling
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
 
 
 def tree_task(task: Task) -> Task:
@@ -21,7 +22,7 @@ def tree_task(task: Task) -> Task:
 
 def make_runner(tokenizer: Any, reads: Any, sandboxes: ScriptedSandboxes | None = None, **agent: Any) -> EpisodeRunner:
     return EpisodeRunner(
-        agent=TurnLoop(chat=ChatFormat(tokenizer), **agent),
+        agent=TurnLoop(chat=chat_of(tokenizer), **agent),
         policy=ReadingPolicy(tokenizer, reads),
         sandboxes=sandboxes or ScriptedSandboxes(printing("3")),
         sampling=Sampling(),

@@ -18,6 +18,7 @@ from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from benchmarks.contest.environment import Host, environment, last_words, messages_of
 from sandboxes.tables import Tables
+from tests.chats import chat_of, shared_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Recipe(name="peers", policy=PolicyConfig(model="recipes/models/tables-base"), tasks=TasksConfig(family="sandboxes.tables:Tables"))
@@ -29,7 +30,7 @@ def answer_of(group: int) -> str:
 
 
 def hosted(backend: Any) -> Host:
-    return Host(RECIPE, Tables(seed=0), ChatFormat(byte_tokenizer()), backend)
+    return Host(RECIPE, Tables(seed=0), chat_of(shared_tokenizer()), backend)
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_text_is_the_answer_of_a_task_without_submit() -> None:
         def task(self, split: Split, index: int) -> Task:
             return replace(super().task(split, index), tools=("python",))
 
-    host = Host(RECIPE, Told(seed=0), ChatFormat(byte_tokenizer()), ScriptedSandboxes(printing("42\n")))
+    host = Host(RECIPE, Told(seed=0), chat_of(shared_tokenizer()), ScriptedSandboxes(printing("42\n")))
     try:
         told, silent, cut = begun(host), begun(host), begun(host)
         for _ in range(host.task(0).limits.turns):

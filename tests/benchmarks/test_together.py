@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent import ChatFormat
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import ExecResult, SamplingParams, Split
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
@@ -15,6 +14,7 @@ from agentrl.testing.sandboxes import ScriptedSandbox
 from benchmarks.contest.environment import Host
 from benchmarks.contest.together import Together, Waiting
 from sandboxes.tables import Tables
+from tests.chats import chat_of, shared_tokenizer
 
 RECIPE = Recipe(name="peers", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="sandboxes.tables:Tables"))
 FAMILY = Tables(seed=0, episode_tokens=4000)
@@ -64,7 +64,7 @@ class Meeting(ScriptedSandboxes):
 
 
 def test_calls_of_a_turn_run_at_once_and_every_token_is_told_who_wrote_it() -> None:
-    host = Host(RECIPE, FAMILY, ChatFormat(byte_tokenizer()), Meeting(2))
+    host = Host(RECIPE, FAMILY, chat_of(shared_tokenizer()), Meeting(2))
     right = str(FAMILY.task(Split.TRAIN, 0).data["answer"])
     program, done = call("python", "code", "print(7)"), call("submit", "answer", right)
     trainer = Trainer([program, program, done], [done, call("submit", "answer", "wrong")])

@@ -18,7 +18,7 @@ from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection
 from agentrl.failure.trace import Spoken, Tag, Trace, Why
 from agentrl.records import Group, Message, Score, ToolCall
-from agentrl.sections import CaptureConfig
+from agentrl.sections.failures import CaptureConfig
 from tests.failure.traces import heard, python, said, scored, submit, task, trace, turn
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

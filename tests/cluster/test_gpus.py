@@ -53,6 +53,26 @@ def test_several_servers_on_a_cpu_share_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert place(made("file").but("serving.replicas=3")) == Placement()
 
 
+@pytest.mark.usefixtures("on_gpus")
+def test_the_gates_own_server_gets_the_gpu_after_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated(transfer: str, **more: object) -> Recipe:
+        return made(transfer).but({"gate": {"suite": "evals/x", "server": "own"}, **more})
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert place(gated("file")) == Placement(learner="4", server="4", gate="5"), "learner and server share one, as without a gate"
+    assert place(gated("file", **{"serving.replicas": 1, "learner.ranks": 2})) == Placement(learner="4,5", server="4", gate="6")
+    judged = gated("file", judge_servers={"a": {"model": "m"}})
+    assert place(judged).judges == {"a": "6"}
+    with pytest.raises(
+        UserError, match=r"serving\.replicas=2 and gate\.server=own with learner\.ranks=1 needs 4 GPUs, 3 are visible"
+    ) as caught:
+        place(gated("file", **{"serving.replicas": 2}))
+    assert "gate.server=shared" in str(caught.value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert place(gated("file", **{"serving.replicas": 2})) == Placement(learner="0", replicas=("1", "2"), gate="3")
+    assert place(made("file").but({"gate": {"suite": "evals/x"}})) == Placement()
+
+
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="needs 2 GPUs, 1 are visible"):

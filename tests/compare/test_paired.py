@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import math
 import random
+from fractions import Fraction
 
 import pytest
 
 from agentrl.compare import Scores, Verdict, compare
+from agentrl.compare.exact import sign_flips
 from agentrl.compare.intervals import differences, rate
 from agentrl.compare.passes import mean_pass_at_k, pass_at_k
-from agentrl.compare.power import cases_for, pairs_for, power_of_pairs, spread_of_pairs
+from agentrl.compare.power import cases_for, noise_of, pairs_for, planned_spread, power_of_pairs, smallest_seen, spread_of_pairs
 from agentrl.compare.sequential import e_value
 
 
@@ -90,6 +92,43 @@ def test_the_number_of_cases_told_beforehand_gives_the_power(difference: float, 
         lost = sum(gain <= draw < discordance for draw in draws)
         seen += mcnemar(lost, gained) <= 0.05 and (gained > lost) == (difference > 0)
     assert seen / 500 == pytest.approx(power_of_pairs(n, difference, discordance), abs=0.06)
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_number_of_cases_planned_from_one_policy_gives_the_power(repeats: int, everywhere: bool) -> None:
+    """A drop of 20 points from 0.9, in every case or as whole cases that are lost: seen at least as often as was told."""
+    plan = planned_spread(0.2, 2 * 0.9 * 0.1, repeats=repeats)
+    n = cases_for(0.2, plan)
+    assert smallest_seen(n, 0.18, repeats=repeats) == pytest.approx(0.2) and (smallest_seen(n // 2, 0.18, repeats=repeats) or 1.0) > 0.2
+    rng, seen = random.Random(5), 0
+
+    def passed(chance: float) -> Fraction:
+        return Fraction(sum(rng.random() < chance for _ in range(repeats)), repeats)
+
+    for _ in range(200):
+        after = [0.7] * n if everywhere else [0.0 if place < 0.2 / 0.9 * n else 0.9 for place in range(n)]
+        tails = sign_flips([passed(chance) - passed(0.9) for chance in after])
+        seen += tails.both <= 0.05
+    assert seen / 200 >= 0.75, "80%, but for the chance in 200 evaluations"
+
+
+def test_noise_is_that_of_attempts_at_the_same_case() -> None:
+    rng = random.Random(6)
+    chances = [0.2, 0.5, 1.0] * 4_000
+    by_case = [[float(rng.random() < chance) for _ in range(3)] for chance in chances]
+    assert noise_of(by_case) == pytest.approx((2 * 0.16 + 2 * 0.25) / 3, abs=0.01)
+    alone = noise_of([scores[:1] for scores in by_case])
+    assert alone == pytest.approx(2 * (1.7 / 3) * (1.3 / 3), abs=0.01), "of single attempts the most that they can have"
+    assert noise_of([[1.0], [], [1.0, 1.0]]) == 0.0
+    with pytest.raises(ValueError, match="nothing was scored"):
+        noise_of([[], []])
+    assert smallest_seen(5, 0.0) is None, "no number of flips is significant there"
+
+
+def test_cases_without_a_flip_plan_nothing_too_small() -> None:
+    found = compare({f"c{n}": [1.0] for n in range(8)}, {f"c{n}": [1.0] for n in range(8)})
+    assert found is not None and found.cases_for(0.1) == cases_for(0.1, math.sqrt(0.09)) > 60
 
 
 def test_impossible_plans_are_refused() -> None:

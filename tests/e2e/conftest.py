@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 
 from agentrl.sandbox import list_open
 from agentrl.sandbox.lease import alive
+
+from . import forked as forking
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -30,10 +32,13 @@ SMALL = [
 ]
 
 
-def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts the command line with ctrl-C at its default: a shell that runs the tests in the background hands it down ignored."""
+def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, by: Sequence[str] = ("agentrl",)) -> subprocess.Popen[str]:
+    """Starts the command line with ctrl-C at its default: a shell that runs the tests in the background hands it down ignored.
+
+    `by`: the module that is run, with what it is given first; the fixture `forked` is another one.
+    """
     return subprocess.Popen(
-        [sys.executable, "-m", "agentrl", *arguments],
+        [sys.executable, "-m", *by, *arguments],
         cwd=cwd,
         env={**os.environ, **(env or {})},
         text=True,
@@ -43,8 +48,14 @@ def start(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) 
     )
 
 
-def agentrl(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 900) -> tuple[int, str]:
-    process = start(*arguments, cwd=cwd, env=env)
+def agentrl(
+    *arguments: str,
+    cwd: Path = ROOT,
+    env: dict[str, str] | None = None,
+    timeout: float = 900,
+    by: Sequence[str] = ("agentrl",),
+) -> tuple[int, str]:
+    process = start(*arguments, cwd=cwd, env=env, by=by)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -83,6 +94,22 @@ def steps_logged(run: Path) -> list[int]:
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line["step"] for line in lines if "episodes" in line]
+
+
+@pytest.fixture(scope="package")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    with forking.hosting(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
+
+
+@pytest.fixture
+def forked(hosts: tuple[Path, Path]) -> Iterator[tuple[str, ...]]:
+    """For `by` of a run that is no test of how its server and its learner start; none of them outlives the test."""
+    yield ("tests.e2e.forked", *map(str, hosts))
+    deadline = time.monotonic() + 120
+    while (left := [child for one in hosts for child in psutil.Process(int(one.stem)).children()]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
 
 
 @pytest.fixture

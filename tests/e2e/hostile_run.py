@@ -1,6 +1,6 @@
 """A training run with every part real but for what the policy says: the words of `agentrl.testing.hostile`, dealt out among its episodes.
 
-    python -m tests.e2e.hostile_run PROJECT RUN_DIR BACKEND
+    python -m tests.e2e.hostile_run SERVERS LEARNERS PROJECT RUN_DIR BACKEND
 
 The server is a real one, takes every version the learner publishes, and answers what is not scripted.
 """
@@ -19,6 +19,7 @@ from agentrl.run import opening
 from agentrl.serving.served import ServedPolicy
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.hostile import RIGHT, SCRIPTS
+from tests.e2e import forked
 
 GROUP_SIZE, GROUPS_PER_STEP, STEPS = 8, 4, 2
 CONTEXT = 16384
@@ -138,7 +139,8 @@ class Scripted(ServedPolicy):
         return Completion(token_ids=tuple(ids), logprobs=(-0.5,) * len(ids), versions=spans, finish_reason=finish)
 
 
-def main(project: str, run_dir: str, backend: str, *more: Any) -> None:
+def main(servers: str, learners: str, project: str, run_dir: str, backend: str, *more: Any) -> None:
+    forked.use(Path(servers), Path(learners))
     opening.ServedPolicy = Scripted  # type: ignore[misc]
     cli.main(["train", f"{project}/recipe.py", "--run-dir", run_dir, "--sandbox", backend, *more])
 

@@ -20,6 +20,16 @@ BASE = ROOT / "recipes" / "models" / "tables-base"
 
 def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> None:
     code, output = agentrl(*arguments, env=env, timeout=300)
+    _is_told(code, output, says)
+
+
+def refused_here(*arguments: str, says: str) -> None:
+    """As `refused`, in this process."""
+    done = in_this_process(*arguments)
+    _is_told(done.returncode, done.stdout + done.stderr, says)
+
+
+def _is_told(code: int, output: str, says: str) -> None:
     assert code == 2, output
     assert says in output and "Traceback" not in output, output
 
@@ -37,14 +47,14 @@ def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> No
 )
 def test_recipe_mistakes(override: str, says: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    refused("train", RECIPE, override, "--run-dir", str(run), says=says)
+    refused_here("train", RECIPE, override, "--run-dir", str(run), says=says)
     assert not run.exists()
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
-    refused("train", "recipes/none.py", says="no recipe file")
+    refused_here("train", "recipes/none.py", says="no recipe file")
     (tmp_path / "r.py").write_text("recipe = 3\n")
-    refused("train", str(tmp_path / "r.py"), says="not agentrl.Recipe")
+    refused_here("train", str(tmp_path / "r.py"), says="not agentrl.Recipe")
 
 
 def test_tokenizer_without_a_chat_template(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.m
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_every_episode_of_a_hostile_policy_is_scored(tmp_path: Path) -> None:
+def test_every_episode_of_a_hostile_policy_is_scored(tmp_path: Path, hosts: tuple[Path, Path], forked: tuple[str, ...]) -> None:
     write_project(tmp_path, ROOT / "sandboxes" / "tables" / "image.toml")
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "tests.e2e.hostile_run", str(tmp_path), str(run), "bubblewrap"]
+    command = [sys.executable, "-m", "tests.e2e.hostile_run", *map(str, hosts), str(tmp_path), str(run), "bubblewrap"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     count = STEPS * GROUPS_PER_STEP

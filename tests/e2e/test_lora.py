@@ -1,4 +1,4 @@
-"""The whole loop where versions are adapters: swapped alone, put back into a server that died, exported alone and merged."""
+"""The whole loop where versions are adapters: swapped alone, put back into servers that died, judged beside the run, exported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.compare.verdict import Outcome, read_verdicts
 from agentrl.experience import SqliteStore
+from agentrl.failure.case import Case, save_case
+from agentrl.records import Split, VersionState
+from agentrl.version import FolderRegistry
+from sandboxes.tables import Tables
 
 from .conftest import SMALL, descendants, start, steps_logged, summary, wait_for
 
@@ -17,16 +22,20 @@ RECIPE = "recipes/quickstart_lora.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_of_adapters_outlives_its_server(tmp_path: Path) -> None:
+def test_a_run_of_adapters_outlives_its_servers_and_is_judged_on_one_of_the_gates_own(tmp_path: Path) -> None:
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    run = tmp_path / "run"
-    process = start("train", RECIPE, "steps=3", *SMALL, "rollout.extra_groups=2", "--run-dir", str(run), "--sandbox", "bubblewrap")
+    run, suite = tmp_path / "run", tmp_path / "suite"
+    for number in range(4):
+        save_case(suite, Case(id=f"case-{number}", task=Tables(seed=11).task(Split.HELDOUT, number)))
+    gate = [f"gate.suite={json.dumps(str(suite))}", "gate.server=own", "gate.repeats=2", "gate.confirm=0"]
+    process = start("train", RECIPE, "steps=3", *SMALL, "rollout.extra_groups=2", *gate, "--run-dir", str(run), "--sandbox", "bubblewrap")
     try:
         wait_for(lambda: 1 in steps_logged(run), process, timeout=600)
-        descendants(process, "agentrl.serving.launch")[-1].kill()
+        for server in descendants(process, "agentrl.serving.launch"):
+            server.kill()
         output, _ = process.communicate(timeout=900)
     finally:
         process.kill()
@@ -34,7 +43,12 @@ def test_a_run_of_adapters_outlives_its_server(tmp_path: Path) -> None:
     found = summary(run)
     assert found["finished"] and (found["steps"], found["weight_swaps"]) == (3, 3)
     assert found["swap_probe_max_abs_diff"] <= 1e-3
-    assert "the inference server died" in output
+    assert "the inference server died" in output and "inference server gate died" in output
+    verdicts = read_verdicts(run)
+    assert [one.version for one in verdicts] == [0, 1, 2, 3] and verdicts[0].outcome is Outcome.REFERENCE
+    assert verdicts[0].figures is not None and verdicts[0].figures.attempts == 8 and verdicts[0].figures.unscored == 0
+    assert {one.outcome for one in verdicts[1:]} == {Outcome.PROMOTED}, [one.reason for one in verdicts]
+    assert FolderRegistry(run / "versions").latest(VersionState.PROMOTED).number == 3
     lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line}
     for line in lines.values():  # one more group for each that taught nothing, up to two
         assert line["groups_extra"] == line["episodes"] / 4 - 4 == min(2, line["groups_without_signal"])

@@ -28,7 +28,7 @@ class InWords(Tables):
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path) -> None:
+def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: tuple[str, ...]) -> None:
     (tmp_path / "family.py").write_text(FAMILY)
     run = tmp_path / "run"
     family = f"tasks.family={tmp_path / 'family.py'}:InWords"
@@ -37,6 +37,7 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path) -> None:
     code, output = agentrl(
         *("train", "recipes/quickstart.py", "steps=2", family, to_its_end, *SMALL, *none),
         *("--run-dir", str(run), "--sandbox", "bubblewrap"),
+        by=forked,
     )
     assert code == 1, output[-4000:]
     assert output.count("alert: episodes are left out: ") == 1 and "family.py:in_words: verifier gave str, not a Score" in output

@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.m
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_program_is_trained_on_the_tokens_that_it_was_answered_with(tmp_path: Path) -> None:
+def test_a_program_is_trained_on_the_tokens_that_it_was_answered_with(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     where = (f"rollout.agent_options.port={port}", f"tasks.options.network=127.0.0.1:{port}")
     few = ("steps=1", *SMALL, "evaluation.heldout=2", "evaluation.heldout_real=0")
-    code, output = agentrl("train", "recipes/outside_agent.py", *few, *where, "--run-dir", str(run), "--sandbox", "bubblewrap")
+    code, output = agentrl("train", "recipes/outside_agent.py", *few, *where, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
     assert code == 0, output[-4000:]
     found = summary(run)
     assert (found["steps"], found["episodes_left_out"], found["delivered_share"]) == (1, 0, 1.0)

@@ -21,7 +21,7 @@ MODEL = ROOT / "recipes" / "models" / "tables-base"
 @pytest.mark.e2e
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_real_policy_is_held_to_a_suite(tmp_path: Path) -> None:
+def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...]) -> None:
     suite = ROOT / "runs" / f"e2e-suite-{os.getpid()}"  # in the project, whose images and verifiers the cases name
     try:
         family = Tables(seed=11)
@@ -29,7 +29,7 @@ def test_a_real_policy_is_held_to_a_suite(tmp_path: Path) -> None:
             save_case(suite, Case(id=f"case-{number}", task=family.task(Split.HELDOUT, number), threshold=0.0 if number else 2.0))
         run = tmp_path / "run"
         overrides = [item for item in SMALL if item.startswith(("rollout.concurrency", "sandbox"))]
-        code, out = agentrl("eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json")
+        code, out = agentrl("eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json", by=forked)
         told = json.loads(out.splitlines()[-1])
         assert code == 1 and [one["case"] for one in told["cases"] if one["verdict"] != "passed"] == ["case-0"], out
         assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"

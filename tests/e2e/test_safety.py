@@ -15,12 +15,12 @@ RECIPE = "recipes/quickstart.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path) -> None:
+def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path, forked: tuple[str, ...]) -> None:
     """No policy has 50 nats of entropy, so every update is rolled back until that is no longer allowed."""
     run = tmp_path / "run"
     arguments = ("train", RECIPE, "steps=4", *SMALL, "evaluation.heldout_real=0", "--run-dir", str(run), "--sandbox", "bubblewrap")
     limit = ("learner.limits.min_entropy.at=50", "learner.limits.min_entropy.action=rollback", "learner.limits.max_rollbacks=1")
-    code, output = agentrl(*arguments, *limit)
+    code, output = agentrl(*arguments, *limit, by=forked)
     assert code == 1, output
     assert "failed: step 1: entropy" in output and "1 rollbacks are made" in output
     assert "alert: step 1: rolled back, and left out groups 0, 1, 2, 3" in output
@@ -30,7 +30,7 @@ def test_rollbacks_run_out_and_other_limits_let_the_run_go_on(tmp_path: Path) ->
     assert (found["rollbacks"], found["updates_left_out"], found["finished"]) == (1, 2, False)
     assert "is below learner.limits.min_entropy.at=50" in (run / "report.html").read_text()
 
-    code, output = agentrl(*arguments, "learner.limits.min_entropy.at=1e-9", "--resume")  # the others stay as they were
+    code, output = agentrl(*arguments, "learner.limits.min_entropy.at=1e-9", "--resume", by=forked)  # the others stay as they were
     assert code == 0, output
     found = summary(run)
     assert found["finished"] and found["steps"] == 4 and (found["rollbacks"], found["updates_left_out"]) == (1, 1)

@@ -21,7 +21,7 @@ from agentrl.failure.rows import Wanted
 from agentrl.failure.trace import Tag, Why
 from agentrl.records import Blame, Group, ScoredEpisode
 from agentrl.sampling import Supports
-from agentrl.sections import CaptureConfig
+from agentrl.sections.failures import CaptureConfig
 
 from .traces import fault, heard, python, said, scored, submit, task, trace, turn
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent import ChatFormat
 from agentrl.gateway import Gateway, Session, Tokens
 from agentrl.objective import counted_samples
 from agentrl.protocols import LiveEpisode
@@ -17,6 +16,7 @@ from agentrl.rollout import EpisodeRunner
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
 from tests.episodes import task, tokenizer
 
 __all__ = ["task", "tokenizer"]
@@ -70,7 +70,7 @@ class Outcome:
 @pytest.fixture
 def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
     """Runs one episode; `script` gives what the policy says at its n-th request."""
-    chat = ChatFormat(tokenizer)
+    chat = chat_of(tokenizer)
     roomy = replace(task, tools=(), limits=Limits(turns=40, turn_tokens=400, episode_tokens=20000, wall_s=30.0))
 
     async def led(

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.agent import ChatFormat
 from agentrl.errors import ServingError, UserError
 from agentrl.gateway import Gateway, Outside, posted_reward
 from agentrl.gateway.asked import Refused
@@ -30,6 +29,7 @@ from agentrl.sampling import Sampling
 from agentrl.sandbox import BubblewrapBackend
 from agentrl.testing import ScriptedPolicy
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
+from tests.chats import chat_of
 
 ROOT = Path(__file__).resolve().parents[2]
 AGENTS = ROOT / "recipes" / "agents"
@@ -110,7 +110,7 @@ def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
         port = options.pop("reached", None) or free_port()
         python = sys.executable if where is None else "python3"
         given: dict[str, Any] = {"command": [python, "agent.py"], "files": {"agent.py": str(path)}, "port": port, **options}
-        agent = Outside(chat=ChatFormat(tokenizer), **given)
+        agent = Outside(chat=chat_of(tokenizer), **given)
         (tmp_path / "work").mkdir(exist_ok=True)
         runner = EpisodeRunner(
             agent=agent,
@@ -245,10 +245,10 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
 )
 def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        Outside(chat=ChatFormat(tokenizer), **{"command": ["true"], **options})
+        Outside(chat=chat_of(tokenizer), **{"command": ["true"], **options})
 
 
-@pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds"])
+@pytest.mark.parametrize("key", ["rollout.branching", "rollout.checkpoint_turns", "tools.mcp", "tools.bounds", "tools.words"])
 def test_what_does_nothing_for_a_program_is_refused(key: str, tmp_path: Path) -> None:
     """A program has no state between turns that could be captured, and tools of its own."""
     (tmp_path / "agent.py").write_text("print()")
@@ -259,6 +259,7 @@ def test_what_does_nothing_for_a_program_is_refused(key: str, tmp_path: Path) ->
         "rollout.checkpoint_turns": True,
         "tools.mcp": {"clock": {"command": ["true"]}},
         "tools.bounds": {"python": {"calls": 3}},
+        "tools.words": {"python": {"description": "x"}},
     }
     check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
     outside = base.but({"rollout.agent": "agentrl.gateway:Outside", "rollout.agent_options": options})

@@ -1,8 +1,10 @@
 """Learner processes without torchrun and without the seconds of imports before them, which are most of what a short one takes.
 
-`python -m tests.learner.preloaded host SOCKET PARENT_PID` imports what a learner needs and waits. `command` gives a command line that
-stands where torchrun would: the host forks its ranks, each a process of its own with the environment and the output of the command.
+`python -m tests.learner.preloaded host learners FOLDER PARENT_PID` imports what a learner needs and waits. `command` gives a command line
+that stands where torchrun would: the host forks its ranks, each a process of its own with the environment and the output of the command.
 As under torchrun the exit code is that of the first rank to fail, the others are killed then, and all of them when the command is.
+
+A host of `servers` does the same for inference servers (tests/e2e/forked.py). Each host serves one command at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVED = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3")
 HEAVY = (
     "agentrl.learner.worker",
     "deepspeed",
@@ -38,18 +42,20 @@ def command(address: Path, ranks: int, module: str, *arguments: str) -> list[str
 
 
 @contextlib.contextmanager
-def hosting(folder: Path) -> Iterator[Path]:
-    """A host in a process of its own; gives the address for `command`."""
-    address = folder / "host.sock"
+def hosting(folder: Path, kind: str = "learners", given: Mapping[str, str] | None = None) -> Iterator[Path]:
+    """A host in a process of its own; gives the address for `command`, whose stem is the host's process id. `given`: environment."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **(given or {}),
     }
-    arguments = [sys.executable, "-m", "tests.learner.preloaded", "host", str(address), str(os.getpid())]
+    folder.mkdir(exist_ok=True)
+    arguments = [sys.executable, "-m", "tests.learner.preloaded", "host", kind, str(folder), str(os.getpid())]
     host = subprocess.Popen(arguments, cwd=ROOT, env=environment)
+    address = folder / f"{host.pid}.sock"
     try:
         deadline = time.monotonic() + 300
         while not address.exists():
@@ -75,13 +81,18 @@ def ask(address: str, ranks: str, module: str, *arguments: str) -> int:
     return int(code or b"1")
 
 
-def host(address: str, parent: str) -> None:
+def host(kind: str, folder: str, parent: str) -> None:
     from agentrl.processes import die_with_parent, imports_kept
 
     die_with_parent(int(parent))
     with imports_kept():
-        for name in HEAVY:
+        if kind == "servers":
+            from agentrl.serving import launch
+
+            launch._trim_cpu_start(threads=1)
+        for name in HEAVY if kind == "learners" else (launch._SERVER, *SERVED):
             __import__(name)
+    address = f"{folder}/{os.getpid()}.sock"
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(f"{address}.new")
         door.listen()
@@ -89,25 +100,31 @@ def host(address: str, parent: str) -> None:
         while True:
             link, _ = door.accept()
             with link:
-                code = _serve(link)
+                code = _serve(link, kind)
                 with contextlib.suppress(OSError):
                     link.sendall(str(code).encode())
 
 
-def _serve(link: socket.socket) -> int:
+def _serve(link: socket.socket, kind: str) -> int:
     """Forks what one command asks for, and waits until it has ended or the command has."""
     _, outputs, _, _ = socket.recv_fds(link, 1, 2)
     text = b""
     while data := link.recv(65536):
         text += data
     wanted = json.loads(text)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    places = [{"RANK": str(n), "LOCAL_RANK": str(n), "MASTER_PORT": str(port)} for n in range(wanted["ranks"])]
+    places = _places(wanted["ranks"]) if kind == "learners" else [{}]
     ranks = [_fork(wanted, place, outputs) for place in places]
     for output in outputs:
         os.close(output)
     return _wait(link, ranks)
+
+
+def _places(ranks: int) -> list[dict[str, str]]:
+    """What torchrun tells each rank in its environment."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    all_of_them = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{"RANK": str(n), "LOCAL_RANK": str(n), **all_of_them} for n in range(ranks)]
 
 
 def _wait(link: socket.socket, ranks: list[int]) -> int:
@@ -159,9 +176,9 @@ def _be_rank(wanted: dict, place: dict[str, str], outputs: list[int]) -> int:
     os.dup2(outputs[0], 1)
     os.dup2(outputs[1], 2)
     os.chdir(wanted["folder"])
-    size = str(wanted["ranks"])
     os.environ.clear()
-    os.environ.update(wanted["environment"], WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", **place)
+    os.environ.update(wanted["environment"], **place)
+    tempfile.tempdir = None  # as it was for the host
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     sys.argv = [wanted["module"], *wanted["arguments"]]
     try:

@@ -9,7 +9,7 @@ import pytest
 from agentrl.errors import TaskError
 from agentrl.memo import Memo
 from agentrl.memory import NoteStore, View, Written, scope_of
-from agentrl.sections import MemoryConfig
+from agentrl.sections.tools import MemoryConfig
 from agentrl.testing.samples import sample_task
 
 CONFIG = MemoryConfig(notes=3, note_chars=40, results=2)

@@ -13,6 +13,7 @@ from agentrl.prove.null_answers import KINDS, TASKS, prove_null_answers
 from agentrl.prove.verifiers import Golden
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
+from agentrl.reward.together import GroupScorer
 from rewards.exact import exact
 from rewards.form import Length
 from rewards.numeric import numeric
@@ -103,6 +104,46 @@ def test_each_verifier_is_asked_by_itself() -> None:
     scorer = TaskScorer(_verifiers={"a": exact, "b": Paying(lambda e: e.answer == "0", 1.0)})
     proof = asyncio.run(prove_null_answers(tasks, {}, scorer, parallel=4))
     assert [row[0] for row in proof.table] == ["highest score of", "a", "b"] and [f.what[:1] for f in proof.findings] == ["b"]
+
+
+def test_an_audit_is_held_to_the_same() -> None:
+    scorer = TaskScorer(_verifiers={"v": exact, "watch": Paying(lambda e: e.answer == ":", 1.0)})
+    proof = asyncio.run(prove_null_answers(some("north", "south"), {}, scorer, parallel=4, audit=("watch",)))
+    assert [row[0] for row in proof.table] == ["highest score of", "v", "watch"]
+    assert [finding.what[:5] for finding in proof.findings] == ["watch"] and not proof.ok
+
+
+class Longest:
+    """Ranks by length: words to the judge stand above a right answer."""
+
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
+        lengths = [len(one.answer or "") for one in episodes]
+        return tuple(Score(value=float(length > min(lengths))) for length in lengths)
+
+
+class Fair(Longest):
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
+        return tuple(Score(value=2.0 if one.answer == task.data["answer"] else 1.0) for one in episodes)
+
+
+def test_a_judge_of_groups_puts_answers_without_work_below_the_gold_one() -> None:
+    tasks = some("north", "south")
+    golden = {
+        one.id: Golden(
+            episode=Episode(id="g", task_id=one.id, task_key=one.key, trajectories=(), answer=one.data["answer"]), score=Score(value=1.0)
+        )
+        for one in tasks
+    }
+
+    def proven(judge: Any) -> Proof:
+        alone = TaskScorer(_verifiers={"v": exact})
+        together = GroupScorer(judge=judge, name="rank", weight=1.0, alone=alone)
+        return asyncio.run(prove_null_answers(tasks, golden, alone, parallel=4, together=together))
+
+    fooled = proven(Longest())
+    assert not fooled.ok and [row[0] for row in fooled.table] == ["highest score of", "v", "rank"]
+    assert dict(zip(fooled.table[0], fooled.table[2], strict=True))["injection"] == "1" and "rank gives up to 1" in fooled.findings[0].what
+    assert proven(Fair()).findings == (), "what a group judge gives compares, and need not be 0"
 
 
 def test_files_are_filled_where_the_task_is_judged_by_them() -> None:

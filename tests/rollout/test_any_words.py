@@ -11,17 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.experience import SqliteStore
 from agentrl.records import Blame, Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, Split, Task, VersionSpan
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling
-from agentrl.testing import ScriptedSandboxes, byte_tokenizer
+from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
 
 TURNS = 4
-TOKENIZER = byte_tokenizer()
-CHAT = ChatFormat(TOKENIZER)
+TOKENIZER = shared_tokenizer()
+CHAT = chat_of(TOKENIZER)
 
 
 TOOLS = Path(__file__).with_name("trusting_tools.py")

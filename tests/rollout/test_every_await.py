@@ -10,13 +10,12 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Generator, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 
 from agentrl import codec
-from agentrl.agent import ChatFormat, ToolOutcome, TurnLoop, tool
+from agentrl.agent import ToolOutcome, TurnLoop, tool
 from agentrl.agent.invoke import ARGUMENT_FAULTS
 from agentrl.agent.tools import function_schema
 from agentrl.errors import PluginError, SandboxError, SandboxTimeout, ServingError
@@ -28,6 +27,7 @@ from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import ScriptedSandbox, printing
+from tests.chats import chat_of
 
 FAULTS = (
     SandboxError("gone"),
@@ -286,12 +286,6 @@ class Scene:
         closings = Counter(box.closings for box in self.sandboxes.opened)  # type: ignore[attr-defined]
         assert set(closings) <= {1}, f"sandboxes closed so many times: {closings} ({awaits.where})"
         assert self.slots._value == 2 and not self.slots.locked(), awaits.where
-
-
-@cache
-def chat_of(tokenizer: Any) -> ChatFormat:
-    """Made once: what a chat format finds out about its template is most of a scene's time."""
-    return ChatFormat(tokenizer)
 
 
 def expected(awaits: Awaits) -> str:

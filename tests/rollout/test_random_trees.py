@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.objective import assemble
 from agentrl.recipe import Recipe, build
 from agentrl.records import Completion, EpisodeState, Group, Limits, SamplingParams, Score, ScoredEpisode, Task
 from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.sampling import Sampling
-from agentrl.sections import CompactionConfig, DelegationConfig
+from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
 
 MODES = ("episode", "branches", "roles", "verifier", "counterfactual", "siblings")
 
@@ -58,7 +59,7 @@ async def grown(policy: Noted, task: Task) -> Group:
     """Two attempts, and one that goes on from a state of the first."""
     runner = EpisodeRunner(
         agent=TurnLoop(
-            chat=ChatFormat(policy.tokenizer),
+            chat=chat_of(policy.tokenizer),
             delegation=DelegationConfig(depth=2, width=2, total=6, turns=4, tokens=400),
             compaction=CompactionConfig(tokens=450, summary_tokens=60, request="Sum up."),
         ),

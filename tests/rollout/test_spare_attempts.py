@@ -15,7 +15,7 @@ from agentrl import codec
 from agentrl.experience import RunningEpisodes
 from agentrl.records import Episode, Group, Score, Task
 from agentrl.rollout import GroupRunner
-from agentrl.sections import DelegationConfig
+from agentrl.sections.rollout import DelegationConfig
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, delegate, shown, tree_task

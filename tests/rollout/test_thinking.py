@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl import codec
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.objective.delivery import captured_tokens
 from agentrl.objective.samples import counted_samples
 from agentrl.records import Blame, Episode, EpisodeState, Group, Limits, Message, Score, ScoredEpisode, Task, Turn
@@ -16,6 +16,7 @@ from agentrl.rollout import Capture, EpisodeRunner
 from agentrl.sampling import Sampling, Supports
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
 from tests.rollout.test_group import PYTHON, SUBMIT
 
 MOST = 40
@@ -35,7 +36,7 @@ def runner(tokenizer: Any, script: Any, *, top_k: int = 0) -> EpisodeRunner:
     return EpisodeRunner(
         policy=ScriptedPolicy(tokenizer, script),
         sandboxes=ScriptedSandboxes(printing("3")),
-        agent=TurnLoop(chat=ChatFormat(tokenizer)),
+        agent=TurnLoop(chat=chat_of(tokenizer)),
         sampling=Sampling(top_k=top_k, supports=top_k > 0),
         max_model_len=4096,
         request_timeout_s=60.0,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from agentrl import codec
-from agentrl.agent import ChatFormat
 from agentrl.experience import SqliteStore
 from agentrl.learner.packing import micro_batch, plan
 from agentrl.objective import assemble, counted_samples
@@ -26,6 +25,7 @@ from agentrl.run.transcript import append, transcript
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
 from tests.rollout.delegating import Delegating
 
 
@@ -47,7 +47,7 @@ def tree(task: Task) -> Task:
 def delegating(tokenizer: Any) -> Callable[..., EpisodeRunner]:
     def make(policy: Any) -> EpisodeRunner:
         return EpisodeRunner(
-            agent=Delegating(chat=ChatFormat(tokenizer)),
+            agent=Delegating(chat=chat_of(tokenizer)),
             policy=policy,
             sandboxes=ScriptedSandboxes(printing("")),
             sampling=Sampling(),

@@ -66,6 +66,16 @@ async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite
     assert ("k-123" not in text and "theirs at http" not in text.replace(server.url, "http")) or "k-123" not in text
 
 
+async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> None:
+    words = ('rollout.instructions="Look first."', 'tools.words={"submit": {"description": "Hand in."}}')
+    with ChatServer([SUBMIT]) as server, prepared(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given:
+        (done,) = await evaluate(given, console=False)
+    (body,) = (one["body"] for one in server.requests)
+    assert (body["messages"][0]["role"], body["messages"][0]["content"]) == ("system", "Look first.")
+    assert [tool["function"]["description"] for tool in body["tools"] if tool["function"]["name"] == "submit"] == ["Hand in."]
+    assert done.results.attempts[0].task_key == suite.cases[0].key, "the same case, to be compared"
+
+
 @pytest.mark.parametrize(
     ("answer", "limits", "ended"),
     [

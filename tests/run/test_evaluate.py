@@ -19,6 +19,7 @@ from agentrl.run.preflight import check_thinking
 from agentrl.sampling import Sampling
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
 
 
 async def verdict(task: Task, episode: Episode) -> Score:
@@ -54,11 +55,11 @@ class Family:
 
 
 def runner(policy: ScriptedPolicy | None = None) -> GroupRunner:
-    tokenizer = policy.tokenizer if policy is not None else byte_tokenizer()
+    tokenizer = policy.tokenizer if policy is not None else shared_tokenizer()
     episodes = EpisodeRunner(
         policy=policy or ScriptedPolicy.saying(tokenizer, "4"),
         sandboxes=ScriptedSandboxes(printing("")),
-        agent=TurnLoop(chat=ChatFormat(tokenizer)),
+        agent=TurnLoop(chat=chat_of(tokenizer)),
         sampling=Sampling(),
         max_model_len=1000,
         request_timeout_s=60.0,
@@ -118,4 +119,4 @@ async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: 
     with pytest.raises(RecipeError, match="leaves no room for an answer"):
         check_thinking(chat, family, EvalConfig(thinking_tokens=(20, 256)))
     with pytest.raises(UserError, match="no <think> and </think>"):
-        check_thinking(ChatFormat(byte_tokenizer()), family, EvalConfig(thinking_tokens=(20,)))
+        check_thinking(chat_of(shared_tokenizer()), family, EvalConfig(thinking_tokens=(20,)))

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.cli import app
 from agentrl.compare.verdict import Outcome, read_verdict, read_verdicts
 from agentrl.errors import StoreError, UserError
@@ -31,12 +31,14 @@ from agentrl.records import ADAPTER, Episode, Message, SandboxSpec, Score, Split
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import loop, measure
-from agentrl.run.gate import concluded, first_to_serve, judge_served, parting_turn, result, serve_result
+from agentrl.run.gate import concluded, first_to_serve, parting_turn, result, serve_result
+from agentrl.run.judging import judging
 from agentrl.run.versions import record_missing
 from agentrl.sampling import Sampling
-from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from agentrl.version import FolderRegistry, rollback
+from tests.chats import chat_of, shared_tokenizer
 from tests.run import test_rolled_back as plain
 
 RECIPE = plain.RECIPE.but(gate=GateConfig(suite="evals/x", every=2, repeats=4, confirm=12), steps=6)
@@ -73,7 +75,7 @@ class Player(ScriptedPolicy):
     """Submits what the served version's weights say: `good` passes every case, `bad c03 c07` all but these."""
 
     def __init__(self, run: Any) -> None:
-        super().__init__(byte_tokenizer(), self.say)
+        super().__init__(shared_tokenizer(), self.say)
         self.run, self.asked = run, 0
 
     def say(self, turn: int, episode: str) -> str:
@@ -99,7 +101,7 @@ async def opened(run_dir: Path) -> Any:
 
 def equip(run: Any) -> None:
     run.player = Player(run)
-    chat = ChatFormat(run.player.tokenizer)
+    chat = chat_of(run.player.tokenizer)
     episodes = EpisodeRunner(
         policy=run.player,
         sandboxes=run.sandboxes,
@@ -124,6 +126,11 @@ def learner_answers(run: Any, number: int) -> rollback.Request:
     for refused in range(request.to + 1, number):
         run.registry.set_state(refused, VersionState.ROLLED_BACK)
     return request
+
+
+async def looked(run: Any) -> None:
+    async with judging(run) as gate:
+        await gate.look()
 
 
 async def served_through(run: Any, last: int) -> None:
@@ -187,7 +194,7 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 ) -> None:
     """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
     run = await opened(tmp_path)
-    await judge_served(run)
+    await looked(run)
     publish(run, 1, 0, "bad")
     publish(run, 2, 1, "bad c01")
     run.registry.set_state(1, VersionState.SERVING)
@@ -201,14 +208,14 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
         with monkeypatch.context() as patch:
             patch.setattr(point, die)
             with pytest.raises(Killed):
-                await judge_served(run)
+                await looked(run)
         assert (read_verdict(tmp_path, 2) is None) == (point == points[0])
         assert rollback.pending(tmp_path / "versions", run.registry) is None
     asked = run.player.asked
-    await judge_served(run)
+    await looked(run)
     request = rollback.pending(tmp_path / "versions", run.registry)
     assert request is not None and (request.version, request.to) == (2, 0)
-    await judge_served(run)
+    await looked(run)
     assert run.player.asked == asked, "the verdict stands"
 
     learner_answers(run, 3)
@@ -223,21 +230,21 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 @pytest.mark.usefixtures("scripted")
 async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    await judge_served(run)
+    await looked(run)
     publish(run, 1, 0, "bad")
     publish(run, 2, 1, "bad c01")
     run.registry.set_state(1, VersionState.SERVING)
     await run.served.swap(run.registry.get(2))
-    await judge_served(run)
+    await looked(run)
     path = tmp_path / "gate/000002/verdict.json"
     said = json.loads(path.read_text())
     changes: list[dict[str, Any]] = [{"version": 0}, {"reference": None}, {"reference": 2}, {"reference": 1}]
     for changed in changes:
         path.write_text(json.dumps(said | changed))
         with pytest.raises(StoreError, match=r"verdict\.json"):
-            await judge_served(run)
+            await looked(run)
     path.write_text(json.dumps(said))
-    await judge_served(run)
+    await looked(run)
     await plain.close(run)
 
 
@@ -300,7 +307,7 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
 async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_judged_anew(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"gate.max_rollbacks": 1, "gate.every": 1, "steps": 9})
-    await judge_served(run)
+    await looked(run)
     publish(run, 1, 0, "bad c01")
     await served_through(run, 1)
     learner_answers(run, 2)
@@ -318,9 +325,42 @@ async def test_rollbacks_end_at_their_limit_and_a_version_with_other_weights_is_
 
 
 @pytest.mark.usefixtures("scripted")
+async def test_the_learner_is_not_asked_back_once_it_has_published_the_last_version(tmp_path: Path) -> None:
+    """It has ended: the request would stand until the run was given more steps, and undo whatever was promoted by then."""
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"steps": 3})
+    for number, weights in enumerate(("good 1", "bad c03", "good 3"), 1):
+        publish(run, number, number - 1, weights)
+    await served_through(run, 3)
+    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)] == [
+        (0, Outcome.REFERENCE),
+        (2, Outcome.BLOCKED),
+        (3, Outcome.PROMOTED),
+    ]
+    assert rollback.pending(tmp_path / "versions", run.registry) is None
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
+async def test_a_request_that_came_too_late_is_void_once_the_last_version_is_promoted(tmp_path: Path) -> None:
+    """The learner was making its last step already. With more steps the run goes on from what was promoted."""
+    run = await opened(tmp_path)
+    run.recipe = RECIPE.but({"steps": 3})
+    publish(run, 1, 0, "good 1")
+    publish(run, 2, 1, "bad c03")
+    await served_through(run, 2)
+    assert rollback.pending(tmp_path / "versions", run.registry) is not None
+    publish(run, 3, 2, "good 3")
+    await served_through(run, 3)
+    assert [(one.version, one.outcome) for one in read_verdicts(tmp_path)][1:] == [(2, Outcome.ROLLED_BACK), (3, Outcome.PROMOTED)]
+    assert rollback.pending(tmp_path / "versions", run.registry) is None
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
 async def test_what_another_version_sampled_is_unscored_and_too_little_is_not_judged(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    await judge_served(run)
+    await looked(run)
     publish(run, 1, 0, "good 1")
     publish(run, 2, 1, "good 2")
     run.stop_at = 2

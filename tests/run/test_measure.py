@@ -1,7 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+from agentrl.cli.train import describe
+from agentrl.observe import Summary
+from agentrl.observe.report import _tiles
 from agentrl.records import Cancelled, Episode, Group, Score, ScoredEpisode, Trajectory
-from agentrl.run.measure import done_without
+from agentrl.reward.judges import Judge, Prices
+from agentrl.reward.judges.forms import CORRECT
+from agentrl.run.measure import done_without, judges_spent
+from agentrl.testing import ChatServer, Says
+from tests.reward.judges.judge_parts import RIGHT, TASK, endpoint, episode
 
 
 def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> Group:
@@ -25,3 +34,28 @@ def test_what_groups_went_on_without_is_counted_beside_what_they_have() -> None:
         "cancelled_wall_s_mean": 7,
         "counted_wall_s_mean": 2,
     }
+
+
+async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_else(tmp_path: Path) -> None:
+    assert judges_spent(tmp_path) == {} and not list(tmp_path.iterdir()), "a run without judges has no such figures, and no ledger"
+    with ChatServer([Says(RIGHT), Says("I am sorry.")]) as server:
+        for name in ("one", "other"):
+            priced = endpoint(server.url, model=name, prices=Prices(prompt=1e6, completion=1e6))
+            judge = Judge(endpoint=priced, form=CORRECT)
+            judge.prepare(root=tmp_path, folder=tmp_path)
+            await judge(TASK, episode())
+            await judge(TASK, episode())
+            await judge.close()
+    spent = judges_spent(tmp_path)
+    figures = {name: spent[name] for name in ("calls", "cached", "unreadable", "prompt_tokens", "completion_tokens")}
+    assert figures == {"calls": 3, "cached": 1, "unreadable": 2, "prompt_tokens": 300, "completion_tokens": 30} and spent["money"] == 330
+    told = Summary(
+        name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0,
+        judges=spent,
+    )  # fmt: skip
+    assert "3 questions to judges, 1 answered before, 330 tokens, money 330; 2 unreadable" in describe(told, tmp_path)
+    assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(told)}
+    for file in tmp_path.glob("judges.sqlite*"):
+        file.unlink()
+    (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)
+    assert judges_spent(tmp_path) == {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent import TurnLoop
 from agentrl.agent.mcp.servers import NO_TOOLS
 from agentrl.cli import app
 from agentrl.errors import ServingError, StoreError, UserError
@@ -26,9 +26,10 @@ from agentrl.run.memory import ANSWERS, FILE, Replayed, keep_answers
 from agentrl.run.rollouts import make_step
 from agentrl.run.starts import Stage, state_before
 from agentrl.sampling import Sampling
-from agentrl.sections import MemoryConfig
+from agentrl.sections.tools import MemoryConfig
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
 
 GROUPS = 2
@@ -165,7 +166,7 @@ async def test_a_case_from_a_turn_is_played_again_without_reading_or_writing() -
     tokenizer = byte_tokenizer()
     words = [call("recall", query="where") + call("note", text="here"), call("recall") + call("note"), call("submit", answer="1")]
     store = NoteStore(None, MemoryConfig())
-    chat, sandboxes = ChatFormat(tokenizer), ScriptedSandboxes(printing("3"))
+    chat, sandboxes = chat_of(tokenizer), ScriptedSandboxes(printing("3"))
     runner = EpisodeRunner(
         agent=TurnLoop(chat=chat),
         policy=ScriptedPolicy.saying(tokenizer, *words),

@@ -7,18 +7,23 @@ import subprocess
 import sys
 import tempfile
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.cli.recipes import load_recipe
+from agentrl.cli.running import run_folder
+from agentrl.cluster.gpus import Placement
 from agentrl.errors import UserError
 from agentrl.gating import GateConfig
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.reward import TaskScorer
 from agentrl.run.models import export_model, find_model, place_base_version
 from agentrl.run.preflight import check, open_gate, open_tasks
+from agentrl.serving import server
 from agentrl.weights.model_folder import check_model, check_safetensors
 from tests.run.suite_parts import make_case, make_suite
 
@@ -339,3 +344,20 @@ def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path)
         with pytest.raises(UserError, match=rf"gate.confirm=12 does nothing: no case of evals/x is tried more than {most} times"):
             opened(repeats, *own)
     assert opened(1, None, 3) and opened(3, None, 1) and opened(2, None, confirm=0)
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_who_only_evaluates_needs_no_gpu_for_the_gates_own_server(
+    evaluating: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
+    make_suite(tmp_path / "x", make_case("c"))
+    root, written = load_recipe(ROOT / "recipes" / "quickstart.py", [])
+    given = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
+    wanted = nullcontext() if evaluating else pytest.raises(UserError, match=r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, 1 are")
+    with (
+        wanted,
+        run_folder(root, Path("recipes/quickstart.py"), written, given, tmp_path / "run", evaluating=evaluating) as (_, _, checked),
+    ):
+        assert checked.gpus == Placement()

@@ -27,6 +27,7 @@ from agentrl.run.junit import clean
 from agentrl.run.outcomes import Verdict, judged
 from agentrl.run.policies import NamedPolicy, Source, find_policy, make_part, recipe_for, root_of
 from agentrl.run.preflight import Checked
+from agentrl.run.suites import version_in
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
 from tests.run import test_gate
 from tests.run.suite_parts import HERE, OVERRIDES, make_case, make_suite
@@ -209,7 +210,7 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
         policy = ScriptedPolicy(tokenizer, script, version=version)
         run.groups = replace(run.groups, runner=replace(run.groups.runner, policy=policy))
         given = regressions.Prepared(
-            policy=NamedPolicy(source=Source.FOLDER, name="m", model="m"),
+            policy=NamedPolicy(source=Source.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
             suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
             recipe=test_gate.RECIPE,
             root=project,
@@ -222,7 +223,11 @@ async def test_a_model_folder_is_served_watched_and_held_to_its_version(project:
         found += await regressions.evaluate(given, console=False)
     right, another = ({one.case.id: one for one in each.outcomes} for each in found)
     assert (right["good"].verdict, right["bad"].verdict) == ("passed", "failed") and watched == ["begun", "begun"]
-    assert found[0].results.about.sha256 == run.registry.get(0).sha256
+    about = found[0].results.about
+    assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
+    assert regressions.pin(found[:1]) == 2
+    pinned = load_suite(found[0].suite.folder).cases[0].baseline
+    assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "no folder of this machine"
     assert {one.verdict for one in another.values()} == {"unscored"}, "tokens of another version say nothing about this one"
     await test_gate.plain.close(run)
 
@@ -242,7 +247,8 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
     whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
     (run / "recipe.json").write_text(json.dumps(whole))
     found = find_policy("runs/x@12")
-    assert (found.source, found.model, found.served) == (Source.VERSION, str(model.resolve()), True)
+    assert (found.source, found.model, found.served, found.version) == (Source.VERSION, str(model.resolve()), True, 12)
+    assert find_policy(str(model)).version == 0 and (version_in(str(model)), version_in("some/model")) == (12, 0)
     recipe = recipe_for(found, [suite])
     assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.temperature) == (333, None, 0.5)
     assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", ("terminal",))

@@ -92,6 +92,7 @@ async def opened(run_dir: Path) -> Any:
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
         **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16), "suite": None},
+        **{"gate_server": None, "interrupted": False},
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         step_groups=StepGroups.of(RECIPE.rollout),
         judges=JudgeServers(RECIPE, {}, folder=run_dir),

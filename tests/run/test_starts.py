@@ -16,6 +16,7 @@ from agentrl.errors import ServingError, UserError
 from agentrl.failure.case import load_suite, save_case
 from agentrl.failure.collection import Collection
 from agentrl.failure.trace import Trace
+from agentrl.recipe import RolloutConfig
 from agentrl.run import starts
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
@@ -117,7 +118,7 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     assert code == 2 and not Path("asked.jsonl").exists()
     (case,) = load_suite(tmp_path / "late").cases
     chat = starts.ChatFormat(better().tokenizer)
-    starts.check_starts([load_suite(tmp_path / "late")], chat, None)
+    starts.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
     assert case.start is not None
     line = case.start.trajectories[0]
     first = line.turns[0]
@@ -125,8 +126,11 @@ def test_tokens_of_another_tokenizer_are_refused_before_anything_is_asked(run: P
     for other in (unknown, replace(first, prompt_ids=(1, 2))):
         changed = replace(case.start, trajectories=(replace(line, turns=(other, *line.turns[1:])),))
         save_case(tmp_path / "late", replace(case, start=changed))
-        with pytest.raises(UserError, match="another tokenizer or template"):
-            starts.check_starts([load_suite(tmp_path / "late")], chat, None)
+        with pytest.raises(UserError, match="another tokenizer, template or wording"):
+            starts.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
+    save_case(tmp_path / "late", case)
+    with pytest.raises(UserError, match="another tokenizer, template or wording"):
+        starts.check_starts([load_suite(tmp_path / "late")], chat, None, RolloutConfig(instructions="Look first."))
     endpoint = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
     assert "takes only messages" in agentrl("eval", "late", *endpoint, "--run-dir", "e")[0]
 

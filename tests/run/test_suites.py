@@ -97,6 +97,26 @@ async def test_two_evaluations_are_compared_on_what_has_not_changed(tmp_path: Pa
     assert "changed: easy" in shown and "a difference of 10 points" in shown
 
 
+@pytest.mark.usefixtures("scripted")
+async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await evaluated(tmp_path / "a", make_suite(tmp_path / "s"), monkeypatch, repeats=4)
+
+    def asked(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["compare", *arguments])
+        assert done.exception is None, done.exception
+        return done.output
+
+    told = json.loads(asked(str(tmp_path / "a"), "--difference", "0.2", "--json"))
+    assert told["noise"] == pytest.approx((0.0 + 2 / 3) / 2) and told["suite_cases"] == 2, "easy, flaky; what was not scored tells nothing"
+    assert told["cases"]["1"] > told["cases"]["4"] > told["cases"]["8"] > 20 and told["here"]["8"] is None
+    assert "the 2 cases of this suite show no difference" in asked(str(tmp_path / "a"))
+    shown = asked("--rate", "0.95")
+    assert "a difference of 10 points is seen with 80% chance" in shown and "138 cases, each tried once by both" in shown
+    for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
+        done = CliRunner().invoke(app, ["compare", *wrong])
+        assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)
+
+
 def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"about\.json is missing"):
         results.load(tmp_path)
@@ -128,3 +148,48 @@ async def test_a_case_whose_verifier_is_gone_is_told_before_anything_starts(tmp_
     start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(PluginError, match=r"rewards\.gone"):
         await suites.evaluate_suite(test_gate.RECIPE, start, checked, load_suite(tmp_path), repeats=1, threshold=1.0, root=tmp_path)
+
+
+def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
+    about = results.About(
+        suite="s", suite_sha256="a", cases=2, repeats=1, model="m", version=0, sha256="0123456789abcdef", recipe="r", recipe_sha256="",
+        sampling={}, seed=0, threshold=1.0, agentrl="0", at="2026-11-23T00:00:00+00:00", wall_s=3.0,
+    )  # fmt: skip
+
+    def evaluated(folder: str, version: int, *scores: float | None, **more: Any) -> None:
+        attempts = [
+            results.Attempt(case=f"c{n % 2}", task_key="k", number=n // 2, episode="e", score=score, tokens=10, turns=2, wall_s=1.5)
+            for n, score in enumerate(scores)
+        ]
+        results.save(tmp_path / folder, results.Results(about=replace(about, version=version, **more), attempts=tuple(attempts)), [])
+
+    evaluated("run/gate/000000", 0, 0.0, 0.0, 1.0, 0.0)
+    evaluated("run/gate/000004", 4, 1.0, 1.0, 1.0, 0.0)
+    evaluated("later/suite", 8, 1.0, None, 1.0, 1.0, suite_sha256="b", suite="s")
+    evaluated("other/suites/a", 0, 1.0, 1.0, suite="a\x1b[31m")
+    asked = ["history", *(str(tmp_path / name) for name in ("run", "later", "other"))]
+    page = tmp_path / "h.html"
+    done = CliRunner().invoke(app, [*asked, "--out", str(page)])
+    assert done.exception is None, done.exception
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    assert rows["run@4"][1:] == [
+        "0.750",
+        *rows["run@4"][2:4],
+        "1.000",
+        "(k=2)",
+        "10",
+        "2.0",
+        "1.5",
+        "4",
+        "0",
+        "0123456789ab",
+        about.at,
+        "-",
+    ]
+    assert rows["run@0"][1] == "0.250" and rows["later"][-1] == "suite" and rows["later"][-4] == "1", "one attempt is unscored"
+    assert "\x1b" not in done.stdout and "pass@k" in page.read_text() and page.read_text().count("<svg") == 2
+    first, other = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert [row["version"] for row in first["rows"]] == [0, 4, 8] and len(other["rows"]) == 1
+    wrong = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])
+    assert isinstance(wrong.exception, UserError) and "no evaluation" in str(wrong.exception)
+    assert isinstance(CliRunner().invoke(app, [*asked, "--out", str(tmp_path)]).exception, UserError)

@@ -65,6 +65,12 @@ async def test_a_run_begins_with_what_is_offered_and_is_resumed_with_it(
     [
         (recipe(), ("submit",), "tools.mcp.it does nothing: none of the 1 tasks"),
         (recipe(nosuch={"calls": 1}), ("mcp:it", "submit"), "tools.bounds.nosuch does nothing"),
+        (RECIPE.but(tools={"words": {"submitt": {"description": "x"}}}), ("submit",), "tools.words.submitt does nothing"),
+        (
+            RECIPE.but(tools={"words": {"submit": {"arguments": {"text": "x"}}}}),
+            ("submit",),
+            "submit.arguments.text: the tool takes no such",
+        ),
         (recipe("many"), ("mcp:it",), "tools.mcp.it: it offers 100 tools"),
         (RECIPE.but(tools={"mcp": {"it": {"host_command": ["/nowhere"]}}}), ("mcp:it",), "install the program on this machine"),
         (RECIPE.but(tools={"mcp": {"it": {"command": ["server"]}}}), ("mcp:it",), "put the program into the image"),
@@ -74,6 +80,14 @@ async def test_what_nobody_could_use_is_refused_before_anything_starts(given: Re
     with pytest.raises(UserError) as error:
         await begun(given, *tools)
     assert says in str(error.value)
+
+
+async def test_words_for_no_tool_of_a_suite_are_refused_and_those_for_one_of_them_are_enough() -> None:
+    one = {"words": {"submit": {"description": "Hand in."}, "python": {"description": "Compute."}}}
+    tools = await begun(RECIPE.but(tools=one), "submit", every=False)
+    assert load_tools(("submit",), None, tools)["submit"].schema["function"]["description"] == "Hand in."
+    with pytest.raises(UserError, match=r"tools\.words\.submit does nothing"):
+        await begun(RECIPE.but(tools=one), every=False)
 
 
 async def test_what_only_sub_agents_use_is_started_too() -> None:
@@ -99,6 +113,7 @@ def test_servers_in_a_recipe() -> None:
         'tools.mcp={"a b": {"command": ["x"]}}': "no name of a server",
         "tools.mcp.it.url=file:///etc/passwd": "pattern",
         "tools.bounds.echo={}": "it bounds nothing",
+        "tools.words.echo={}": "it says nothing",
         "tools.mcp.it.nosuch=1": "unknown key",
     }.items():
         with pytest.raises(RecipeError, match=says):

@@ -43,8 +43,8 @@ class Server:
     started: ClassVar[list[tuple[int, int]]] = []  # replica, version
     broken: ClassVar[set[int]] = set()  # replicas that do not start any more
 
-    def __init__(self, *, version: int, replica: int, **_: object) -> None:
-        self.replica, self.weights, self.dead, self.reason = replica, version, False, ""
+    def __init__(self, *, version: int, name: str, **_: object) -> None:
+        self.replica, self.weights, self.dead, self.reason = int(name), version, False, ""
         self.asked: list[str] = []
         self.held = asyncio.Event()  # requests wait until it is set
         self.held.set()
@@ -376,7 +376,8 @@ async def test_a_replica_begins_with_what_the_others_serve_and_the_last_one_with
         assert Server.started[-1] == (1, 2) and policy.version == 2
         for server in Server.newest.values():
             server.dead = True
-        await asyncio.gather(*(replica.died() for replica in policy._replicas))  # all are seen dead at once
+        for replica in policy._replicas:  # all are seen dead at once: one that is seen alone is started with what the others serve
+            replica._gone = replica._server
         assert (await ask(policy, "e"))[1] == policy.version == 1, "what was not rolled back"
         await until(lambda: policy._able() == [0, 1, 2])
         await policy.swap(publish(registry, 3))
@@ -466,8 +467,9 @@ def test_how_far_ahead_a_replica_may_be_for_its_group(rollout: dict[str, Any], w
 def test_each_replica_has_a_log_and_a_scratch_folder_of_its_own_and_its_share_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, replica=replica) for replica in (None, 0, 1)]
-    assert [server.log_path.name for server in made] == ["server.log", "server-0.log", "server-1.log"] == [*map(log_name, (None, 0, 1))]
+    names = ("", "0", "gate")
+    made = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, name=name) for name in names]
+    assert [server.log_path.name for server in made] == ["server.log", "server-0.log", "server-gate.log"] == [*map(log_name, names)]
     assert len({server._scratch_of for server in made}) == 3
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [threads_or_all(threads, servers=servers) for threads, servers in ((0, 1), (0, 3), (0, 9), (5, 2))] == [8, 2, 1, 5]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from agentrl import codec
 from agentrl.files import json_line
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode, Split, Task
 from agentrl.rollout import left_out_group
-from agentrl.sections import WeightingConfig
+from agentrl.sections.tasks import WeightingConfig
 from agentrl.task import GroupSchedule, Record, Taught, Weights
 from tests.task.test_schedule import Ten
 
@@ -107,8 +108,8 @@ def test_where_all_are_passed_over_the_first_that_may_be_trained_on_is_given() -
 
 def test_a_line_is_read_as_it_was_written_and_no_other() -> None:
     line = taught(3, scores=(0.0, 0.25))
-    assert line.differs and Taught.read(json_line(line.as_json())) == line
-    whole = line.as_json()
+    assert line.differs and Taught.read(json_line(codec.to_data(line))) == line
+    whole = codec.to_data(line)
     wrong: Any
     for wrong in (
         [],
@@ -140,7 +141,7 @@ def test_a_broken_task_has_taught_nothing_and_one_that_a_fault_took_the_attempts
         groups = [left_out_group(n, task.id, task.key, failure, size=4) for n in range(2)]
         lines = [Taught.of(task, group) for group in groups]
         assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).of(task) == pytest.approx(weight)
-        assert [Taught.read(json_line(line.as_json())) for line in lines] == lines
+        assert [Taught.read(json_line(codec.to_data(line))) for line in lines] == lines
 
 
 def test_a_task_that_cannot_be_made_is_given_no_more_often_for_being_next_to_others() -> None:

@@ -197,6 +197,19 @@ def test_prune_lets_go_of_promotions_that_nothing_goes_back_to(registry: FolderR
     registry.verify(registry.get(3))
 
 
+def test_prune_keeps_the_version_that_is_held_whoever_prunes(registry: FolderRegistry) -> None:
+    for number in range(6):
+        publish(registry, number)
+    registry.hold(2)
+    assert FolderRegistry(registry.folder).prune(keep=1) == (1, 3, 4)
+    registry.verify(registry.get(2))
+    registry.hold(5)
+    assert registry.prune(keep=1) == (2,)
+    (registry.folder / "held").write_text("two")
+    with pytest.raises(StoreError, match="held cannot be read"):
+        registry.prune(keep=1)
+
+
 def test_reconcile_forgets_what_the_checkpoint_does_not_know(registry: FolderRegistry) -> None:
     for number in range(4):
         publish(registry, number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from agentrl.agent.mcp.messages import Refused, Wrong
 from agentrl.agent.mcp.offers import MAX_PAGES, MAX_TOOLS, Offer, changed
 from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
 from agentrl.agent.tools import FREE, Bounds, Fault, ToolOutcome
+from agentrl.agent.wording import Words
 from agentrl.errors import InfrastructureError, TaskError
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
-from agentrl.sections import MCPConfig
+from agentrl.sections.tools import MCPConfig
 
 PREFIX = "mcp:"
 MOST_FAILURES = 3
@@ -197,6 +198,7 @@ class RunTools:
 
     servers: Mapping[str, Server]
     bounds: Mapping[str, Bounds]
+    words: Mapping[str, Words] = field(default_factory=dict)
 
 
 NO_TOOLS = RunTools(servers={}, bounds={})

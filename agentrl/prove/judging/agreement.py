@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -29,7 +30,7 @@ class Table:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Table:
-        counts = {key: sum(pair == key for pair in pairs) for key in ((True, True), (True, False), (False, True), (False, False))}
+        counts = Counter(pairs)
         return cls(
             right_right=counts[True, True],
             right_wrong=counts[True, False],

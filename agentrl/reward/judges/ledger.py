@@ -77,6 +77,21 @@ class Spent:
 _NAMES = tuple(one.name for one in fields(Spent))
 
 
+def spent_in(folder: Path) -> Spent | None:
+    """What the judges of a run were asked and have cost, in the run folder's ledger; None where no judge was asked there.
+
+    Raises `StoreError` for a ledger that cannot be read.
+    """
+    if not (folder / FILE).is_file():
+        return None
+    ledger = Ledger(folder / FILE)
+    try:
+        found = ledger.total()
+    finally:
+        ledger.close()
+    return found if found.calls or found.cached else None
+
+
 class Ledger:
     """A cache and its counts. Made at the first use; `path` None keeps them in memory, for this process alone.
 
@@ -121,6 +136,12 @@ class Ledger:
     def spent(self, judge: str) -> Spent:
         row = self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,))
         found: dict[str, Any] = dict(zip(_NAMES, row or (), strict=bool(row)))
+        return Spent(**found)
+
+    def total(self) -> Spent:
+        """Of all judges together."""
+        row = self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ())
+        found: dict[str, Any] = {name: value or 0 for name, value in zip(_NAMES, row or (0,) * len(_NAMES), strict=True)}
         return Spent(**found)
 
     def close(self) -> None:

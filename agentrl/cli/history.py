@@ -1,0 +1,118 @@
+"""`agentrl history`: evaluations of suites over versions, as a table, and as a page with a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.options import JsonFlag
+from agentrl.cli.suites import evaluation
+from agentrl.compare import Results, results
+from agentrl.compare.results import About
+from agentrl.compare.verdict import FOLDER as GATE
+from agentrl.errors import UserError
+from agentrl.usercode import printable
+
+if TYPE_CHECKING:
+    from agentrl.observe.history import History
+
+_NAME = 60  # characters
+_SAME = ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
+"""What two evaluations share that say something of their policies alone."""
+
+
+def history(
+    evaluations: Annotated[
+        list[str],
+        typer.Argument(help="Evaluations in order: their folders, RUN@VERSION of a gate, or runs: all versions of its gate, its suites."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="A page to write, with a plot for each suite.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show suites over versions: pass@1 with its interval, pass@k, tokens, turns and time of an attempt, and what has changed between.
+
+    A change of suite, sampling or threshold is told, because then it is not the policy alone that differs. agentrl compare tells of two
+    of them whether they differ.
+    """
+    from agentrl.observe.history import write_page
+
+    found = histories([(name, results.load(folder)) for one in evaluations for name, folder in _expanded(one)])
+    if out is not None:
+        if out.is_dir() or not out.parent.is_dir():
+            raise UserError(f"--out {out}: no file can be written there", fix="give a file in a folder that exists")
+        write_page(out, found)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found]))
+    else:
+        print("\n\n".join(map(table, found)) + (f"\n\n{out}" if out is not None else ""))
+
+
+def histories(evaluations: Sequence[tuple[str, Results]]) -> list[History]:
+    """One for each suite, in the order in which they come."""
+    from agentrl.observe.history import Evaluation, History
+
+    rows: dict[str, list[Evaluation]] = {}
+    before: dict[str, About] = {}
+    for name, one in evaluations:
+        about, figures = one.about, one.figures()
+        attempts = max(figures.attempts, 1)
+        row = Evaluation(
+            of=_line(name),
+            sha256=about.sha256[:12],
+            at=about.at,
+            version=about.version,
+            rate=figures.pass_at_1,
+            low=figures.low or 0.0,
+            high=figures.high or 0.0,
+            k=figures.k,
+            pass_at_k=figures.pass_at_k,
+            tokens=figures.tokens / attempts,
+            turns=figures.turns or 0.0,
+            seconds=sum(each.wall_s for each in one.attempts if not each.again) / attempts,
+            attempts=figures.attempts,
+            unscored=figures.unscored,
+            changed=_changed(before.get(about.suite), about),
+        )
+        rows.setdefault(about.suite, []).append(row)
+        before[about.suite] = about
+    return [History(suite=_line(suite), rows=tuple(some)) for suite, some in rows.items()]
+
+
+def table(one: History) -> str:
+    """For a terminal: names to the left, figures to the right."""
+    made = one.table()
+    lines = [(made.title, *made.columns), *((name, *cells) for name, cells in made.rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    shown = (
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+    return "\n".join([one.suite, *(line.rstrip() for line in shown)])
+
+
+def _expanded(named: str) -> Iterator[tuple[str, Path]]:
+    """Name and folder of each evaluation that an argument means. Raises `UserError` where it means none."""
+    run = Path(named)
+    gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}"))
+    several = sorted(path.parent for path in run.glob(f"suites/*/{results.ABOUT}"))
+    if gate:
+        yield from ((f"{run.name}@{int(path.name)}" if path.name.isdecimal() else path.name, path) for path in gate)
+    elif several:
+        yield from ((run.name, path) for path in several)
+    else:
+        yield (Path(named).name if run.exists() else named, evaluation(named))
+
+
+def _changed(before: About | None, now: About) -> str:
+    if before is None:
+        return ""
+    return ", ".join(name.removesuffix("_sha256") for name in _SAME if getattr(before, name) != getattr(now, name))
+
+
+def _line(text: str) -> str:
+    return " ".join(printable(text, _NAME).split())

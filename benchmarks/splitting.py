@@ -1,0 +1,240 @@
+"""Learning to split on several seeds and with every way to give credit: held-out success, how many tasks were split, tokens, minutes.
+
+    python benchmarks/splitting.py                                      # seeds 0 1 2, all modes: some minutes each
+    python benchmarks/splitting.py --seeds 0 --credits verifier         # one of them
+    python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from what has been run; runs nothing
+
+Makes the policy that all of them start from where it is not there (`recipes/splitting_policy.py`). Each run of `recipes/splitting.py` has a
+folder of its own under `--runs`; one that is finished there is read, not made again, so an interrupted benchmark goes on where it stopped.
+Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agentrl.estimates import wilson  # noqa: E402
+from agentrl.files import read_json_lines, write  # noqa: E402
+from benchmarks.quickstart import timed  # noqa: E402
+from benchmarks.real_model import machine  # noqa: E402
+from sandboxes.pages.questions import request  # noqa: E402
+
+RECIPE = ROOT / "recipes" / "splitting.py"
+POLICY = ROOT / "recipes" / "splitting_policy.py"
+CREDITS = ("episode", "branches", "roles", "verifier", "counterfactual")
+BEGIN, END = "<!-- made by benchmarks/splitting.py --page: begin -->", "<!-- made by benchmarks/splitting.py --page: end -->"
+SPLIT, HELPERS = "part/rewards.pages:answered/split", "part/rewards.pages:answered/helpers"
+ENDS = 3  # steps at either end whose mean is shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Of `n`, with Wilson's 95% interval."""
+
+    value: float
+    n: int
+
+    def __str__(self) -> str:
+        low, high = wilson(self.value, self.n)
+        return f"{self.value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One finished run: what was measured around it, its summary, the figures of its steps, and its evaluations' attempts."""
+
+    credit: str
+    seed: int
+    measured: dict[str, Any]
+    summary: dict[str, Any]
+    steps: list[dict[str, Any]]
+    before: list[dict[str, Any]]
+    after: list[dict[str, Any]]
+
+    def ends(self, figure: str) -> str:
+        """A figure of the first steps and of the last ones."""
+        values = [line[figure] for line in self.steps if figure in line]
+        return f"{statistics.fmean(values[:ENDS]):.2f} → {statistics.fmean(values[-ENDS:]):.2f}"
+
+
+def run(credit: str, seed: int, runs: Path, note: str, overrides: Sequence[str]) -> None:
+    """Makes one run, gone on with where it was broken off; the last thing that is written says that it is finished."""
+    folder = runs / f"{credit}-{seed}"
+    resume = ["--resume"] if (folder / "recipe.json").exists() else []
+    given = [f"seed={seed}", f"objective.credit={credit}", *overrides]
+    wall_s, peak_gib = timed([sys.executable, str(RECIPE), *given, "--run-dir", str(folder), *resume])
+    said = {"credit": credit, "seed": seed, "wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine()}
+    write(folder / "benchmark.json", json.dumps({**said, "overrides": list(overrides), "resumed": bool(resume)}, indent=2) + "\n")
+
+
+def read(folder: Path) -> Outcome:
+    measured = json.loads((folder / "benchmark.json").read_text())
+    steps = {line["step"]: line for line in read_json_lines(folder / "metrics.jsonl") if "episodes" in line}
+    return Outcome(
+        credit=measured["credit"],
+        seed=measured["seed"],
+        measured=measured,
+        summary=json.loads((folder / "summary.json").read_text()),
+        steps=[steps[number] for number in sorted(steps)],
+        before=read_json_lines(folder / "episodes" / "before.jsonl"),
+        after=read_json_lines(folder / "episodes" / "after.jsonl"),
+    )
+
+
+def solved(attempts: Sequence[dict[str, Any]]) -> Share:
+    scores = [float(one["score"]) for one in attempts if one["score"] is not None]
+    return Share(value=statistics.fmean(scores), n=len(scores))
+
+
+def split(attempts: Sequence[dict[str, Any]]) -> Share:
+    """The share of the attempts that gave every page to a helper of its own."""
+    found = [gave_every_page(one) for one in attempts if one["score"] is not None]
+    return Share(value=statistics.fmean(found), n=len(found))
+
+
+def gave_every_page(attempt: dict[str, Any]) -> bool:
+    pages = len(attempt["truth"].split("\n"))
+    told = {line["messages"][0]["content"] for line in attempt["trajectories"] if line["agent"] == "worker"}
+    return all(request(page, page) in told for page in range(1, pages + 1))
+
+
+def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def by_run(outcomes: list[Outcome]) -> str:
+    head = ["credit", "seed", "solved before", "solved after", "split before", "split after", "reward, first → last steps"]
+    head += ["helpers right", "tokens sampled", "tokens trained", "minutes", "peak GiB"]
+    rows = (
+        [
+            f"`{one.credit}`",
+            str(one.seed),
+            str(solved(one.before)),
+            str(solved(one.after)),
+            f"{split(one.before).value:.2f}",
+            f"{split(one.after).value:.2f}",
+            one.ends("reward_mean"),
+            one.ends(HELPERS),
+            f"{sum(line['tokens_sampled'] for line in one.steps):,.0f}",
+            f"{one.summary['tokens_trained']:,}",
+            f"{one.measured['wall_s'] / 60:.1f}" + (" (resumed)" if one.measured["resumed"] else ""),
+            f"{one.measured['peak_gib']:.1f}",
+        ]
+        for one in outcomes
+    )
+    return markdown(head, rows)
+
+
+def by_credit(outcomes: list[Outcome]) -> str:
+    """All attempts of a mode's runs together, and how far apart its seeds are."""
+    rows = []
+    for credit in CREDITS:
+        if not (mine := [one for one in outcomes if one.credit == credit]):
+            continue
+        values = [solved(one.after).value for one in mine]
+        before, after = ([attempt for one in mine for attempt in getattr(one, phase)] for phase in ("before", "after"))
+        seeds = ", ".join(str(one.seed) for one in mine)
+        apart = f"{min(values):.2f} to {max(values):.2f}" if len(mine) > 1 else ""
+        rows.append([f"`{credit}`", seeds, str(solved(before)), str(solved(after)), apart, str(split(before)), str(split(after))])
+    return markdown(["credit", "seeds", "solved before", "solved after", "by seed", "split before", "split after"], rows)
+
+
+def picture(outcomes: list[Outcome], path: Path) -> None:
+    """By step: the share solved, the share of the pages given to helpers, the share of helpers that were right; a line a run."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "agentrl"
+    figures = {"reward_mean": "solved", SPLIT: "pages given to a helper", HELPERS: "helpers that were right"}
+    figure, places = plt.subplots(1, len(figures), figsize=(9.6, 3.2), sharey=True, layout="constrained")
+    for axes, (name, title) in zip(places, figures.items(), strict=True):
+        for one in outcomes:
+            color = f"C{CREDITS.index(one.credit)}"
+            steps = [(line["step"], line[name]) for line in one.steps if name in line]
+            axes.plot(*zip(*steps, strict=True), color=color, label=one.credit if one.seed == outcomes[0].seed else None, linewidth=1)
+        axes.set(xlabel="step", ylim=(0, 1.02))
+        axes.set_title(title, fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    places[0].legend(frameon=False, fontsize=8)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def page(outcomes: list[Outcome]) -> str:
+    first = outcomes[0]
+    seeds, credits = sorted({one.seed for one in outcomes}), [name for name in CREDITS if any(one.credit == name for one in outcomes)]
+    overrides = sorted({" ".join(one.measured["overrides"]) for one in outcomes})
+    notes = sorted({one.measured["note"] for one in outcomes if one.measured["note"]})
+    versions = ", ".join(f"{name} {number}" for name, number in first.summary["versions"].items())
+    command = f"python benchmarks/splitting.py --seeds {' '.join(map(str, seeds))} --credits {' '.join(credits)} {overrides[0]}".strip()
+    return "\n\n".join(
+        [
+            f"Command: `{command}`. Machine: {first.measured['machine']}; sandbox: {first.summary['sandbox_backend']}. {versions}. "
+            + " ".join(notes),
+            "Held-out tasks, one attempt each, sampled at temperature 1 as in training, with 95% Wilson intervals over the attempts; each"
+            " seed has tasks of its own. Split: the agent gave every page to a helper of its own. Rewards and helpers are means over the"
+            f" training episodes of the first {ENDS} steps and of the last {ENDS}.",
+            by_credit(outcomes),
+            by_run(outcomes),
+            "![Solved, split and right helpers, by step](images/learning-to-split.svg)",
+        ]
+    )
+
+
+def finished(runs: Path) -> list[Outcome]:
+    """What is finished, by mode and seed."""
+    found = [read(path.parent) for path in runs.glob("*/benchmark.json")]
+    return sorted(found, key=lambda one: (CREDITS.index(one.credit), one.seed))
+
+
+def make_all(wanted: Sequence[tuple[str, int]], runs: Path, note: str, overrides: Sequence[str]) -> None:
+    """Makes what is not finished, and says how far it is."""
+    subprocess.run([sys.executable, str(POLICY)], cwd=ROOT, check=True)
+    left = [(credit, seed) for credit, seed in wanted if not (runs / f"{credit}-{seed}" / "benchmark.json").exists()]
+    began = time.monotonic()
+    for number, (credit, seed) in enumerate(left):
+        a_run = (time.monotonic() - began) / 60 / number if number else None
+        ahead = f"about {a_run * (len(left) - number):.0f} min left" if a_run is not None else f"{len(wanted) - len(left)} finished before"
+        print(f"credit {credit}, seed {seed}: run {number + 1} of {len(left)}, {ahead}", file=sys.stderr, flush=True)
+        run(credit, seed, runs, note, overrides)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--credits", nargs="+", choices=CREDITS, default=list(CREDITS))
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "splitting", help="where the run folders go")
+    parser.add_argument("--note", default="", help="a sentence about the machine that the result keeps, such as: Other work ran meanwhile.")
+    parser.add_argument("--page", type=Path, default=None, help="write what has been run into this page; run nothing")
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
+    args = parser.parse_args()
+    if args.page is None:
+        make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.note, args.overrides)
+    outcomes = finished(args.runs)
+    if not outcomes:
+        sys.exit(f"error: no finished run in {args.runs}\nfix: python benchmarks/splitting.py")
+    text = page(outcomes)
+    print(text)
+    if args.page is not None:
+        before, _, rest = args.page.read_text().partition(BEGIN)
+        args.page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+        picture(outcomes, args.page.parent / "images" / "learning-to-split.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Learning to split: questions on several pages, for an agent whose context has room for one of them.
+
+    python recipes/splitting_policy.py                            # the policy that it starts from: once, some minutes
+    agentrl check recipes/splitting.py                            # the tasks themselves
+    agentrl train recipes/splitting.py objective.credit=episode   # any of its ways to give credit
+
+The policy splits a third of its tasks at first, and its helpers are not careful; all must go well for a task to be solved. Two CPU cores.
+"""
+
+from agentrl.recipe import (
+    DelegationConfig,
+    EvalConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    ServingConfig,
+    TasksConfig,
+)
+
+recipe = Recipe(
+    name="splitting",
+    steps=24,
+    max_staleness=1,
+    policy=PolicyConfig(model="recipes/models/splitting-base", dtype="float32", max_model_len=384),
+    tasks=TasksConfig(family="sandboxes.pages:Questions", options={"pages": 3}),
+    rollout=RolloutConfig(
+        agent="delegating", delegation=DelegationConfig(width=3, total=6, turns=8), group_size=8, groups_per_step=16, concurrency=64
+    ),
+    evaluation=EvalConfig(heldout=160, heldout_real=0, temperature=1.0),
+    serving=ServingConfig(max_num_seqs=96, kv_cache_gb=0.5, threads=1),
+    objective=ObjectiveConfig(credit="verifier", clip_low=0.2, clip_high=0.28),
+    learner=LearnerConfig(lr=3e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),
+)
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

@@ -1,0 +1,86 @@
+"""Makes the policy that `recipes/splitting.py` starts from: the quickstart's, taught to read pages and to call helpers, by imitation.
+
+It is taught by demonstrations of mixed quality (`sandboxes/pages/demonstrations.py`) and written to recipes/models/splitting-base; a folder
+that is there is kept.
+
+    python recipes/splitting_policy.py
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # as the command line does: content is imported from the project root
+
+from agentrl.agent import load_tools  # noqa: E402
+from agentrl.agent.chat import ChatFormat  # noqa: E402
+from agentrl.agent.delegation import schema  # noqa: E402
+from agentrl.records import Message  # noqa: E402
+from agentrl.sections.rollout import DelegationConfig  # noqa: E402
+from sandboxes.pages.demonstrations import Demonstration, demonstrations  # noqa: E402
+
+BASE = ROOT / "recipes/models/tables-base"
+MODEL = ROOT / "recipes/models/splitting-base"
+BATCH = 32
+
+
+def encode(chat: ChatFormat, tokenizer: Any, one: Demonstration) -> dict[str, list[int]]:
+    """Token ids of a demonstration and its labels, -100 where the policy is not the author; cut where the context of an episode ends.
+
+    Every segment (prompt, completion, what the tools gave) is tokenized on its own, as in rollouts.
+    """
+    schemas = [tool.schema for tool in load_tools(one.task.tools).values()]
+    offers = [schema(DelegationConfig())] if one.delegates else []
+    ids = list(chat.opening((Message(role="user", content=one.asked),), [*schemas, *offers]))
+    labels = [-100] * len(ids)
+    for move in one.moves:
+        said = tokenizer.encode(move.says, add_special_tokens=False)
+        ids, labels = ids + said, labels + (said if move.learn else [-100] * len(said))
+        if move.shown:
+            delta = list(chat.tool_delta(list(move.shown)))
+            ids, labels = ids + delta, labels + [-100] * len(delta)
+    room = one.task.limits.episode_tokens
+    return {"input_ids": ids[:room], "labels": labels[:room]}
+
+
+def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
+    """`count` encoded demonstrations."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    chat = ChatFormat(tokenizer)
+    for one in demonstrations(seed, count):
+        yield encode(chat, tokenizer, one)
+
+
+def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0) -> float:
+    """Makes the policy and returns its last loss in nats a token."""
+    from agentrl.supervised.tune import sft
+
+    return sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = MODEL,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of 32 demonstrations.")] = 300,
+    lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Makes the policy, where it is not there yet."""
+    if (out / "config.json").exists():
+        print(f"{out} is there already")
+        return
+    began = time.monotonic()
+    loss = make(out, steps=steps, lr=lr, seed=seed)
+    print(f"{out}: {steps} steps, last loss {loss:.4f} nats a token, {(time.monotonic() - began) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    typer.run(main)

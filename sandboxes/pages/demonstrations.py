@@ -1,0 +1,111 @@
+"""Demonstrations of mixed quality for a base policy of `questions`: it is to know the moves, and seldom to make the right ones.
+
+An agent that was given several pages works through them alone, hands them all to one helper, or gives each page to a helper of its own;
+one that was given a single page reads it, writes a program, and hands in what it prints. Each now and then goes wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from agentrl.records import Split, Task
+from sandboxes.pages.questions import Questions, program, request
+from sandboxes.tables.demonstrations import run_template
+
+SPLITTING = 0.35  # share of the agents with several pages that give each to a helper
+HANDING_ON = 0.15  # share of them that give all of them to one helper; the others work alone
+CAREFUL = 0.8  # share of the programs that are right
+GUESSING = 0.05  # share of the agents with one page that answer without a program
+HELPERS = 0.45  # share of the demonstrations that are of an agent with one page
+JOINING = 0.2  # share of them of which only the last move is to be learned, which puts together what helpers answered
+NO_ANSWER = "error: the helper ended without an answer (token_limit)"
+END = "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One assistant turn, what its calls gave (nothing after `submit`), and whether the turn is one to learn from."""
+
+    says: str
+    shown: tuple[str, ...] = ()
+    learn: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """What an agent is asked, whether it may delegate, and its moves."""
+
+    task: Task
+    asked: str
+    delegates: bool
+    moves: tuple[Move, ...]
+
+
+def demonstrations(seed: int, count: int, *, pages: int = 3) -> Iterator[Demonstration]:
+    """`count` demonstrations on tasks of the training split of a seed far from those of runs."""
+    family = Questions(seed=3_000_003 + seed, pages=pages)
+    for index in range(count):
+        yield demonstrate(family.task(Split.TRAIN, index), Random(f"questions:{seed}:{index}"))
+
+
+def demonstrate(task: Task, rng: Random) -> Demonstration:
+    pages, part = len(task.data["answers"]), rng.random()
+    if part < HELPERS:
+        page = rng.randint(1, pages)
+        return Demonstration(task=task, asked=request(page, page), delegates=False, moves=_one_page(task, page, rng))
+    everything, way = request(1, pages), rng.random()
+    if part < HELPERS + JOINING:
+        return Demonstration(task=task, asked=everything, delegates=True, moves=_split(task, rng, learn=False))
+    if way < SPLITTING:
+        return Demonstration(task=task, asked=everything, delegates=True, moves=_split(task, rng))
+    if way < SPLITTING + HANDING_ON:
+        moves = Move(says=turn(call("delegate", task=everything)), shown=(NO_ANSWER,)), _submitted("error")
+        return Demonstration(task=task, asked=everything, delegates=True, moves=moves)
+    # a helper who was given everything goes on as an agent does that works alone
+    return Demonstration(task=task, asked=everything, delegates=rng.random() < 0.8, moves=_alone(task, rng))
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+def turn(*calls: str) -> str:
+    return "\n".join(calls) + END
+
+
+def _submitted(answer: str) -> Move:
+    return Move(says=turn(call("submit", answer=answer)))
+
+
+def _one_page(task: Task, page: int, rng: Random) -> tuple[Move, ...]:
+    read = _read(task, page)
+    if rng.random() < GUESSING:
+        return read, _submitted(str(rng.randint(1, 999)))
+    ran = _ran(task, page, rng)
+    return read, ran, _submitted(ran.shown[0])
+
+
+def _split(task: Task, rng: Random, *, learn: bool = True) -> tuple[Move, ...]:
+    pages = range(1, len(task.data["answers"]) + 1)
+    answers = tuple(_ran(task, page, rng).shown[0] for page in pages)
+    calls = [call("delegate", task=request(page, page)) for page in pages]
+    return Move(says=turn(*calls), shown=answers, learn=learn), _submitted("\n".join(answers))
+
+
+def _alone(task: Task, rng: Random) -> tuple[Move, ...]:
+    moves = [move for page in range(1, len(task.data["answers"]) + 1) for move in (_read(task, page), _ran(task, page, rng))]
+    return *moves, _submitted("\n".join(move.shown[0] for move in moves[1::2]))
+
+
+def _read(task: Task, page: int) -> Move:
+    return Move(says=turn(call("read", page=page)), shown=(task.files[f"page{page}.txt"],))
+
+
+def _ran(task: Task, page: int, rng: Random) -> Move:
+    question = task.data["questions"][page - 1]
+    code = program(question) if rng.random() < CAREFUL else program(question, sloppy=rng)
+    return Move(says=turn(call("python", code=code)), shown=(run_template(code, task.files),))

@@ -1,0 +1,47 @@
+"""Text to ids past the wrapper of `transformers`: the same ids, or not past it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from agentrl.agent.rendering import encoder
+from agentrl.testing import byte_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZERS: dict[str, Any] = {
+    "bytes": byte_tokenizer(),
+    "trained": AutoTokenizer.from_pretrained(ROOT / "recipes" / "models" / "tables-base"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(text=st.text() | st.text(st.sampled_from(" \n\t<|im_end|>éa中\u200d")))
+def test_the_ids_are_those_of_the_wrapper(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    assert encoder(tokenizer)(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_it_is_not_the_wrapper_that_is_asked() -> None:
+    tokenizer = byte_tokenizer()
+    direct = encoder(tokenizer)
+    tokenizer.encode = lambda text, **kwargs: []
+    assert direct("ab") == byte_tokenizer().encode("ab", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("backend", [True, False])
+def test_a_wrapper_that_does_more_is_asked(backend: bool) -> None:
+    tokenizer = byte_tokenizer()
+
+    def encode(text: str, **kwargs: Any) -> list[int]:
+        return [7, *tokenizer.encode(text, add_special_tokens=False)]
+
+    more = {"backend_tokenizer": tokenizer.backend_tokenizer} if backend else {}
+    own: Any = SimpleNamespace(encode=encode, all_special_tokens=tokenizer.all_special_tokens, **more)
+    assert encoder(own)("ab")[0] == 7

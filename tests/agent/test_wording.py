@@ -1,0 +1,67 @@
+"""What agents are told in the words of a recipe: it reaches the policy, is on record, and leaves the task what it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.agent import ChatFormat, TurnLoop, load_tools
+from agentrl.agent.mcp.servers import RunTools
+from agentrl.agent.template import read_template
+from agentrl.agent.tools import BUILT_IN, Bounds
+from agentrl.agent.wording import Words, instructed, worded
+from agentrl.errors import UserError
+from agentrl.records import Message, Score, ScoredEpisode
+from agentrl.run.transcript import transcript
+from agentrl.testing import ScriptedPolicy, byte_tokenizer
+from tests.agent.test_tools import call
+from tests.episodes import make_runner, task, tokenizer
+
+__all__ = ["make_runner", "task", "tokenizer"]
+
+OTHER = Words(description="Compute.", arguments={"code": "what to run"})
+
+
+def test_words_stand_in_the_schema_and_nowhere_else() -> None:
+    before = BUILT_IN["python"].schema["function"]["description"]
+    tools = load_tools(("python", "submit"), None, RunTools(servers={}, bounds={}, words={"python": OTHER}))
+    told = tools["python"].schema["function"]
+    assert (told["name"], told["description"], told["parameters"]["properties"]["code"]["description"]) == (
+        "python",
+        "Compute.",
+        "what to run",
+    )
+    assert tools["submit"] is BUILT_IN["submit"] and BUILT_IN["python"].schema["function"]["description"] == before
+    both = load_tools(("python",), None, RunTools(servers={}, bounds={"python": Bounds(calls=2)}, words={"python": OTHER}))["python"]
+    assert both.bounds.calls == 2 and both.schema["function"]["description"] == "Compute."  # type: ignore[attr-defined]
+    assert worded(BUILT_IN["python"].schema, Words(arguments={"code": "c"}))["function"]["description"] == before
+    with pytest.raises(UserError, match=r"tools\.words\.python\.arguments\.cod: the tool takes no such argument"):
+        worded(BUILT_IN["python"].schema, Words(arguments={"cod": "c"}))
+
+
+def test_instructions_take_the_place_of_system_messages() -> None:
+    system, user = Message(role="system", content="Be brief."), Message(role="user", content="How many?")
+    assert instructed((system, user), None) == (system, user)
+    assert instructed((system, user), "Look first.") == (Message(role="system", content="Look first."), user)
+    assert [one.role for one in instructed((user,), "Look first.")] == ["system", "user"]
+
+
+async def test_the_policy_reads_them_and_the_record_says_so(make_runner: Any, task: Any) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = read_template("hermes", Path())  # which shows the tools
+    chat = ChatFormat(tokenizer)
+    tools = RunTools(servers={}, bounds={}, words={"python": OTHER})
+    plain = make_runner(ScriptedPolicy.saying(tokenizer, call("submit", answer="3")))
+    task = replace(task, limits=replace(task.limits, episode_tokens=4000))
+    runner = replace(plain, agent=TurnLoop(chat=chat, instructions="Look first."), tools=tools)
+    episode = await runner.run(task, episode_id="e")
+    (line,) = episode.trajectories
+    read = tokenizer.decode(line.turns[0].prompt_ids)
+    assert "Look first." in read and '"Compute."' in read and '"what to run"' in read and "Run Python code" not in read
+    assert line.prompt == instructed(task.prompt, "Look first.") and episode.task_key == task.key
+    words = transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="eval", step=0)
+    assert words["messages"][0] == {"role": "system", "content": "Look first.", "tool_calls": []}
+    assert (await plain.run(task, episode_id="f")).trajectories[0].prompt == ()

@@ -1,0 +1,72 @@
+"""The benchmark of splitting, without a run: what counts as split, what is resumed, and its page from a finished run folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.records import Split
+from agentrl.run.transcript import transcript
+from benchmarks import splitting
+from sandboxes.pages import Questions
+from sandboxes.pages.strategies import alone, handing_on
+from sandboxes.pages.strategies import splitting as one_helper_a_page
+from tests.sandboxes.test_questions import Reads, played
+
+TASK = Questions().task(Split.HELDOUT, 0)
+
+
+async def attempt(reads: Reads) -> dict[str, Any]:
+    return json.loads(json.dumps(transcript(TASK, await played(TASK, reads), phase="after", step=1)))
+
+
+async def test_split_is_a_helper_for_every_page(tmp_path: Path) -> None:
+    attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
+    assert [splitting.gave_every_page(one) for one in attempts] == [True, False, False]
+    assert splitting.split(attempts).value == splitting.solved(attempts).value == pytest.approx(1 / 3)
+    attempts[0]["trajectories"].pop()
+    assert not splitting.gave_every_page(attempts[0])
+
+
+def finish(folder: Path, credit: str, seed: int, attempts: list[dict[str, Any]]) -> None:
+    """What a finished run leaves of what the benchmark reads."""
+    (folder / "episodes").mkdir(parents=True)
+    said = {"credit": credit, "seed": seed, "wall_s": 300.0, "peak_gib": 3.0, "note": "", "machine": "2 cores", "overrides": []}
+    (folder / "benchmark.json").write_text(json.dumps({**said, "resumed": False}))
+    (folder / "summary.json").write_text(
+        json.dumps({"tokens_trained": 5000, "versions": {"agentrl": "0"}, "sandbox_backend": "bubblewrap"})
+    )
+    figures = {"episodes": 64, "tokens_sampled": 1000, splitting.SPLIT: 0.5, splitting.HELPERS: 0.75}
+    steps = [{"step": step, "reward_mean": step / 8, **figures} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    for phase, lines in (("before", attempts[1:]), ("after", attempts[:1])):
+        (folder / "episodes" / f"{phase}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+async def test_a_page_is_written_from_finished_runs_and_nothing_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
+    runs, page = tmp_path / "runs", tmp_path / "page.md"
+    for credit, seed in (("verifier", 0), ("verifier", 1), ("episode", 0)):
+        finish(runs / f"{credit}-{seed}", credit, seed, attempts)
+    page.write_text(f"# Before\n\n{splitting.BEGIN}\n\nold\n\n{splitting.END}\n\nAfter.\n")
+    monkeypatch.setattr(sys, "argv", ["splitting.py", "--runs", str(runs), "--page", str(page)])
+    splitting.main()
+    text = page.read_text()
+    assert text.startswith("# Before\n") and text.endswith("\n\nAfter.\n") and "old" not in text
+    assert "| `verifier` | 0, 1 | 0.00 [0.00, 0.49] | 1.00 [0.34, 1.00] | 1.00 to 1.00 |" in text
+    assert (
+        "| `episode` | 0 | 0.00 [0.00, 0.66] | 1.00 [0.21, 1.00] | 0.00 | 1.00 | 0.25 → 0.88 | 0.75 → 0.75 | 8,000 | 5,000 | 5.0 | 3.0 |"
+        in text
+    )
+    assert "--seeds 0 1 --credits episode verifier`" in text and (tmp_path / "images" / "learning-to-split.svg").exists()
+    commands: list[list[str]] = []
+    monkeypatch.setattr(splitting.subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(splitting, "timed", lambda command: (commands.append(command), (60.0, 1.0))[1])
+    (runs / "roles-0").mkdir()
+    splitting.make_all([("verifier", 0), ("roles", 0)], runs, "", ["steps=2"])
+    assert [Path(command[1]).name for command in commands] == ["splitting_policy.py", "splitting.py"]
+    assert "objective.credit=roles" in commands[1] and "--resume" not in commands[1] and "steps=2" in commands[1]

@@ -1,0 +1,59 @@
+"""`agentrl`, except that its inference server and its learner are forked from processes that have imported what they need.
+
+    python -m tests.e2e.forked SERVERS LEARNERS ARGUMENTS...
+
+Both are the real ones from there on. Starting them anew is most of what a short run takes, and for a test of something else no part of it:
+`python -m agentrl.serving.launch` and torchrun start the runs of test_loop, test_init, test_run_folder and test_lora. See
+`tests.learner.preloaded`; SERVERS and LEARNERS are addresses of its hosts, each of which serves one process group at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.learner import preloaded
+
+SERVER = "agentrl.serving.launch"
+
+
+def use(servers: Path, learners: Path) -> None:
+    """Has every server and learner that this process starts forked by these hosts."""
+    from agentrl.learner import LearnerProcess
+    from agentrl.serving import server
+
+    launch_command = server.launch_command
+
+    def forked_server(*arguments: Any, **options: Any) -> list[str]:
+        command = launch_command(*arguments, **options)
+        given = command[command.index(SERVER) + 1 :]
+        given[given.index("--driver-pid") + 1] = servers.stem  # its parent; it ends with the command, which ends with the driver
+        return preloaded.command(servers, 1, SERVER, *given)
+
+    def forked_learner(learner: LearnerProcess) -> list[str]:
+        return preloaded.command(learners, learner.recipe.learner.ranks, *learner._worker())
+
+    server.launch_command = forked_server
+    LearnerProcess._command = forked_learner  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def hosting(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The hosts of servers, with one thread each, and of learners."""
+    from agentrl.serving.process import environment
+
+    with (
+        preloaded.hosting(folder / "servers", "servers", environment(folder, cpu_threads=1)) as servers,
+        preloaded.hosting(folder / "learners") as learners,
+    ):
+        yield servers, learners
+
+
+if __name__ == "__main__":
+    from agentrl import cli
+
+    use(Path(sys.argv[1]), Path(sys.argv[2]))
+    cli.main(sys.argv[3:])

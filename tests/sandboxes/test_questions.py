@@ -1,0 +1,166 @@
+"""The family `questions`: splitting solves it and nothing else does, in its policy's own tokens, and what its verifier says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from agentrl import parts
+from agentrl.agent import ChatFormat
+from agentrl.cli.recipes import load_recipe
+from agentrl.errors import UserError
+from agentrl.objective import assemble
+from agentrl.records import Episode, ExecResult, Group, Score, ScoredEpisode, Split, Task
+from agentrl.rollout import EpisodeRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ReadingPolicy, ScriptedSandboxes
+from benchmarks.splitting import CREDITS
+from recipes.base_policy import MODEL as TABLES_BASE
+from recipes.splitting_policy import encode
+from rewards.pages import answered
+from sandboxes.pages import Questions
+from sandboxes.pages.demonstrations import NO_ANSWER, Demonstration, call, demonstrate
+from sandboxes.pages.questions import program
+from sandboxes.pages.strategies import alone, at_once, given, handing_on, splitting
+from sandboxes.tables.demonstrations import run_template
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY = Questions()
+PAGES = range(1, 4)
+Reads = Callable[[Task], Callable[[str], str]]
+
+
+@cache
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TABLES_BASE)
+
+
+async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 0) -> ScoredEpisode:
+    """One attempt with the agent of the recipe and the policy's own tokens; programs run as the family's templates do."""
+    _, recipe = load_recipe(ROOT / "recipes" / "splitting.py", [])
+
+    def runs(code: str) -> ExecResult:
+        return ExecResult(exit_code=0, stdout=run_template(code, task.files), stderr="", wall_s=0.0)
+
+    runner = EpisodeRunner(
+        agent=parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=ChatFormat(tokenizer())),
+        policy=ReadingPolicy(tokenizer(), reads(task)),
+        sandboxes=ScriptedSandboxes(runs),
+        sampling=Sampling(),
+        max_model_len=model_len or recipe.policy.max_model_len,
+        request_timeout_s=60.0,
+    )
+    episode = await runner.run(task, episode_id=name)
+    assert not episode.left_out
+    return ScoredEpisode(episode=episode, score=await answered(task, episode))
+
+
+async def test_splitting_solves_it_and_one_context_does_not() -> None:
+    tasks = [FAMILY.task(Split.TRAIN, index) for index in range(12)]
+    for task in tasks:
+        done = await played(task, splitting)
+        assert done.score.value == 1.0 and len(done.episode.trajectories) == 4
+        for reads in (alone, at_once, handing_on):
+            failed = await played(task, reads)
+            assert failed.score.value == 0.0 and failed.episode.answer in (None, NO_ANSWER), reads.__name__
+    roomy = Questions(turn_tokens=400, episode_tokens=700).task(Split.TRAIN, 0)
+    for reads in (alone, at_once, handing_on):
+        solved = await played(roomy, reads, model_len=1024)
+        assert solved.score.value == 1.0, f"{reads.__name__}: it is the room that was missing, and nothing else"
+
+
+async def test_the_verifier_judges_each_helper_and_credit_goes_to_those_that_worked() -> None:
+    task = FAMILY.task(Split.TRAIN, 0)
+
+    def saying(answer: str, page: int) -> Reads:
+        """The helper of one page answers without looking."""
+        return lambda task: lambda context: call("submit", answer=answer) if given(context) == [page] else splitting(task)(context)
+
+    good, wrong = await played(task, splitting, "good"), await played(task, saying("no idea", 2), "wrong")
+    assert good.score.branches == (None, 1.0, 1.0, 1.0) and good.score.without == (None, 0.0, 0.0, 0.0)
+    assert (wrong.score.value, wrong.score.branches) == (0.0, (None, 1.0, 0.0, 1.0))
+    assert good.score.parts == {"split": 1.0, "helpers": 1.0} and wrong.score.parts == {"split": 1.0, "helpers": 2 / 3}
+    lone = await played(task, alone, "alone")
+    assert lone.score.branches == (None,) and lone.score.parts == {"split": 0.0}
+    group = Group(index=0, task_id=task.id, task_key=task.key, episodes=(good, wrong))
+    samples = assemble(0, [group], load_recipe(ROOT / "recipes" / "splitting.py", ["objective.credit=verifier"])[1]).batch.samples
+    credit = {(one.episode_id, number % 4): max(one.advantages, key=abs) for number, one in enumerate(samples)}
+    assert credit["wrong", 2] < 0 < credit["wrong", 1], "the helper that did not look is blamed, and no other"
+
+
+async def test_every_way_to_give_credit_has_what_it_needs() -> None:
+    task = FAMILY.task(Split.TRAIN, 1)
+    tried = {"split": splitting, "alone": alone, "handed on": handing_on}
+    group = Group(
+        index=0, task_id=task.id, task_key=task.key, episodes=tuple([await played(task, reads, name) for name, reads in tried.items()])
+    )
+    for credit in CREDITS:
+        recipe = load_recipe(ROOT / "recipes" / "splitting.py", [f"objective.credit={credit}"])[1]
+        samples = assemble(0, [group], recipe).batch.samples
+        main = {one.episode_id: max(one.advantages, key=abs) for one in reversed(samples)}  # the main agent's is the first of its episode
+        assert main["split"] > 0 > main["alone"], credit
+
+
+@pytest.mark.parametrize("answer", [None, "", "x", "\n\n", "1\n2\n3\n4", "9" * 5000])
+async def test_what_is_no_right_answer_is_worth_nothing(answer: str | None) -> None:
+    task = FAMILY.task(Split.TRAIN, 3)
+    episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
+    assert (await answered(task, episode)).value == 0.0
+    truth: Score = await answered(task, Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=task.data["answer"]))
+    assert truth.value == 1.0
+
+
+def test_tasks_are_pure_and_have_a_file_for_each_question() -> None:
+    assert Questions(seed=3).task(Split.TRAIN, 7) == Questions(seed=3).task(Split.TRAIN, 7) != Questions(seed=4).task(Split.TRAIN, 7)
+    for index in range(40):
+        task = FAMILY.task(Split.HELDOUT, index)
+        assert len(task.files) == 6 and run_template(FAMILY.gold(task), task.files).split("\n") == [str(one) for one in answers(task)]
+    for wrong in (lambda: Questions(pages=1), lambda: FAMILY.task(Split.TRAIN, -1), lambda: FAMILY.task(Split.HELDOUT_REAL, 0)):
+        with pytest.raises(UserError):
+            wrong()
+
+
+def answers(task: Task) -> list[str]:
+    """What the right programs print, which for totals is rounded."""
+    printed = [run_template(program(question), task.files) for question in task.data["questions"]]
+    assert all(
+        one == truth or abs(float(one) - float(truth)) <= tolerance
+        for one, truth, tolerance in zip(printed, task.data["answers"], task.data["tolerances"], strict=True)
+    )
+    return printed
+
+
+def test_demonstrations_know_every_move_and_make_the_right_ones_seldom() -> None:
+    made = [demonstrate(FAMILY.task(Split.TRAIN, index), Random(index)) for index in range(600)]
+    ways = Counter(way(one) for one in made)
+    assert set(ways) == {"one page", "joining", "splitting", "handing on", "alone"}
+    assert 0.25 < ways["splitting"] / (ways["splitting"] + ways["handing on"] + ways["alone"]) < 0.45
+    chat = ChatFormat(tokenizer())
+    for one in made[:60]:
+        row = encode(chat, tokenizer(), one)
+        learned = tokenizer().decode([token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0])
+        everything = "".join(move.says for move in one.moves if move.learn)
+        assert learned == everything or (way(one) == "alone" and everything.startswith(learned)), (
+            "what it says, and nothing that it is told"
+        )
+        assert len(row["input_ids"]) == len(row["labels"]) <= FAMILY.limits.episode_tokens
+
+
+def way(one: Demonstration) -> str:
+    first = json.loads(one.moves[0].says.partition("\n</tool_call>")[0].removeprefix("<tool_call>\n"))
+    if len({*PAGES} & {int(word) for word in one.asked.rstrip(".").split() if word.isdigit()}) == 1:
+        return "one page"
+    if not one.moves[0].learn:
+        return "joining"
+    if first["name"] == "delegate":
+        return "handing on" if first["arguments"]["task"] == one.asked else "splitting"
+    return "alone"
