@@ -20,6 +20,8 @@ from agentrl.errors import AgentRLError, UserError
 
 DRIVER_LOG = "logs/driver.log"
 _MOST_TOLD = 100_000  # characters
+_CROWDED = 16 << 20
+"""Bytes free on a run's disk below which any failure is put down to that: the smallest checkpoint takes more."""
 
 
 @contextmanager
@@ -97,10 +99,16 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
     if (full := disk_full(cause)) is not None:
         told = str(cause).splitlines()[0] if isinstance(cause, AgentRLError) else short(full)
         return [f"failed: {_disk(folder)}: {told}", "  fix: free space there; what was finished is kept"]
-    if isinstance(cause, AgentRLError):
-        return [f"failed: {cause}"]
-    at = location(cause)
-    return [f"failed: {short(cause)}" + (f" ({at})" if at else "")]
+    at = "" if isinstance(cause, AgentRLError) else location(cause)
+    lines = (str(cause) if isinstance(cause, AgentRLError) else short(cause) + (f" ({at})" if at else "")).splitlines() or [short(cause)]
+    if not _crowded(folder):
+        return [f"failed: {lines[0]}", *lines[1:]]
+    # The first to meet it is not always who is heard: a library may call it a broken file, and the kernel ends who writes to mapped memory.
+    return [f"failed: {_disk(folder)}, which is likely why: {lines[0]}", "  fix: free space there; what was finished is kept"]
+
+
+def _crowded(folder: Path | None) -> bool:
+    return folder is not None and folder.is_dir() and shutil.disk_usage(folder).free < _CROWDED
 
 
 def _disk(folder: Path | None) -> str:

@@ -131,10 +131,10 @@ class DockerBackend(ChannelBackend):
         if image.packaged and not spec.runtime and not self._alone:
             try:
                 return await self._start_shared(spec, image)
-            except (CannotShare, NeverAnswered) as error:
-                if self._has_shared:
+            except SandboxError as error:
+                if self._has_shared or not (self._alone or isinstance(error, CannotShare | NeverAnswered)):
                     raise
-                if not self._alone:
+                if not self._alone:  # else another has found that out, and taken this one's container with it
                     self._alone = str(error)
                     self._shared.close()
                     log.warning("containers of this daemon cannot be shared, so each sandbox gets its own, which costs more: %s", error)
@@ -203,7 +203,9 @@ class DockerBackend(ChannelBackend):
         except SandboxError as error:
             if room.refused and not self._has_shared:
                 raise CannotShare(room.failure) from None
-            raise SandboxError(f"{error}; {room.failure}") from None if room.failure else error
+            if room.failure:
+                raise SandboxError(f"{error}; {room.failure}") from None
+            raise
         self._has_shared = True
         return sandbox
 

@@ -6,7 +6,10 @@ import asyncio
 import errno
 import multiprocessing
 import os
+import shutil
+import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +73,28 @@ def test_a_full_disk_is_told_as_that_whatever_it_broke_first(run: Path, capsys: 
     assert told[0].startswith(f"failed: the disk of {run} is full (") and "experience store" in told[0]
     assert told[1] == "  fix: free space there; what was finished is kept" and told[2] == "  continue with: again"
     assert len(told) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        LearnerError("the learner ended with exit code -7: it gave no reason\n  fix: see there\n  all of its output: logs/learner.log"),
+        sqlite3.OperationalError("disk I/O error"),
+        LearnerError(""),
+    ],
+)
+def test_what_fails_beside_a_full_disk_is_put_down_to_it(
+    error: Exception, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explain(error, folder=run, go_on="again")
+    first = capsys.readouterr().err.splitlines()
+    assert "full" not in first[0]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=(16 << 20) - 1))
+    explain(error, folder=run, go_on="again")
+    told = capsys.readouterr().err.splitlines()
+    cause = first[0].removeprefix("failed: ")
+    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is likely why: {cause or 'LearnerError'}"
+    assert told[1:3] == ["  fix: free space there; what was finished is kept", "  continue with: again"] and len(told) == 4
 
 
 async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path) -> None:

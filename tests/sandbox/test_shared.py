@@ -211,7 +211,24 @@ class Silent(DockerBackend):
         return {**super()._shared_container(*arguments), "Entrypoint": ["python3", "-c", "pass"]}
 
 
-@pytest.mark.parametrize("kind", [WithoutTheRight, WithoutDevices, Silent])
+class OneIsTold(DockerBackend):
+    """The container of the first that is refused is ended before the others have heard why theirs failed."""
+
+    asked = 0
+
+    async def _first(self, spec, image):
+        return await self._start_alone(spec, image)
+
+    async def _start_shared(self, *_):
+        self.asked += 1
+        if self.asked == 1:
+            await until(lambda: self.asked == 3)
+            raise shared.CannotShare("not here")
+        await until(lambda: self._alone)
+        raise SandboxError("the exec server ended")
+
+
+@pytest.mark.parametrize("kind", [WithoutTheRight, WithoutDevices, Silent, OneIsTold])
 async def test_where_containers_cannot_be_shared_each_sandbox_gets_its_own(kind, root, caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         async with opened(root, kind) as backend:
