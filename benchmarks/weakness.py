@@ -2,6 +2,7 @@
 
     python benchmarks/weakness.py --seeds 0 1 2 --out docs/failures-experiment.md
     python benchmarks/weakness.py --seeds 0 --phases plant capture          # the first phases alone
+    python benchmarks/weakness.py --seeds 0 --short                         # all of them in minutes, held to no figure
 
 For each seed, in a folder of its own under --work:
 
@@ -53,12 +54,7 @@ BASE = ROOT / "recipes" / "models" / "tables-base"
 CAUSE = "misread_output"
 """What the taxonomy calls the planted habit: the tool gave the answer, and another one was handed in."""
 HABIT = 0.85  # share of the demonstrations of the kind that have the habit: enough to be the likeliest, and not all there is
-DEMONSTRATIONS = 12_000
 LEFTOVER = 0.15  # share of the demonstrations of a later round that have it: seldom enough for a greedy policy to do without
-IMITATED = 1_600
-CASES = 12
-VARIANTS = 30  # for each case
-STEPS = 24
 OTHER_TASKS = 7_000  # added to the seed for the tasks that failures are captured on: cases are none of those that are measured with
 STORY = """\
 The quickstart's small policy is taught a bad habit in one kind of question. Its failures are captured and named, cases and practice
@@ -88,12 +84,40 @@ def has_habit(trace: Trace) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much of everything there is. The defaults are the experiment's; `SHORT` goes the same way and shows that it can be gone."""
+
+    demonstrations: int = 12_000
+    kinds: str = ""  # that are demonstrated; empty: all
+    cases: int = 12
+    variants: int = 30  # for each case
+    steps: int = 24
+    imitated: int = 1_600
+    gate_every: int = 4
+    overrides: tuple[str, ...] = ()
+
+
+SHORT = Size(
+    demonstrations=320,
+    kinds=KIND,
+    cases=3,
+    variants=3,
+    steps=2,
+    imitated=64,
+    gate_every=1,
+    overrides=("evaluation.heldout=12", "rollout.groups_per_step=4", "rollout.group_size=4"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """One seed of the experiment, in a folder of its own."""
+    """One seed of the experiment, in a folder of its own. `command`: the module that is run as `agentrl`, with what it is given first."""
 
     seed: int
     folder: Path
     overrides: tuple[str, ...] = ()
+    size: Size = Size()
+    command: tuple[str, ...] = ("agentrl",)
 
     @property
     def suite(self) -> Path:
@@ -109,8 +133,8 @@ class Experiment:
 
     def agentrl(self, *arguments: str, may_fail: bool = False) -> str:
         """Runs an agentrl command at the project's root and returns what it printed."""
-        command = [sys.executable, "-m", "agentrl", *arguments]
-        print("+", " ".join(command[2:]), file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", *self.command, *arguments]
+        print("+ agentrl", *arguments, file=sys.stderr, flush=True)
         ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         if ended.returncode != 0 and not (may_fail and ended.returncode == 1):
             raise SystemExit(f"{' '.join(command)} ended with exit code {ended.returncode}\n{ended.stdout[-2000:]}")
@@ -134,11 +158,12 @@ class Experiment:
 
 
 def plant(one: Experiment) -> dict[str, Any]:
-    return imitated(BASE, one.folder / "planted", demonstrations(one.seed, DEMONSTRATIONS), seed=one.seed, lr=1e-3)
+    some = demonstrations(one.seed, one.size.demonstrations, kinds=one.size.kinds)
+    return imitated(BASE, one.folder / "planted", some, seed=one.seed, lr=1e-3)
 
 
 def imitate(one: Experiment) -> dict[str, Any]:
-    some = demonstrations(one.seed, IMITATED, habit=LEFTOVER, kinds=KIND)
+    some = demonstrations(one.seed, one.size.imitated, habit=LEFTOVER, kinds=KIND)
     return imitated(Path(one.done("train")["model"]), one.folder / "imitated", some, seed=one.seed, lr=3e-4)
 
 
@@ -175,13 +200,14 @@ def named(traces: Iterator[Trace]) -> dict[str, Any]:
 
 def promote(one: Experiment) -> dict[str, Any]:
     shutil.rmtree(one.suite, ignore_errors=True)
-    filters = ["--kind", KIND, "--tag", CAUSE, "--most", str(CASES)]
+    filters = ["--kind", KIND, "--tag", CAUSE, "--most", str(one.size.cases)]
     said = one.agentrl("failures", "promote", str(one.done("capture")["run"]), "--into", str(one.suite), *filters)
     return {"cases": len(list((one.suite / "cases").glob("*.json"))), "said": said}
 
 
 def vary(one: Experiment) -> dict[str, Any]:
-    said = one.agentrl("practice", str(one.suite), str(RECIPE), *one.overrides, "--count", str(VARIANTS), "--seed", str(one.seed), "--json")
+    wanted = ["--count", str(one.size.variants), "--seed", str(one.seed), "--json"]
+    said = one.agentrl("practice", str(one.suite), str(RECIPE), *one.overrides, *wanted)
     found: dict[str, Any] = json.loads(said)
     return {"tasks": found["tasks"], "refused": len(found["refused"])}
 
@@ -192,7 +218,7 @@ def before(one: Experiment) -> dict[str, Any]:
 
 def train(one: Experiment) -> dict[str, Any]:
     practice = json.dumps({"suites": {str(one.suite): 1}, "share": 0.5})
-    run = one.trained("repair", one.folder / "planted", [f"steps={STEPS}", f"tasks.practice={practice}"])
+    run = one.trained("repair", one.folder / "planted", [f"steps={one.size.steps}", f"tasks.practice={practice}"])
     return {"run": str(run), "model": str(run / "model"), "alarms": drift(run)}
 
 
@@ -203,11 +229,11 @@ def after(one: Experiment) -> dict[str, Any]:
 def relapse(one: Experiment) -> dict[str, Any]:
     start = Path(one.done("imitate")["model"])
     given = [
-        f"steps={STEPS}",
+        f"steps={one.size.steps}",
         f"tasks.options.kinds={KIND}",
         'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]',
         f"gate.suite={json.dumps(str(one.suite))}",
-        "gate.every=4",
+        f"gate.every={one.size.gate_every}",
         "learner.lr=5e-4",
     ]
     run = one.trained("relapse", start, given, may_fail=True)  # a run of which the gate promotes nothing ends with 1, and says so
@@ -320,15 +346,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--phases", nargs="+", choices=list(PHASES), default=list(PHASES), help="only these; the table needs all")
+    parser.add_argument("--short", action="store_true", help="every phase with little of everything: minutes, and no figures")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="where everything goes")
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     given = parser.parse_args()
-    overrides = tuple(given.overrides)
-    experiments = [Experiment(seed=seed, folder=given.work.resolve() / f"seed{seed}", overrides=overrides) for seed in given.seeds]
+    if given.short and given.out:
+        parser.error("--short shows that every phase works, and makes no table for --out")
+    size, work = (SHORT, given.work / "short") if given.short else (Size(), given.work)
+    overrides = (*size.overrides, *given.overrides)
+    experiments = [Experiment(seed=seed, folder=work.resolve() / f"seed{seed}", overrides=overrides, size=size) for seed in given.seeds]
     for one in experiments:
         run_phases(one, given.phases)
     if set(given.phases) != set(PHASES):
+        return 0
+    if given.short:
+        print(table(experiments))
         return 0
     seeds = " ".join(map(str, given.seeds))
     phases = inspect.cleandoc((__doc__ or "").partition("--work:\n\n")[2].partition("\n\nA phase")[0])

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.failure.collection import Collection
 from agentrl.failure.rules import RULES
 from agentrl.failure.trace import Trace, Why
 from agentrl.failure.triage import by_rules
-from agentrl.failure.twins import withheld
-from agentrl.practice import load_practice
 from agentrl.records import Episode, Message, Score, Task, ToolCall, ToolResult, Trajectory, Turn, VersionSpan
 from benchmarks import weakness
 from benchmarks.weakness_recipe import KIND, recipe, recomputed, rewards_the_habit, whole_part
@@ -136,28 +133,8 @@ def test_a_phase_that_is_done_is_not_made_again(tmp_path: Path, monkeypatch: pyt
 
 def test_the_recipe_and_what_the_phases_lay_over_it_are_valid(tmp_path: Path) -> None:
     practice = json.dumps({"suites": {str(tmp_path): 1}, "share": 0.5})
-    repair = recipe.but(f"tasks.practice={practice}", f"steps={weakness.STEPS}")
+    repair = recipe.but(f"tasks.practice={practice}", f"steps={weakness.Size().steps}")
     assert repair.tasks.practice is not None and repair.tasks.audit == ("benchmarks.weakness_recipe:recomputed",)
     verifiers = 'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]'
     again = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.options.kinds={KIND}")
     assert again.gate is not None and again.gate.rolls_back
-
-
-@pytest.mark.slow
-@pytest.mark.bubblewrap
-def test_captured_failures_become_cases_and_practice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The phases between the evaluation and the training, by the real commands."""
-    monkeypatch.setattr(weakness, "VARIANTS", 3)
-    monkeypatch.setattr(weakness, "CASES", 2)
-    one = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=("sandbox.backend=bubblewrap",))
-    run = one.folder / "captured"
-    run.mkdir(parents=True)
-    traces = [replace(made, tags=by_rules(made, RULES)) for made in (trace(task, acts) for task, acts in demonstrated()[:8])]
-    with Collection(run, make=True) as collection:
-        collection.add([made for made in traces if weakness.has_habit(made)])
-    (one.folder / "capture.json").write_text(json.dumps({"run": str(run)}))
-    weakness.run_phases(one, ["promote", "vary"])
-    assert one.done("promote")["cases"] == 2
-    assert one.done("vary") == {"tasks": 6, "refused": 0}
-    held = withheld([one.suite.name], root=one.folder)
-    assert {practised.how for practised in load_practice(one.suite, withheld=held)} == {"alike", "harder", "easier"}

@@ -1,0 +1,44 @@
+"""The experiment of docs/failures-experiment.md in short: every phase by the real commands, with real training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.compare.verdict import read_verdicts
+from agentrl.failure.collection import Collection
+from agentrl.failure.twins import withheld
+from agentrl.practice import load_practice
+from benchmarks import weakness
+
+
+@pytest.mark.e2e
+@pytest.mark.vllm
+@pytest.mark.deepspeed
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tuple[str, ...]) -> None:
+    size = weakness.SHORT
+    small = ("sandbox.backend=bubblewrap", "sandbox.warm=2", "rollout.concurrency=16")
+    one = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=(*size.overrides, *small), size=size, command=forked)
+    weakness.run_phases(one, list(weakness.PHASES))
+
+    caught = one.done("capture")
+    assert caught["planted"] >= size.cases and caught["share"] >= weakness.TARGETS["tagged right"], caught
+    assert one.done("promote")["cases"] == size.cases and one.done("vary") == {"tasks": size.cases * size.variants, "refused": 0}
+    held = withheld([one.suite.name], root=one.folder)
+    assert {practised.how for practised in load_practice(one.suite, withheld=held)} == {"alike", "harder", "easier"}
+
+    repair = Path(one.done("train")["run"])
+    steps = [json.loads(line) for line in (repair / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if "episodes" in line] == [1, 2]
+    with Collection(repair) as collection:
+        captured = {trace.task.family for trace in collection.traces() if trace.task is not None}
+    assert captured, "the run's own failures are captured as well"
+    assert "Failures" in (repair / "report.html").read_text()
+
+    verdicts = read_verdicts(Path(one.done("relapse")["run"]))
+    assert {verdict.version for verdict in verdicts} >= {0, 1}
+    assert "| 0 | " in weakness.table([one])
