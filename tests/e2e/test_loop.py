@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.failure.collection import Collection
+
 from .conftest import SMALL, descendants, interrupt, start, steps_logged, summary, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
@@ -57,6 +59,18 @@ def test_a_run_outlives_its_server_a_rank_and_interrupts(tmp_path: Path) -> None
     with sqlite3.connect(run / "experience.sqlite") as store:
         consumed = store.execute("SELECT idx, step FROM consumed ORDER BY idx").fetchall()
     assert consumed == [(index, index // 4) for index in range(4 * STEPS)]
+    _its_failures_are_captured(run, found["failures"])
+
+
+def _its_failures_are_captured(run: Path, counted: dict[str, int]) -> None:
+    """Of all three starts, once each, as traces that can be promoted, and the report shows each name with its count over versions."""
+    with Collection(run) as collection:
+        traces = list(collection.traces())
+    assert len({trace.id for trace in traces}) == len(traces) > 0
+    assert all(trace.task is not None and trace.episode is not None and trace.tags for trace in traces)
+    assert sum(counted.values()) >= len(traces) and traces[0].tags[0].name in counted
+    report = (run / "report.html").read_text()
+    assert "<h2>Failures</h2>" in report and all(tag.replace("_", " ") in report for tag in counted)
 
 
 def _interrupted_twice_while_it_starts(*arguments: str) -> None:
