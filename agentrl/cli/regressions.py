@@ -14,7 +14,7 @@ import typer
 
 from agentrl import files
 from agentrl.cli.running import loading
-from agentrl.cli.suites import rates
+from agentrl.cli.suites import rates, told
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, find_suites
 from agentrl.failure.tell import line
@@ -47,6 +47,7 @@ def hold_to_suites(
         raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
     with loading():
         from agentrl.run.junit import junit
+        from agentrl.run.measure import judges_spent
         from agentrl.run.regressions import evaluate, exit_code, pin, prepared
 
     with prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
@@ -60,7 +61,8 @@ def hold_to_suites(
     outcomes = [outcome for one in done for outcome in one.outcomes]
     if junit_file is not None:
         files.write(junit_file, junit(outcomes, folder=folder, policy=policy.name, at=done[0].results.about.at))
-    print(json.dumps(summary(done, folder)) if as_json else table(done, folder))
+    asked = judges_spent(folder)
+    print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else told(table(done, folder), asked))
     if pinning:
         print(f"{pin(done)} cases have these results as their baseline", file=sys.stderr)
     if code := exit_code(outcomes):

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,12 +53,13 @@ def evaluate_suite(
     """Runs the evaluation and prints its table, or JSON."""
     with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
         with loading():
+            from agentrl.run.measure import judges_spent
             from agentrl.run.suites import FOLDER
             from agentrl.run.suites import evaluate_suite as evaluate
 
         found = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
-        figures = found.figures()
-        print(json.dumps(summary(found)) if as_json else table(found, where=start.folder / FOLDER))
+        figures, asked = found.figures(), judges_spent(start.folder)
+        print(json.dumps(summary(found) | {"judges": asked}) if as_json else told(table(found, where=start.folder / FOLDER), asked))
     if figures.pass_at_1 is None:
         print("not one attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
@@ -194,6 +195,13 @@ def table(found: Results, *, where: Path) -> str:
     if len(short) > _CASES_SHOWN:
         lines.append(f"  and {len(short) - _CASES_SHOWN} other cases that did not always pass")
     return "\n".join([*lines, f"evaluation {where}"])
+
+
+def told(table: str, judges: Mapping[str, float]) -> str:
+    """A table, and what the judges of its attempts have cost."""
+    from agentrl.reward.judges import Spent
+
+    return f"{table}\njudges  {Spent.of(judges).told()}" if judges else table
 
 
 def rates(figures: Figures) -> list[str]:

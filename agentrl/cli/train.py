@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -137,19 +136,11 @@ def _model(named: str) -> str:
     return str(Path(named).resolve()) if Path(named).is_dir() else named
 
 
-def judges_told(spent: Mapping[str, float]) -> str:
-    """What judges were asked and have cost, in a line."""
-    tokens = spent.get("prompt_tokens", 0) + spent.get("completion_tokens", 0)
-    money = f", money {spent['money']:.4g}" if spent.get("money") else ""
-    lost = ", ".join(f"{spent[name]:.0f} {name}" for name in ("abstained", "unreadable", "failed") if spent.get(name))
-    asked = f"{spent.get('calls', 0):>8.0f} questions to judges, {spent.get('cached', 0):.0f} answered before"
-    return f"{asked}, {tokens:,.0f} tokens{money}{f'; {lost}' if lost else ''}"
-
-
 def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
     from agentrl.observe.left_out import printable
+    from agentrl.reward.judges import Spent
 
     pairs = (
         ("held-out", summary.heldout_before, summary.heldout_after),
@@ -174,7 +165,8 @@ def describe(summary: Summary, folder: Path) -> str:
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")
     if summary.judges:
-        lines.append(judges_told(summary.judges))
+        asked, _, rest = Spent.of(summary.judges).told().partition(" ")
+        lines.append(f"{asked:>8} {rest}")
     if summary.failures:
         named = ", ".join(f"{times} {printable(tag)}" for tag, times in list(summary.failures.items())[:_TAGS_SHOWN])
         lines.append(f"{sum(summary.failures.values()):>8} failures   {named}: agentrl failures list {folder}")

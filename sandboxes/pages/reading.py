@@ -6,6 +6,7 @@ from agentrl.agent import tool
 from agentrl.protocols import Sandbox
 
 MOST_BYTES = 100_000
+MOST_PAGES = 10_000
 
 
 @tool
@@ -15,6 +16,8 @@ async def read(page: int, sandbox: Sandbox) -> str:
     Args:
         page: its number, from 1
     """
+    if not 0 < page < MOST_PAGES:
+        return "error: there is no such page"
     try:
         return (await sandbox.read(f"page{page}.txt", max_bytes=MOST_BYTES)).decode(errors="replace")
     except FileNotFoundError:

@@ -32,6 +32,7 @@ def test_a_real_policy_is_held_to_a_suite(tmp_path: Path, forked: tuple[str, ...
         code, out = agentrl("eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json", by=forked)
         told = json.loads(out.splitlines()[-1])
         assert code == 1 and [one["case"] for one in told["cases"] if one["verdict"] != "passed"] == ["case-0"], out
+        assert told["judges"] == {}, "none was asked"
         assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.prove.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
         command += ["--agentrl-suite", str(suite), "--agentrl-policy", str(MODEL), "--agentrl-run-dir", str(tmp_path / "again")]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.cli import suites
 from agentrl.cli.train import describe
 from agentrl.observe import Summary
 from agentrl.observe.report import _tiles
@@ -53,7 +54,9 @@ async def test_what_judges_have_cost_is_told_and_a_damaged_ledger_costs_nothing_
         name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0,
         judges=spent,
     )  # fmt: skip
-    assert "3 questions to judges, 1 answered before, 330 tokens, money 330; 2 unreadable" in describe(told, tmp_path)
+    line = "3 questions to judges, 1 answered before, 330 tokens, money 330; 2 unreadable"
+    assert line in describe(told, tmp_path)
+    assert suites.told("a table", spent) == f"a table\njudges  {line}" and suites.told("a table", {}) == "a table"
     assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(told)}
     for file in tmp_path.glob("judges.sqlite*"):
         file.unlink()

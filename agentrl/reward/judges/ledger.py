@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,24 @@ class Spent:
     completion_tokens: int = 0
     money: float = 0.0
 
+    @classmethod
+    def of(cls, figures: Mapping[str, float]) -> Spent:
+        """From a summary, where all are numbers alike."""
+        counts = {name: int(figures.get(name, 0)) for name in _NAMES if name != "money"}
+        return cls(**counts, money=figures.get("money", 0.0))
+
     def plus(self, other: Spent) -> Spent:
         return Spent(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     def less(self, before: Spent) -> Spent:
         return Spent(**{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(self)})
+
+    def told(self) -> str:
+        """For a person, in a line."""
+        money = f", money {self.money:.4g}" if self.money else ""
+        lost = ", ".join(f"{getattr(self, name)} {name}" for name in ("abstained", "unreadable", "failed") if getattr(self, name))
+        tokens = self.prompt_tokens + self.completion_tokens
+        return f"{self.calls} questions to judges, {self.cached} answered before, {tokens:,} tokens{money}{f'; {lost}' if lost else ''}"
 
 
 _NAMES = tuple(one.name for one in fields(Spent))
