@@ -2,11 +2,12 @@
 
     python benchmarks/real_model.py                                          # recipes/smollm2.py, seeds 0 1 2
     python benchmarks/real_model.py --recipe recipes/smollm2_lora.py --seeds 0
-    python benchmarks/real_model.py --page docs/a-real-model.md              # writes table and picture from what has been run; runs nothing
+    python benchmarks/real_model.py --page docs/a-real-model.md              # writes table and picture from what is kept; runs nothing
 
-Each seed is one whole run in a folder of its own under `--runs`, then an evaluation of its model without the tool; what is finished there
-is read, not made again, so an interrupted benchmark goes on where it stopped. Memory is the largest sum of the proportional set sizes of
-all processes of the run, sampled every two seconds; Docker's own daemon is not in it. Exit status 1 where a target is missed.
+Each seed is one whole run in a folder of its own under `--runs`, then an evaluation of its model without the tool. What came of it is kept
+as a JSON file in `--out`, and a seed that has one is not run again; a run that was interrupted goes on where it stopped. Memory is the
+largest sum of the proportional set sizes of all processes of the run, sampled every two seconds; Docker's own daemon is not in it. Exit
+status 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from agentrl.files import write  # noqa: E402
 from benchmarks.contest.ours import parts  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
 
@@ -34,6 +36,7 @@ RECIPES = ("recipes/smollm2.py", "recipes/smollm2_lora.py")
 NO_TOOL = "evals/smollm2_no_tool.py"
 BEGIN, END = "<!-- made by benchmarks/real_model.py --page: begin -->", "<!-- made by benchmarks/real_model.py --page: end -->"
 MINUTES, GIB, AFTER, KIND_AFTER, KIND_BEFORE = 45.0, 12.0, 0.90, 0.85, 0.02
+SUMMARY = ("steps", "tokens_trained", "swap_probe_max_abs_diff", "versions", "sandbox_backend")
 PARTS = {"rollout": "rollouts", "update": "update", "sync": "checkpoint, publishing, swap"}
 
 
@@ -52,6 +55,10 @@ class Outcome:
     phases: dict[str, Any]
     steps: list[dict[str, Any]]
     no_tool: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{Path(self.recipe).stem}, seed {self.seed}"
 
     def rate(self, phase: str, split: str) -> dict[str, float]:
         return self.phases[phase][split]  # type: ignore[no-any-return]
@@ -81,18 +88,22 @@ def machine() -> str:
 
 def evaluated(folder: Path, *options: str) -> dict[str, Any]:
     """What the model gives without the tool, by split; read where it has been asked before."""
-    kept = folder / "no_tool.json"
-    if not kept.exists():
+    path = folder / "no_tool.json"
+    if not path.exists():
         print(f"without the tool: {' '.join(options) or 'as published'}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "agentrl", "eval", NO_TOOL, *options, "--json", "--run-dir", str(folder / "no_tool")]
         said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
         folder.mkdir(parents=True, exist_ok=True)
-        kept.write_text(said)
-    return json.loads(kept.read_text())  # type: ignore[no-any-return]
+        path.write_text(said)
+    return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def run_seed(recipe: str, seed: int, runs: Path, note: str, overrides: list[str]) -> None:
-    """Runs one seed to its end, and asks its model once more without the tool."""
+def kept_as(out: Path, recipe: str, seed: int) -> Path:
+    return out / f"{Path(recipe).stem}-seed{seed}.json"
+
+
+def run_seed(recipe: str, seed: int, runs: Path, out: Path, note: str, overrides: list[str]) -> None:
+    """Runs one seed to its end, asks its model once more without the tool, and keeps what came of it."""
     folder = runs / f"{Path(recipe).stem}-{seed}"
     outcome = folder / "benchmark.json"
     if not outcome.exists():
@@ -101,10 +112,19 @@ def run_seed(recipe: str, seed: int, runs: Path, note: str, overrides: list[str]
         said = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "machine": machine()}
         outcome.write_text(json.dumps({**said, "resumed": bool(resume)}))
     evaluated(folder, "--model", str(folder / "model"))
+    write(kept_as(out, recipe, seed), json.dumps(asdict(read(folder)), indent=1) + "\n")
+
+
+def kept(out: Path) -> list[Outcome]:
+    """All that is kept, in the order of the recipes and their seeds."""
+    found = [Outcome(**json.loads(path.read_text())) for recipe in RECIPES for path in out.glob(f"{Path(recipe).stem}-seed*.json")]
+    return sorted(found, key=lambda one: (RECIPES.index(one.recipe), one.seed))
 
 
 def read(folder: Path) -> Outcome:
-    measured = json.loads((folder / "benchmark.json").read_text())
+    """Of a finished run folder, what the page takes from it."""
+    measured, summary = (json.loads((folder / name).read_text()) for name in ("benchmark.json", "summary.json"))
+    phases = json.loads((folder / "evaluations.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = list({line["step"]: line for line in lines if "episodes" in line}.values())
     return Outcome(
@@ -114,10 +134,10 @@ def read(folder: Path) -> Outcome:
         peak_gib=measured["peak_gib"],
         note=measured["note"] + ("; interrupted and resumed, minutes are of the last part" if measured["resumed"] else ""),
         machine=measured["machine"],
-        summary=json.loads((folder / "summary.json").read_text()),
-        phases=json.loads((folder / "evaluations.json").read_text()),
+        summary={name: summary[name] for name in SUMMARY},
+        phases={phase: phases[phase] for phase in ("before", "after")},
         parts=parts(folder, steps, None),
-        steps=steps,
+        steps=[{name: line.get(name) for name in ("step", "step_s", "reward_mean")} for line in steps],
         no_tool=json.loads((folder / "no_tool.json").read_text()),
     )
 
@@ -140,7 +160,7 @@ def success(outcomes: list[Outcome]) -> str:
         for kind, rate in both[0][0]["by_kind"].items():
             changes = [(before["by_kind"][kind]["value"], after["by_kind"][kind]["value"]) for before, after in both]
             rows.append([f"`{kind}` ({rate['n']:.0f})", *(f"{before:.2f} → {after:.2f}" for before, after in changes)])
-    return markdown(["before → after", *(f"{Path(one.recipe).stem}, seed {one.seed}" for one in outcomes)], rows)
+    return markdown(["before → after", *(one.name for one in outcomes)], rows)
 
 
 def cost(outcomes: list[Outcome]) -> str:
@@ -159,7 +179,7 @@ def cost(outcomes: list[Outcome]) -> str:
     for one in outcomes:
         rows.append(
             [
-                f"{Path(one.recipe).stem}, seed {one.seed}",
+                one.name,
                 f"{one.wall_s / 60:.1f}",
                 f"{one.peak_gib:.1f}",
                 str(one.summary["steps"]),
@@ -176,7 +196,7 @@ def cost(outcomes: list[Outcome]) -> str:
 def without_tool(outcomes: list[Outcome], base: dict[str, Any]) -> str:
     rows = [["as published", *(told(base[split]) for split in ("heldout", "heldout_real"))]]
     for one in outcomes:
-        rows.append([f"{Path(one.recipe).stem}, seed {one.seed}", *(told(one.no_tool[split]) for split in ("heldout", "heldout_real"))])
+        rows.append([one.name, *(told(one.no_tool[split]) for split in ("heldout", "heldout_real"))])
     return markdown(["without the tool", "trained kinds", "kinds never trained"], rows)
 
 
@@ -190,9 +210,9 @@ def picture(outcomes: list[Outcome], path: Path) -> None:
     plt.rcParams["svg.hashsalt"] = "agentrl"
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=[2, 1], layout="constrained")
     for number, one in enumerate(outcomes):
-        name, color = f"{Path(one.recipe).stem}, seed {one.seed}", f"C{number}"
+        color = f"C{number}"
         steps = [line["step"] for line in one.steps if line.get("reward_mean") is not None]
-        left.plot(steps, [line["reward_mean"] for line in one.steps if line.get("reward_mean") is not None], color=color, label=name)
+        left.plot(steps, [line["reward_mean"] for line in one.steps if line.get("reward_mean") is not None], color=color, label=one.name)
         for split, style in (("heldout", "-"), ("heldout_real", "--")):
             rates = [one.rate(phase, split) for phase in ("before", "after")]
             values = [rate["value"] for rate in rates]
@@ -232,20 +252,24 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "real-model", help="where the run folders go")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "a-real-model", help="where results are kept")
     parser.add_argument("--note", default="", help="a sentence about the machine that the result keeps, such as: Other work ran meanwhile.")
-    parser.add_argument("--page", type=Path, default=None, help="write what has been run into this page; run nothing")
+    parser.add_argument("--page", type=Path, default=None, help="write what is kept into this page; run nothing")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
-    args.runs.mkdir(parents=True, exist_ok=True)
+    for folder in (args.runs, args.out):
+        folder.mkdir(parents=True, exist_ok=True)
+    base = args.out / "as-published.json"
     if args.page is None:
-        evaluated(args.runs)
+        if not base.exists():
+            write(base, json.dumps(evaluated(args.runs), indent=1) + "\n")
         for seed in args.seeds:
-            run_seed(args.recipe, seed, args.runs, args.note, args.overrides)
-    outcomes = [read(path.parent) for recipe in RECIPES for path in sorted(args.runs.glob(f"{Path(recipe).stem}-*/no_tool.json"))]
-    outcomes = [one for one in {(one.recipe, one.seed): one for one in outcomes}.values() if (args.runs / "no_tool.json").exists()]
-    if not outcomes:
-        sys.exit(f"error: no finished run in {args.runs}\nfix: python benchmarks/real_model.py")
-    text = page(outcomes, json.loads((args.runs / "no_tool.json").read_text()))
+            if not kept_as(args.out, args.recipe, seed).exists():
+                run_seed(args.recipe, seed, args.runs, args.out, args.note, args.overrides)
+    outcomes = kept(args.out)
+    if not outcomes or not base.exists():
+        sys.exit(f"error: no finished run in {args.out}\nfix: python benchmarks/real_model.py")
+    text = page(outcomes, json.loads(base.read_text()))
     print(text)
     if args.page is not None:
         before, _, rest = args.page.read_text().partition(BEGIN)
