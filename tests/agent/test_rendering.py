@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,22 +11,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
+from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import encoder
 from agentrl.testing import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENIZERS: dict[str, Any] = {
-    "bytes": byte_tokenizer(),
-    "trained": AutoTokenizer.from_pretrained(ROOT / "recipes" / "models" / "tables-base"),
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "bytes": cache(byte_tokenizer),
+    "trained": cache(lambda: auto_tokenizer().from_pretrained(ROOT / "recipes" / "models" / "tables-base")),
 }
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text() | st.text(st.sampled_from(" \n\t<|im_end|>éa中\u200d")))
 def test_the_ids_are_those_of_the_wrapper(name: str, text: str) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = TOKENIZERS[name]()
     assert encoder(tokenizer)(text) == tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import transformers
 
+from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.template import TOOL, read_template
 from agentrl.errors import UserError
 from agentrl.protocols import TaskFamily
@@ -70,7 +70,7 @@ def test_the_template_of_the_recipe_goes_into_every_version_and_into_the_result(
     task = Tables(seed=0).task(Split.TRAIN, 0)
     wanted = open_chat(bare, HERMES).opening(task.prompt, [TOOL])
     for folder in (base, tmp_path / "model"):
-        assert transformers.AutoTokenizer.from_pretrained(folder).chat_template == HERMES
+        assert auto_tokenizer().from_pretrained(folder).chat_template == HERMES
         assert open_chat(folder).opening(task.prompt, [TOOL]) == wanted
     assert json.loads((bare / "tokenizer_config.json").read_text())["chat_template"] == "the model's own"
     assert wanted != open_chat(MODEL).opening(task.prompt, [TOOL])

@@ -14,6 +14,7 @@ import pytest
 
 from agentrl import parts
 from agentrl.agent import ChatFormat
+from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.cli.recipes import load_recipe
 from agentrl.errors import UserError
 from agentrl.objective import assemble
@@ -39,9 +40,7 @@ Reads = Callable[[Task], Callable[[str], str]]
 
 @cache
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(TABLES_BASE)
+    return auto_tokenizer().from_pretrained(TABLES_BASE)
 
 
 async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 0) -> ScoredEpisode:

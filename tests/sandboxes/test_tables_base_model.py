@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import load_tools
 from agentrl.agent.chat import ChatFormat
+from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.records import Message, Split
 from sandboxes.tables import Tables
 from sandboxes.tables.demonstrations import call, demonstrate
@@ -24,9 +25,7 @@ SCHEMAS = [tool.schema for tool in load_tools(("python", "submit")).values()]
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(FOLDER)
+    return auto_tokenizer().from_pretrained(FOLDER)
 
 
 def test_the_files_are_those_whose_hashes_are_listed_and_small() -> None:
