@@ -60,6 +60,9 @@ STORY = """\
 The quickstart's small policy is taught a bad habit in one kind of question. Its failures are captured and named, cases and practice
 are made of them, and it trains until the habit is gone. Then a later round of imitation brings along a little of it, and a run whose
 reward pays for it would bring it back; a gate over the cases is what stands in the way."""
+LENGTH = """\
+A seed takes 15 to 20 minutes on two cores; an interrupted experiment goes on where it stopped. `--short` goes through all phases in two
+minutes with little of everything, and is held to no figure; CI does that (`tests/e2e/test_weakness.py`)."""
 TARGETS = {"tagged right": 0.9, "before": 0.3, "after": 0.85}
 
 
@@ -370,6 +373,7 @@ def main() -> int:
             "# A weakness that is found, trained away, and kept away",
             STORY,
             f"```sh\npython benchmarks/weakness.py --seeds {seeds}\n```",
+            LENGTH,
             f"```text\n{phases}\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`, one greedy attempt each, with 95% intervals."
             " Versions of the later run are judged every four steps; after two rollbacks the gate only blocks (`gate.max_rollbacks`).",
