@@ -51,5 +51,6 @@ def worded(schema: Mapping[str, Any], words: Words) -> Mapping[str, Any]:
                 f"tools.words.{function['name']}.arguments.{name}: the tool takes no such argument",
                 fix=f"use one of {', '.join(known) or 'none'}, or leave it out",
             )
-        known[name]["description"] = meaning
+        if meaning:
+            known[name]["description"] = meaning
     return made

@@ -147,7 +147,11 @@ def tag_failures(
                 collection.tag(row.id, (*trace.tags, by_hand))
                 changed[row.id] = by_hand.name
         else:
-            changed = asyncio.run(_named(collection, wanted, _rules(rules), judge))
+            try:
+                changed = asyncio.run(_named(collection, wanted, _rules(rules), judge))
+            except KeyboardInterrupt:  # what was named until then is
+                write_digest(run)
+                raise
     write_digest(run)
     if as_json:
         print(json.dumps(changed))
@@ -171,9 +175,12 @@ async def _named(collection: Collection, wanted: Wanted, rules: Sequence[Rule], 
                 said = [by_rules(trace, rules) for _, trace in some]
             else:
                 said = await asyncio.gather(*(by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
-            for (row, trace), tags in zip(some, said, strict=True):
+            for (row, _), tags in zip(some, said, strict=True):
                 unsure += tags[0].name == REST or tags[0].by != "rules"
-                every = renamed(tags, trace.tags)
+                now = collection.get(row.id)
+                if now is None:  # it made room meanwhile
+                    continue
+                every = renamed(tags, now.tags)  # which a person may have added to while the judge was asked
                 collection.tag(row.id, every)
                 changed[row.id] = every[0].name
         if judge is not None and before is not None:

@@ -63,8 +63,8 @@ def histories(evaluations: Sequence[tuple[str, Results]]) -> list[History]:
         attempts = max(figures.attempts, 1)
         row = Evaluation(
             of=_line(name),
-            sha256=about.sha256[:12],
-            at=about.at,
+            sha256=_line(about.sha256[:12]),
+            at=_line(about.at),
             version=about.version,
             rate=figures.pass_at_1,
             low=figures.low or 0.0,
@@ -98,10 +98,11 @@ def table(one: History) -> str:
 def _expanded(named: str) -> Iterator[tuple[str, Path]]:
     """Name and folder of each evaluation that an argument means. Raises `UserError` where it means none."""
     run = Path(named)
-    gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}"))
-    several = sorted(path.parent for path in run.glob(f"suites/*/{results.ABOUT}"))
+    gate = sorted(path.parent for path in run.glob(f"{GATE}/*/{results.ABOUT}") if path.parent.name.isdecimal())
+    # What begins with a dot is not whole yet: the run may be at it, or was killed there.
+    several = sorted(path.parent for path in run.glob(f"suites/*/{results.ABOUT}") if not path.parent.name.startswith("."))
     if gate:
-        yield from ((f"{run.name}@{int(path.name)}" if path.name.isdecimal() else path.name, path) for path in gate)
+        yield from ((f"{run.name}@{int(path.name)}", path) for path in gate)
     elif several:
         yield from ((run.name, path) for path in several)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -138,7 +139,8 @@ class Plan:
 
 def planned(known: Results | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
     """Planned from what an evaluation shows of its cases, or from an expected rate. Raises `UserError` where it has nothing scored."""
-    scored = [[one for one in scores if one is not None] for scores in known.scores().values()] if known is not None else []
+    tried = known.scores().values() if known is not None else ()
+    scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in tried]
     scored = [scores for scores in scored if scores]
     try:
         noise = power.noise_of(scored) if rate is None else 2 * rate * (1 - rate)
@@ -223,7 +225,7 @@ def rates(figures: Figures) -> list[str]:
 
 def described(found: Comparison, first: Results, second: Results, changed: list[str]) -> str:
     """A comparison for a person."""
-    names = [f"{_shown(one.about.model)} version {one.about.version} ({one.about.sha256[:12]})" for one in (first, second)]
+    names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
     lines = [
         f"before  {found.before:.3f}  {names[0]}",

@@ -58,15 +58,20 @@ def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> floa
 def cases_for(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
     """Cases that a two-sided paired test needs to see `difference` with probability `power` (Connor 1987, normal approximation).
 
+    Where nothing differs, their standard deviation would be sqrt(spread^2 + difference^2). 1 / |difference| more cases make up for the
+    steps of an exact test (continuity correction); without them a large difference would be seen half the time with few cases.
+
     `spread`: standard deviation of the differences of single cases, as observed or planned (`spread_of_pairs`). With `spread` 0 one
-    flip decides, and what is needed is enough of them. Raises `ValueError` for a difference of 0.
+    flip decides, and what is needed is enough of them. At most `MOST` are told.
+
+    Raises `ValueError` for a difference of 0.
     """
     if not difference:
         raise ValueError("no number of cases shows a difference of 0")
-    z = NormalDist().inv_cdf
-    wanted = ((z(1 - alpha / 2) + z(power)) * spread / abs(difference)) ** 2
-    least = math.ceil(math.log2(2 / alpha))  # so many cases, all flipped one way, are what an exact test needs at the very least
-    return max(least, math.ceil(min(wanted, MOST)))
+    z, size = NormalDist().inv_cdf, abs(difference)
+    flips = min(-z(alpha / 2) * math.hypot(spread / size, 1.0) + z(power) * spread / size, float(MOST))
+    least = math.ceil(1 - math.log2(alpha))  # so many cases, all flipped one way, are what an exact test needs at the very least
+    return max(least, math.ceil(min(flips**2 + 1 / size, MOST)))
 
 
 def pairs_for(difference: float, discordance: float, *, alpha: float = 0.05, power: float = 0.8) -> int:

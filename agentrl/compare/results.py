@@ -29,6 +29,8 @@ FORMAT = 1
 ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
 LARGEST_SCORE = 1e100
 """Of an attempt, up or down: sums of a few larger ones are no floats any more."""
+LARGEST_COUNT = 1 << 40
+"""Of the tokens, turns and seconds of an attempt: sums of so many attempts as a file holds still fit a record."""
 _LARGEST = 256 << 20  # bytes of one file
 
 
@@ -187,6 +189,8 @@ def _check(attempts: Iterable[Attempt]) -> None:
             raise ValueError(f"attempt {one.number} at {one.case!r} is there twice, or is none")
         if one.score is not None and math.isfinite(one.score) and abs(one.score) > LARGEST_SCORE:
             raise ValueError(f"attempt {one.number} at {one.case!r} has a score of {one.score:g}")
+        if not (0 <= one.tokens < LARGEST_COUNT and 0 <= one.turns < LARGEST_COUNT and 0 <= one.wall_s < LARGEST_COUNT):
+            raise ValueError(f"attempt {one.number} at {one.case!r} took {one.tokens} tokens, {one.turns} turns and {one.wall_s:g} s")
         seen.add((one.case, one.number))
 
 

@@ -121,7 +121,8 @@ def renamed(asked: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
     """The tags of a trace that was named again: what rules (and a judge) say now, what a judge has said where rules still are not sure and
     no judge says anything now, and what people have said."""
     people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
-    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE)] if asked[0].name == REST else []
+    again = {tag.by for tag in asked}
+    judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in again] if asked[0].name == REST else []
     return (*judges, *asked, *people)
 
 

@@ -62,6 +62,7 @@ async def pinned(
     *,
     folder: Path | None = None,
     every: bool = True,
+    idle_words: bool = False,
     words: Callable[[str], str] = str,
     memory: EpisodeMemory | None = None,
 ) -> RunTools:
@@ -71,6 +72,7 @@ async def pinned(
         tasks: looked at until each server is named.
         folder: the run's; what it began with (`keep`) must be what is offered when it is resumed.
         every: whether a server or a bound that no task uses is an error; else servers that none names are left out.
+        idle_words: whether there may be `tools.words` of which none is for a tool of these tasks: they are for others of the same run.
         words: what is done to every text of a server's before an agent reads it.
         memory: of the recipe, whose tools are bounded by `tools.bounds`, too.
 
@@ -104,7 +106,8 @@ async def pinned(
             )
         servers[server.name] = replace(server, offers=shown)
     made = RunTools(servers=servers, bounds=tools.bounds, words=tools.words)
-    _check_used(made, looked_at, memory, every=every)
+    if not idle_words:
+        _check_used(made, looked_at, memory, every=every)
     return made
 
 

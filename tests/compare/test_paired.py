@@ -94,6 +94,14 @@ def test_the_number_of_cases_told_beforehand_gives_the_power(difference: float, 
     assert seen / 500 == pytest.approx(power_of_pairs(n, difference, discordance), abs=0.06)
 
 
+@pytest.mark.parametrize("difference", [0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.7])
+@pytest.mark.parametrize("more", [0.0, 0.1, 0.2])
+def test_few_cases_see_a_large_difference_as_often_as_is_told(difference: float, more: float) -> None:
+    """With the exact power of the exact test, which goes in steps that the normal approximation knows nothing of."""
+    n = cases_for(difference, spread_of_pairs(difference, difference + more))
+    assert power_of_pairs(n, difference, difference + more) > 0.785
+
+
 @pytest.mark.parametrize("repeats", [1, 4])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_the_number_of_cases_planned_from_one_policy_gives_the_power(repeats: int, everywhere: bool) -> None:

@@ -172,3 +172,13 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_begins_late_too(tmp_path: Pa
     assert refused == "" and (attempt.score, attempt.turns) == (0.0, 1), out
     without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
     assert "declare it in the recipe, as tools.mcp.it" in without
+
+
+def test_words_of_a_tool_that_the_promoted_task_lacks_are_no_reason_to_refuse_it(run: Path, tmp_path: Path) -> None:
+    """They are the run's own, for other tasks of it."""
+    recipe = json.loads((run / "recipe.json").read_text())
+    recipe["tools"]["words"] = {"search": {"description": "Search the archive.", "arguments": {}}}
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    refused, out = promote("failing")
+    assert refused == "", out
+    assert load_suite(tmp_path / "late").cases[0].start is not None

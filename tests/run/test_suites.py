@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -111,7 +112,13 @@ async def test_a_comparison_is_planned_before_it_is_made(tmp_path: Path, monkeyp
     assert told["cases"]["1"] > told["cases"]["4"] > told["cases"]["8"] > 20 and told["here"]["8"] is None
     assert "the 2 cases of this suite show no difference" in asked(str(tmp_path / "a"))
     shown = asked("--rate", "0.95")
-    assert "a difference of 10 points is seen with 80% chance" in shown and "138 cases, each tried once by both" in shown
+    assert "a difference of 10 points is seen with 80% chance" in shown and "154 cases, each tried once by both" in shown
+    assert "1,000,000 cases" in asked("--rate", "0.95", "--difference", "1e-300")
+    assert "14,3" in asked("--rate", "1", "--alpha", "1e-300")
+    unbounded = replace(results.load(tmp_path / "a" / suites.FOLDER).attempts[0], case="x", score=math.inf)
+    found = results.load(tmp_path / "a" / suites.FOLDER)
+    results.save(tmp_path / "b", replace(found, attempts=(*found.attempts, unbounded)), [])
+    assert asked(str(tmp_path / "b")) == asked(str(tmp_path / "a")), "what is no number is in no comparison, and in no plan"
     for wrong in ((), (str(tmp_path / "a"), "--rate", "0.5"), (str(tmp_path / "a"), str(tmp_path / "a"), "--rate", "0.5")):
         done = CliRunner().invoke(app, ["compare", *wrong])
         assert isinstance(done.exception, UserError) and "two evaluations are compared" in str(done.exception)
@@ -129,7 +136,15 @@ def test_what_is_no_evaluation_says_so(tmp_path: Path) -> None:
         threshold=1.0, agentrl="0", at="",
     )  # fmt: skip
     one = results.Attempt(case="c", task_key="k", number=0, episode="e", score=1.0)
-    for attempts in ((one, one), (dataclasses.replace(one, number=-1),), (dataclasses.replace(one, score=1.7e308),)):
+    for attempts in (
+        (one, one),
+        (dataclasses.replace(one, number=-1),),
+        (dataclasses.replace(one, score=1.7e308),),
+        *[
+            (dataclasses.replace(one, **figure),)
+            for figure in ({"tokens": 1 << 62}, {"tokens": -1}, {"turns": 1 << 62}, {"wall_s": math.inf})
+        ],
+    ):
         results.save(tmp_path, results.Results(about=about, attempts=attempts), [])
         with pytest.raises(UserError, match="is no evaluation"):
             results.load(tmp_path)
@@ -167,6 +182,9 @@ def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
     evaluated("run/gate/000004", 4, 1.0, 1.0, 1.0, 0.0)
     evaluated("later/suite", 8, 1.0, None, 1.0, 1.0, suite_sha256="b", suite="s")
     evaluated("other/suites/a", 0, 1.0, 1.0, suite="a\x1b[31m")
+    for unfinished in ("run/gate/.000008.part", "other/suites/.b.part"):
+        evaluated(unfinished, 0, 1.0)
+        (tmp_path / unfinished / results.ATTEMPTS).unlink()
     asked = ["history", *(str(tmp_path / name) for name in ("run", "later", "other"))]
     page = tmp_path / "h.html"
     done = CliRunner().invoke(app, [*asked, "--out", str(page)])
@@ -190,6 +208,11 @@ def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout and "pass@k" in page.read_text() and page.read_text().count("<svg") == 2
     first, other = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert [row["version"] for row in first["rows"]] == [0, 4, 8] and len(other["rows"]) == 1
+    evaluated("hostile", 1, 1.0, at="\x1b]0;mine\x07\nnow", sha256="\x1b[2J\x07")
+    shown = CliRunner().invoke(app, ["history", str(tmp_path / "hostile")]).stdout
+    assert "mine" in shown and len(shown.splitlines()) == 3
+    shown += CliRunner().invoke(app, ["compare", *[str(tmp_path / "hostile")] * 2]).stdout
+    assert "verdict" in shown and not {"\x1b", "\x07"} & set(shown)
     wrong = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])
     assert isinstance(wrong.exception, UserError) and "no evaluation" in str(wrong.exception)
     assert isinstance(CliRunner().invoke(app, [*asked, "--out", str(tmp_path)]).exception, UserError)

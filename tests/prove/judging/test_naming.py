@@ -13,6 +13,7 @@ from agentrl.cli import app
 from agentrl.errors import JudgeError, PluginError, UserError
 from agentrl.failure import Capture
 from agentrl.failure.collection import Collection
+from agentrl.failure.digest import write_digest
 from agentrl.failure.tell import told
 from agentrl.failure.trace import Tag, Trace
 from agentrl.failure.triage import by_judge, by_rules, load_rules, name_of, renamed
@@ -102,6 +103,8 @@ def test_what_judges_and_people_said_outlives_rules_that_are_still_unsure() -> N
     assert renamed((rest,), (rest, judged, person)) == (judged, rest, person)
     assert renamed((sure,), (rest, judged, person)) == (sure, person)
     assert renamed((Tag(name="gave_up", by="judge:a"), rest), (judged, rest))[0].name == "gave_up"
+    own = Tag(name="wrong_answer", by="judge:a")
+    assert renamed((own, rest), (judged, rest)) == (own, rest), "one of its own classes may be called so"
 
 
 def test_settings_that_are_none_are_refused() -> None:
@@ -148,6 +151,58 @@ def test_the_command_asks_about_what_no_rule_is_sure_of_and_nothing_twice(tmp_pa
     assert call("g000000-0-a0", "--as", "looped").exit_code == 0 and call().exit_code == 0 and counted()["g000000-0-a0"] == "looped"
     for wrong in (("--judge", f"{tmp_path}/reader.py:none"), ("g000000-0-a0", "--as", "looped", "--judge", "x")):
         assert isinstance(call(*wrong).exception, UserError)
+
+
+def test_what_a_person_says_while_the_judge_is_asked_stays(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    capture = Capture(run, CaptureConfig(), origin={"run": "run"})
+    for index, name in enumerate(("g000000-0-a0", "g000001-0-a0")):
+        one = scored(turn(python("print(1)", name)), turn(submit(name)), answer=name, name=name)
+        capture.group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
+    capture.close()
+    (tmp_path / "slow.py").write_text(
+        "from pathlib import Path\nfrom agentrl.failure.collection import Collection\nfrom agentrl.failure.trace import Tag\n"
+        "from agentrl.prove.judging.naming import FailureJudge\nfrom agentrl.reward.judges import Endpoint\n"
+        "class Slow(FailureJudge):\n"
+        "    async def __call__(self, text):\n"
+        f"        with Collection(Path({str(run)!r})) as other:\n"
+        "            if (seen := other.get('g000000-0-a0')) and len(seen.tags) == 1:\n"
+        "                other.tag('g000000-0-a0', (*seen.tags, Tag(name='budget', by='person:b')))\n"
+        "                other.forget('train', step=1)\n"
+        "        return Tag(name='looped', by='judge:judge')\n"
+        "judge = Slow(endpoint=Endpoint(url='http://127.0.0.1:1/v1', model='m'))\n"
+    )
+    done = CliRunner().invoke(app, ["failures", "tag", str(run), "--judge", f"{tmp_path}/slow.py:judge", "--json"])
+    assert done.exception is None, done.exception
+    assert json.loads(done.stdout) == {"g000000-0-a0": "looped"}, "the other trace made room for newer ones"
+    with Collection(run) as collection:
+        found = collection.get("g000000-0-a0")
+    assert found is not None and [tag.name for tag in found.tags] == ["looped", "wrong_answer", "budget"]
+
+
+def test_an_interrupt_leaves_what_was_named_and_the_counts_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    capture = Capture(run, CaptureConfig(), origin={"run": "run"})
+    for index in range(3):
+        one = scored(turn(python("print(1)", f"{index}")), turn(submit(f"{index}")), answer=f"{index}", name=f"g00000{index}-0-a0")
+        capture.group(task(), Group(index=index, task_id="t", task_key=task().key, episodes=(one,)), step=index)
+    capture.close()
+    write_digest(run)
+    (tmp_path / "pressed.py").write_text(
+        "import asyncio, signal\nfrom agentrl.failure.trace import Tag\n"
+        "from agentrl.prove.judging.naming import FailureJudge\nfrom agentrl.reward.judges import Endpoint\n"
+        "class Pressed(FailureJudge):\n"
+        "    async def __call__(self, text):\n"
+        "        if 'g000001' in text:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "            await asyncio.sleep(60)\n"
+        "        return Tag(name='looped', by='judge:judge')\n"
+        "judge = Pressed(endpoint=Endpoint(url='http://127.0.0.1:1/v1', model='m'))\n"
+    )
+    monkeypatch.setattr("agentrl.cli.failures._BATCH", 1)
+    done = CliRunner().invoke(app, ["failures", "tag", str(run), "--judge", f"{tmp_path}/pressed.py:judge"])
+    assert done.exit_code != 0
+    assert json.loads((run / "failures" / "failures.json").read_text())["tags"] == {"looped": 1, "wrong_answer": 2}
 
 
 async def test_a_budget_ends_the_questions() -> None:
