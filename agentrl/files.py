@@ -10,9 +10,12 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+_OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 @contextlib.contextmanager
@@ -22,10 +25,18 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
     Whoever looks, also after a power cut, finds the old content or the new one, and no half of it. A block that fails leaves `path` as
     it was and nothing beside it.
 
+    A device, a pipe or a process's own output, as /dev/stdout, is written to: nothing takes its place.
+
     Args:
         tag: tells the files of several writers apart that may replace `path` at once.
         durable: sync the folder, too, so that the new content survives a power cut from here on.
     """
+    if _no_file(path):
+        with tempfile.TemporaryDirectory() as work:
+            yield (whole := Path(work) / "part")
+            with whole.open("rb") as source, path.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+        return
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
     try:
         yield part
@@ -37,6 +48,11 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
         raise
     if durable:
         sync(path.parent)
+
+
+def _no_file(path: Path) -> bool:
+    """Whether something is there that is neither file nor folder, or a link to what a process has open."""
+    return path.absolute().parent in _OPENED or (path.exists() and not path.is_file() and not path.is_dir())
 
 
 def write(path: Path, content: bytes | str, *, tag: str = "", durable: bool = False) -> None:

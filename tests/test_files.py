@@ -20,6 +20,23 @@ def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> Non
     assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pipe and a link of the test's own: without this, root would lose the machine's /dev/null."""
+    pipe, said = tmp_path / "pipe", tmp_path / "said"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write(pipe, "through the pipe", durable=True)
+    assert os.read(reader, 100) == b"through the pipe" and pipe.is_fifo()
+    os.close(reader)
+    (stdout := tmp_path / "dev" / "stdout").parent.mkdir()
+    stdout.symlink_to(said)  # as where the output of the process goes to a file
+    said.touch()
+    monkeypatch.setattr(files, "_OPENED", (stdout.parent,))
+    files.write(stdout, "said")
+    assert said.read_text() == "said" and stdout.is_symlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["dev", "pipe", "said", "stdout"]
+
+
 def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     files.write(path, "before")
