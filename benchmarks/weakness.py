@@ -377,7 +377,7 @@ def main() -> int:
             f"```text\n{phases}\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`, one greedy attempt each, with 95% intervals."
             " Versions of the later run are judged every four steps; after two rollbacks the gate only blocks (`gate.max_rollbacks`).",
-            table(experiments),
+            table(experiments) + (f"\n\nMade with `{' '.join(given.overrides)}`." if given.overrides else ""),
             f"Targets: at least {TARGETS['tagged right']:.0%} of the planted failures tagged {CAUSE}; success from below"
             f" {TARGETS['before']} to above {TARGETS['after']}, and still there after the gate, which rolls back; no contradiction by the"
             " audit. The alarms are those of the later run: the reward rises while the audit falls (docs/verifiers.md).",
