@@ -140,19 +140,17 @@ def tag_failures(
         except ValueError as error:
             raise UserError(str(error), fix="write it as wrong_unit") from None
     wanted = _wanted(tag=tag, kind=kind, phase=phase, ids=traces)
-    with _opened(run) as collection:
-        if by_hand is not None:
-            changed = {}
-            for row, trace in _each(collection, wanted, "tagged"):
-                collection.tag(row.id, (*trace.tags, by_hand))
-                changed[row.id] = by_hand.name
-        else:
-            try:
+    try:
+        with _opened(run) as collection:
+            if by_hand is not None:
+                changed = {}
+                for row, trace in _each(collection, wanted, "tagged"):
+                    collection.tag(row.id, (*trace.tags, by_hand))
+                    changed[row.id] = by_hand.name
+            else:
                 changed = asyncio.run(_named(collection, wanted, _rules(rules), judge))
-            except KeyboardInterrupt:  # what was named until then is
-                write_digest(run)
-                raise
-    write_digest(run)
+    finally:  # what was named before an interrupt, or a judge that gave up, is named
+        write_digest(run)
     if as_json:
         print(json.dumps(changed))
         return
