@@ -2,10 +2,11 @@
 
     python benchmarks/splitting.py                                      # seeds 0 1 2, all modes: some minutes each
     python benchmarks/splitting.py --seeds 0 --credits verifier         # one of them
-    python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from what has been run; runs nothing
+    python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from what is kept; runs nothing
 
 Makes the policy that all of them start from where it is not there (`recipes/splitting_policy.py`). Each run of `recipes/splitting.py` has a
-folder of its own under `--runs`; one that is finished there is read, not made again, so an interrupted benchmark goes on where it stopped.
+folder of its own under `--runs`, and what came of it is kept in `--out`; what is kept is not made again, and an interrupted run is gone on
+with, so the table can be made over several days.
 Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two seconds.
 """
 
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ POLICY = ROOT / "recipes" / "splitting_policy.py"
 CREDITS = ("episode", "branches", "roles", "verifier", "counterfactual")
 BEGIN, END = "<!-- made by benchmarks/splitting.py --page: begin -->", "<!-- made by benchmarks/splitting.py --page: end -->"
 SPLIT, HELPERS = "part/rewards.pages:answered/split", "part/rewards.pages:answered/helpers"
+FIGURES = ("step", "reward_mean", SPLIT, HELPERS, "tokens_sampled")  # of each step, as metrics.jsonl names them
+PHASES = ("before", "after")
 ENDS = 3  # steps at either end whose mean is shown
 
 
@@ -53,15 +56,18 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One finished run: what was measured around it, its summary, the figures of its steps, and its evaluations' attempts."""
+    """What came of one finished run: what was measured around it, the figures of its steps, and of its evaluations what was solved, and
+    what was split."""
 
     credit: str
     seed: int
     measured: dict[str, Any]
-    summary: dict[str, Any]
-    steps: list[dict[str, Any]]
-    before: list[dict[str, Any]]
-    after: list[dict[str, Any]]
+    sandboxes: str
+    versions: dict[str, str]
+    tokens_trained: int
+    steps: list[dict[str, float]]
+    solved: dict[str, Share]
+    split: dict[str, Share]
 
     def ends(self, figure: str) -> str:
         """A figure of the first steps and of the last ones."""
@@ -69,33 +75,58 @@ class Outcome:
         return f"{statistics.fmean(values[:ENDS]):.2f} → {statistics.fmean(values[-ENDS:]):.2f}"
 
 
-def run(credit: str, seed: int, runs: Path, note: str, overrides: Sequence[str]) -> None:
-    """Makes one run, gone on with where it was broken off; the last thing that is written says that it is finished."""
+def kept_as(out: Path, credit: str, seed: int) -> Path:
+    return out / f"{credit}-seed{seed}.json"
+
+
+def run(credit: str, seed: int, runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
+    """Makes one run, gone on with where it was broken off, and keeps what came of it."""
     folder = runs / f"{credit}-{seed}"
     resume = ["--resume"] if (folder / "recipe.json").exists() else []
     given = [f"seed={seed}", f"objective.credit={credit}", *overrides]
     wall_s, peak_gib = timed([sys.executable, str(RECIPE), *given, "--run-dir", str(folder), *resume])
-    said = {"credit": credit, "seed": seed, "wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine()}
-    write(folder / "benchmark.json", json.dumps({**said, "overrides": list(overrides), "resumed": bool(resume)}, indent=2) + "\n")
+    measured = {"wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine(), "resumed": bool(resume)}
+    outcome = read(folder, credit, seed, {**measured, "overrides": list(overrides)})
+    out.mkdir(parents=True, exist_ok=True)
+    write(kept_as(out, credit, seed), json.dumps(asdict(outcome), indent=1) + "\n")
 
 
-def read(folder: Path) -> Outcome:
-    measured = json.loads((folder / "benchmark.json").read_text())
+def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outcome:
+    """What came of the finished run in `folder`."""
+    summary = json.loads((folder / "summary.json").read_text())
     steps = {line["step"]: line for line in read_json_lines(folder / "metrics.jsonl") if "episodes" in line}
+    attempts = {phase: read_json_lines(folder / "episodes" / f"{phase}.jsonl") for phase in PHASES}
     return Outcome(
-        credit=measured["credit"],
-        seed=measured["seed"],
+        credit=credit,
+        seed=seed,
         measured=measured,
-        summary=json.loads((folder / "summary.json").read_text()),
-        steps=[steps[number] for number in sorted(steps)],
-        before=read_json_lines(folder / "episodes" / "before.jsonl"),
-        after=read_json_lines(folder / "episodes" / "after.jsonl"),
+        sandboxes=summary["sandbox_backend"],
+        versions=summary["versions"],
+        tokens_trained=summary["tokens_trained"],
+        steps=[{name: steps[number][name] for name in FIGURES if name in steps[number]} for number in sorted(steps)],
+        solved={phase: solved(attempts[phase]) for phase in PHASES},
+        split={phase: split(attempts[phase]) for phase in PHASES},
     )
+
+
+def kept(out: Path) -> list[Outcome]:
+    """All that is kept, by mode and seed."""
+    told = [json.loads(path.read_text()) for path in out.glob("*-seed*.json")]
+    for one in told:
+        one.update({name: {phase: Share(**share) for phase, share in one[name].items()} for name in ("solved", "split")})
+    return sorted((Outcome(**one) for one in told), key=lambda one: (CREDITS.index(one.credit), one.seed))
 
 
 def solved(attempts: Sequence[dict[str, Any]]) -> Share:
     scores = [float(one["score"]) for one in attempts if one["score"] is not None]
     return Share(value=statistics.fmean(scores), n=len(scores))
+
+
+def together(shares: Iterable[Share]) -> Share:
+    """The share of the attempts of all."""
+    of = list(shares)
+    n = sum(one.n for one in of)
+    return Share(value=sum(one.value * one.n for one in of) / n, n=n)
 
 
 def split(attempts: Sequence[dict[str, Any]]) -> Share:
@@ -121,14 +152,12 @@ def by_run(outcomes: list[Outcome]) -> str:
         [
             f"`{one.credit}`",
             str(one.seed),
-            str(solved(one.before)),
-            str(solved(one.after)),
-            f"{split(one.before).value:.2f}",
-            f"{split(one.after).value:.2f}",
+            *(str(one.solved[phase]) for phase in PHASES),
+            *(f"{one.split[phase].value:.2f}" for phase in PHASES),
             one.ends("reward_mean"),
             one.ends(HELPERS),
             f"{sum(line['tokens_sampled'] for line in one.steps):,.0f}",
-            f"{one.summary['tokens_trained']:,}",
+            f"{one.tokens_trained:,}",
             f"{one.measured['wall_s'] / 60:.1f}" + (" (resumed)" if one.measured["resumed"] else ""),
             f"{one.measured['peak_gib']:.1f}",
         ]
@@ -143,11 +172,13 @@ def by_credit(outcomes: list[Outcome]) -> str:
     for credit in CREDITS:
         if not (mine := [one for one in outcomes if one.credit == credit]):
             continue
-        values = [solved(one.after).value for one in mine]
-        before, after = ([attempt for one in mine for attempt in getattr(one, phase)] for phase in ("before", "after"))
+        values = [one.solved["after"].value for one in mine]
         seeds = ", ".join(str(one.seed) for one in mine)
         apart = f"{min(values):.2f} to {max(values):.2f}" if len(mine) > 1 else ""
-        rows.append([f"`{credit}`", seeds, str(solved(before)), str(solved(after)), apart, str(split(before)), str(split(after))])
+        solved_by, split_by = (
+            [str(together(getattr(one, name)[phase] for one in mine)) for phase in PHASES] for name in ("solved", "split")
+        )
+        rows.append([f"`{credit}`", seeds, *solved_by, apart, *split_by])
     return markdown(["credit", "seeds", "solved before", "solved after", "by seed", "split before", "split after"], rows)
 
 
@@ -180,12 +211,11 @@ def page(outcomes: list[Outcome]) -> str:
     seeds, credits = sorted({one.seed for one in outcomes}), [name for name in CREDITS if any(one.credit == name for one in outcomes)]
     overrides = sorted({" ".join(one.measured["overrides"]) for one in outcomes})
     notes = sorted({one.measured["note"] for one in outcomes if one.measured["note"]})
-    versions = ", ".join(f"{name} {number}" for name, number in first.summary["versions"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in first.versions.items())
     command = f"python benchmarks/splitting.py --seeds {' '.join(map(str, seeds))} --credits {' '.join(credits)} {overrides[0]}".strip()
     return "\n\n".join(
         [
-            f"Command: `{command}`. Machine: {first.measured['machine']}; sandbox: {first.summary['sandbox_backend']}. {versions}. "
-            + " ".join(notes),
+            f"Command: `{command}`. Machine: {first.measured['machine']}; sandbox: {first.sandboxes}. {versions}. " + " ".join(notes),
             "Held-out tasks, one attempt each, sampled at temperature 1 as in training, with 95% Wilson intervals over the attempts; each"
             " seed has tasks of its own. Split: the agent gave every page to a helper of its own. Rewards and helpers are means over the"
             f" training episodes of the first {ENDS} steps and of the last {ENDS}.",
@@ -196,22 +226,17 @@ def page(outcomes: list[Outcome]) -> str:
     )
 
 
-def finished(runs: Path) -> list[Outcome]:
-    """What is finished, by mode and seed."""
-    found = [read(path.parent) for path in runs.glob("*/benchmark.json")]
-    return sorted(found, key=lambda one: (CREDITS.index(one.credit), one.seed))
-
-
-def make_all(wanted: Sequence[tuple[str, int]], runs: Path, note: str, overrides: Sequence[str]) -> None:
-    """Makes what is not finished, and says how far it is."""
-    subprocess.run([sys.executable, str(POLICY)], cwd=ROOT, check=True)
-    left = [(credit, seed) for credit, seed in wanted if not (runs / f"{credit}-{seed}" / "benchmark.json").exists()]
+def make_all(wanted: Sequence[tuple[str, int]], runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
+    """Makes what is not kept yet, and says how far it is."""
+    left = [(credit, seed) for credit, seed in wanted if not kept_as(out, credit, seed).exists()]
+    if left:
+        subprocess.run([sys.executable, str(POLICY)], cwd=ROOT, check=True)
     began = time.monotonic()
     for number, (credit, seed) in enumerate(left):
         a_run = (time.monotonic() - began) / 60 / number if number else None
         ahead = f"about {a_run * (len(left) - number):.0f} min left" if a_run is not None else f"{len(wanted) - len(left)} finished before"
         print(f"credit {credit}, seed {seed}: run {number + 1} of {len(left)}, {ahead}", file=sys.stderr, flush=True)
-        run(credit, seed, runs, note, overrides)
+        run(credit, seed, runs, out, note, overrides)
 
 
 def main() -> None:
@@ -219,15 +244,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--credits", nargs="+", choices=CREDITS, default=list(CREDITS))
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "splitting", help="where the run folders go")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "learning-to-split", help="where results are kept")
     parser.add_argument("--note", default="", help="a sentence about the machine that the result keeps, such as: Other work ran meanwhile.")
-    parser.add_argument("--page", type=Path, default=None, help="write what has been run into this page; run nothing")
+    parser.add_argument("--page", type=Path, default=None, help="write what is kept into this page; run nothing")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     if args.page is None:
-        make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.note, args.overrides)
-    outcomes = finished(args.runs)
+        make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
+    outcomes = kept(args.out)
     if not outcomes:
-        sys.exit(f"error: no finished run in {args.runs}\nfix: python benchmarks/splitting.py")
+        sys.exit(f"error: nothing is kept in {args.out}\nfix: python benchmarks/splitting.py")
     text = page(outcomes)
     print(text)
     if args.page is not None:

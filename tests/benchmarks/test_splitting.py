@@ -32,11 +32,9 @@ async def test_split_is_a_helper_for_every_page(tmp_path: Path) -> None:
     assert not splitting.gave_every_page(attempts[0])
 
 
-def finish(folder: Path, credit: str, seed: int, attempts: list[dict[str, Any]]) -> None:
+def finish(folder: Path, attempts: list[dict[str, Any]]) -> None:
     """What a finished run leaves of what the benchmark reads."""
     (folder / "episodes").mkdir(parents=True)
-    said = {"credit": credit, "seed": seed, "wall_s": 300.0, "peak_gib": 3.0, "note": "", "machine": "2 cores", "overrides": []}
-    (folder / "benchmark.json").write_text(json.dumps({**said, "resumed": False}))
     (folder / "summary.json").write_text(
         json.dumps({"tokens_trained": 5000, "versions": {"agentrl": "0"}, "sandbox_backend": "bubblewrap"})
     )
@@ -47,26 +45,44 @@ def finish(folder: Path, credit: str, seed: int, attempts: list[dict[str, Any]])
         (folder / "episodes" / f"{phase}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-async def test_a_page_is_written_from_finished_runs_and_nothing_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
-    runs, page = tmp_path / "runs", tmp_path / "page.md"
-    for credit, seed in (("verifier", 0), ("verifier", 1), ("episode", 0)):
-        finish(runs / f"{credit}-{seed}", credit, seed, attempts)
+    runs, out, page = tmp_path / "runs", tmp_path / "kept", tmp_path / "page.md"
+    commands: list[list[str]] = []
+
+    def trained(command: list[str]) -> tuple[float, float]:
+        commands.append(command)
+        if "--resume" not in command:
+            finish(Path(command[command.index("--run-dir") + 1]), attempts)
+        return 300.0, 3.0
+
+    monkeypatch.setattr(splitting.subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(splitting, "timed", trained)
+    finish(runs / "verifier-1", attempts)
+    (runs / "verifier-1" / "recipe.json").write_text("{}")
+    wanted = [("verifier", 0), ("verifier", 1), ("episode", 0)]
+    splitting.make_all(wanted, runs, out, "", ["steps=2"])
+    assert [Path(command[1]).name for command in commands] == ["splitting_policy.py", *["splitting.py"] * 3]
+    assert ["--resume" in command for command in commands] == [False, False, True, False]
+    assert "objective.credit=episode" in commands[3] and "seed=0" in commands[3] and "steps=2" in commands[3]
+    splitting.make_all(wanted, tmp_path / "elsewhere", out, "", [])
+    assert len(commands) == 4, "what is kept is not made again, wherever its run was"
+
     page.write_text(f"# Before\n\n{splitting.BEGIN}\n\nold\n\n{splitting.END}\n\nAfter.\n")
-    monkeypatch.setattr(sys, "argv", ["splitting.py", "--runs", str(runs), "--page", str(page)])
+    monkeypatch.setattr(sys, "argv", ["splitting.py", "--out", str(out), "--page", str(page)])
     splitting.main()
     text = page.read_text()
     assert text.startswith("# Before\n") and text.endswith("\n\nAfter.\n") and "old" not in text
-    assert "| `verifier` | 0, 1 | 0.00 [0.00, 0.49] | 1.00 [0.34, 1.00] | 1.00 to 1.00 |" in text
+    assert "| `verifier` | 0, 1 | 0.00 [0.00, 0.49] | 1.00 [0.34, 1.00] | 1.00 to 1.00 | 0.00 [0.00, 0.49] | 1.00 [0.34, 1.00] |" in text
     assert (
         "| `episode` | 0 | 0.00 [0.00, 0.66] | 1.00 [0.21, 1.00] | 0.00 | 1.00 | 0.25 → 0.88 | 0.75 → 0.75 | 8,000 | 5,000 | 5.0 | 3.0 |"
         in text
     )
-    assert "--seeds 0 1 --credits episode verifier`" in text and (tmp_path / "images" / "learning-to-split.svg").exists()
-    commands: list[list[str]] = []
-    monkeypatch.setattr(splitting.subprocess, "run", lambda command, **_: commands.append(command))
-    monkeypatch.setattr(splitting, "timed", lambda command: (commands.append(command), (60.0, 1.0))[1])
-    (runs / "roles-0").mkdir()
-    splitting.make_all([("verifier", 0), ("roles", 0)], runs, "", ["steps=2"])
-    assert [Path(command[1]).name for command in commands] == ["splitting_policy.py", "splitting.py"]
-    assert "objective.credit=roles" in commands[1] and "--resume" not in commands[1] and "steps=2" in commands[1]
+    assert "--seeds 0 1 --credits episode verifier steps=2`" in text and "5.0 (resumed)" in text
+    assert (tmp_path / "images" / "learning-to-split.svg").exists()
+
+
+def test_where_nothing_is_kept_it_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["splitting.py", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")])
+    with pytest.raises(SystemExit, match=r"nothing is kept in .*\nfix: python benchmarks/splitting.py"):
+        splitting.main()
