@@ -52,12 +52,17 @@ class Section(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _told_well(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Says of an unknown key which ones there are, and which was probably meant."""
+        """Says of an unknown key which ones there are, and which was probably meant. Refuses text that no file could keep."""
         try:
-            return handler(data)
+            made = handler(data)
         except ValidationError as error:
             found = error.errors(include_url=False)
-        lines: list[InitErrorDetails] = []
+        else:
+            lines = [_unwritable(key, value) for key, value in made if not _writable(value)]
+            if not lines:
+                return made
+            raise ValidationError.from_exception_data(cls.__name__, lines)
+        lines = []
         for item in found:
             message = item["msg"]
             if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
@@ -81,6 +86,23 @@ def meanings(kind: type[Section]) -> dict[str, str]:
                     case ast.AnnAssign(target=ast.Name() as key), ast.Expr(value=ast.Constant(value=str() as words)):
                         told[key.id] = inspect.cleandoc(words)
     return told
+
+
+def _writable(value: object) -> bool:
+    """Whether UTF-8 can encode all text in it, keys too; sections in it have been asked themselves."""
+    match value:
+        case str():
+            return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+        case Mapping():
+            return all(_writable(key) and _writable(inner) for key, inner in value.items())
+        case list() | tuple():
+            return all(map(_writable, value))
+    return True
+
+
+def _unwritable(key: str, value: object) -> InitErrorDetails:
+    error = PydanticCustomError("unwritable", "it holds half of a surrogate pair, which UTF-8 cannot encode")
+    return {"type": error, "loc": (key,), "input": value}
 
 
 S = typing.TypeVar("S", bound=Section)

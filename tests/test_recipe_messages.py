@@ -28,6 +28,24 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
 
 
 @pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        (r'tools.words={"python": {"description": "runs \ud800"}}', "tools.words.python.description"),
+        (r'tools.words={"python": {"arguments": {"\udc00": "x"}}}', "tools.words.python.arguments"),
+        (r'tasks.options={"path": "b\udfff"}', "tasks.options"),
+        ("policy.model=a\ud800", "policy.model"),
+    ],
+)
+def test_text_that_no_file_can_keep_is_refused_where_it_is_given(override: str, key: str) -> None:
+    """Written into recipe.json it would fail when the run starts."""
+    with pytest.raises(RecipeError) as error:
+        apply_overrides(BASE, [override])
+    assert str(error.value).startswith(f"{key}: it holds half of a surrogate pair")
+    str(error.value).encode()
+    assert apply_overrides(BASE, ["policy.model=a\N{GRINNING FACE}"]).policy.model == "a\N{GRINNING FACE}", "a whole pair is a letter"
+
+
+@pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["rollout.top_p=0.9"], "rollout: top_p and min_p need top_k: .* set top_k as well, for instance to 64"),

@@ -75,7 +75,7 @@ def test_the_command_finds_it_done_without_loading_anything(made: Imported) -> N
 
 @pytest.mark.bubblewrap
 def test_the_tasks_of_its_recipe_hold() -> None:
-    command = [sys.executable, "-m", "agentrl", "check", "recipes/smollm2.py", "--count", "5", "--backend", "bubblewrap"]
+    command = [sys.executable, "-m", "agentrl", "check", "recipes/smollm2.py", "--count", "3", "--backend", "bubblewrap"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
