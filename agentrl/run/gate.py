@@ -222,8 +222,8 @@ def _outcome(run: Run, gate: GateConfig, judgement: Judgement) -> tuple[Outcome,
 
 def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
     """What follows from a verdict. Doing it again changes nothing."""
-    if verdict.promoted:
-        run.registry.set_state(version.number, VersionState.PROMOTED)
+    if verdict.promoted and not _promoted(run, version):
+        return
     if verdict.outcome is Outcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
         to = run.registry.get(verdict.reference)
         if to is None or to.state is not VersionState.PROMOTED:
@@ -234,6 +234,19 @@ def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
     figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
     if figure is not None:  # after the promotion: until then the learner keeps the version's checkpoint
         run.registry.set_evals(version.number, {GATE: figure})
+
+
+def _promoted(run: Run, version: PolicyVersion) -> bool:
+    """Promotes a version; False where the learner, a process of its own, retracted it at the same moment."""
+    try:
+        run.registry.set_state(version.number, VersionState.PROMOTED)
+    except StoreError:
+        current = run.registry.get(version.number)
+        if current is not None and current.state is not VersionState.ROLLED_BACK:
+            raise
+        run.tracker.alert(f"version {version.number} passed the gate and is not promoted: the learner retracted it meanwhile")
+        return False
+    return True
 
 
 def _runner(run: Run) -> GroupRunner:

@@ -228,6 +228,39 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 
 
 @pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "a full disk"])
+async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_not_promoted(
+    meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await opened(tmp_path)
+    await looked(run)
+    publish(run, 1, 0, "good 1")
+    publish(run, 2, 1, "good 2")
+    run.registry.set_state(1, VersionState.SERVING)
+    await run.served.swap(run.registry.get(2))
+    change = run.registry.set_state
+
+    def at_the_same_moment(number: int, state: VersionState) -> None:
+        if state is VersionState.PROMOTED and meanwhile == "rolled back":
+            change(number, VersionState.ROLLED_BACK)
+        if state is VersionState.PROMOTED and meanwhile == "deleted":
+            run.registry.reconcile(1)
+        if state is VersionState.PROMOTED and meanwhile == "a full disk":
+            raise StoreError("No space left on device")
+        change(number, state)
+
+    monkeypatch.setattr(run.registry, "set_state", at_the_same_moment)
+    if meanwhile == "a full disk":
+        with pytest.raises(StoreError, match="No space left"):
+            await looked(run)
+    else:
+        await looked(run)
+        assert any("version 2 passed the gate and is not promoted" in said for said in run.tracker.said)
+    assert run.registry.latest(VersionState.PROMOTED).number == 0
+    await plain.close(run)
+
+
+@pytest.mark.usefixtures("scripted")
 async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await looked(run)
