@@ -35,11 +35,11 @@ SOLVE = "open('a.py', 'w').write('print(6 * 7)')"
 @pytest.mark.parametrize("backend", BOTH)
 def test_the_shipped_family_holds(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it on one backend, and enough of it on the other to see that tasks mean the same there."""
-    count = 10 if backend == "bubblewrap" else 3
+    count, tasks = (10, 10) if backend == "bubblewrap" else (2, 4)  # of each split, and so altogether
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--count", str(count), "--parallel", "4"])
     assert done.exit_code == 0, done.output
-    assert "ok    every gold solution scores 1" in done.output and f"{count * len(CHEATS)} cheats on {count} tasks" in done.output
+    assert "ok    every gold solution scores 1" in done.output and f"{tasks * len(CHEATS)} cheats on {tasks} tasks" in done.output
     assert "FAIL" not in done.output and "warning" not in done.output
 
 
