@@ -44,12 +44,12 @@ Check = Callable[[Any], Any]
 def text(value: Any) -> str:
     """Text that UTF-8 can encode: each half of a surrogate pair becomes U+FFFD."""
     words = _string(value)
-    return words if _encodable(words) else _HALF.sub("\N{REPLACEMENT CHARACTER}", words)
+    return words if encodable(words) else _HALF.sub("\N{REPLACEMENT CHARACTER}", words)
 
 
 def name(value: Any) -> str:
     words = _string(value)
-    if not _encodable(words):
+    if not encodable(words):
         raise ValueError(f"{words[:80]!a} holds half of a surrogate pair, which UTF-8 cannot encode")
     return words
 
@@ -208,7 +208,8 @@ def _string(value: Any) -> str:
     raise ValueError(f"must be text, got {type(value).__name__}")
 
 
-def _encodable(value: str) -> bool:
+def encodable(value: str) -> bool:
+    """Whether UTF-8 can encode it: it cannot where half of a surrogate pair stands alone."""
     if value.isascii():
         return True
     try:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, Validatio
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from agentrl.errors import RecipeError
+from agentrl.fields import encodable
 
 
 class Section(BaseModel):
@@ -92,7 +93,7 @@ def _writable(value: object) -> bool:
     """Whether UTF-8 can encode all text in it, keys too; sections in it have been asked themselves."""
     match value:
         case str():
-            return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
+            return encodable(value)
         case Mapping():
             return all(_writable(key) and _writable(inner) for key, inner in value.items())
         case list() | tuple():

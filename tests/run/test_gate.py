@@ -133,6 +133,15 @@ async def looked(run: Any) -> None:
         await gate.look()
 
 
+async def serving_the_second(run: Any, one: str, two: str) -> None:
+    """Version 0 is judged; version 2, which is due and was not looked at, serves after version 1; these are their weights."""
+    await looked(run)
+    publish(run, 1, 0, one)
+    publish(run, 2, 1, two)
+    run.registry.set_state(1, VersionState.SERVING)
+    await run.served.swap(run.registry.get(2))
+
+
 async def served_through(run: Any, last: int) -> None:
     run.stop_at = last
     async with asyncio.timeout(60):
@@ -194,11 +203,7 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 ) -> None:
     """It dies as the evaluation is written down, then after the verdict and before what follows from it, then after that."""
     run = await opened(tmp_path)
-    await looked(run)
-    publish(run, 1, 0, "bad")
-    publish(run, 2, 1, "bad c01")
-    run.registry.set_state(1, VersionState.SERVING)
-    await run.served.swap(run.registry.get(2))
+    await serving_the_second(run, "bad", "bad c01")
 
     def die(*_: object, **__: object) -> None:
         raise Killed
@@ -233,11 +238,7 @@ async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_n
     meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await opened(tmp_path)
-    await looked(run)
-    publish(run, 1, 0, "good 1")
-    publish(run, 2, 1, "good 2")
-    run.registry.set_state(1, VersionState.SERVING)
-    await run.served.swap(run.registry.get(2))
+    await serving_the_second(run, "good 1", "good 2")
     change = run.registry.set_state
 
     def at_the_same_moment(number: int, state: VersionState) -> None:
@@ -263,11 +264,7 @@ async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_n
 @pytest.mark.usefixtures("scripted")
 async def test_a_verdict_that_is_another_versions_or_leads_nowhere_is_told(tmp_path: Path) -> None:
     run = await opened(tmp_path)
-    await looked(run)
-    publish(run, 1, 0, "bad")
-    publish(run, 2, 1, "bad c01")
-    run.registry.set_state(1, VersionState.SERVING)
-    await run.served.swap(run.registry.get(2))
+    await serving_the_second(run, "bad", "bad c01")
     await looked(run)
     path = tmp_path / "gate/000002/verdict.json"
     said = json.loads(path.read_text())
