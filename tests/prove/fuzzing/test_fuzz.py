@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -59,6 +60,14 @@ def test_what_is_not_linear_is_found(tmp_path: Path) -> None:
     code, result, _ = fuzzed("slow", tmp_path, "--minutes", 1)
     assert code == 1 and result["error"].startswith("Slow: ")
     assert Path(result["finding"]).stat().st_size > 5000
+
+
+@pytest.mark.parametrize(("pace", "is_slow"), [(0.01, True), (0.08, True), (0.12, True), (0.2, False)])
+def test_a_slow_machine_makes_no_input_slow(monkeypatch: pytest.MonkeyPatch, pace: float, is_slow: bool) -> None:
+    clock = itertools.count(0, 2)  # each input takes two seconds
+    monkeypatch.setattr(child.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(child, "_fixed_work", lambda: pace)
+    assert isinstance(child.attempt(lambda data: None, b"any"), child.Slow) == is_slow
 
 
 @pytest.mark.slow
