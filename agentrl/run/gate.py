@@ -239,10 +239,10 @@ def _follow(run: Run, version: PolicyVersion, verdict: GateVerdict) -> None:
 def _promoted(run: Run, version: PolicyVersion) -> bool:
     """Promotes a version; False where the learner, a process of its own, retracted it at the same moment."""
     try:
-        run.registry.set_state(version.number, VersionState.PROMOTED)
+        run.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
     except StoreError:
         current = run.registry.get(version.number)
-        if current is not None and current.state is not VersionState.ROLLED_BACK:
+        if current is not None and current.sha256 == version.sha256 and current.state is not VersionState.ROLLED_BACK:
             raise
         run.tracker.alert(f"version {version.number} passed the gate and is not promoted: the learner retracted it meanwhile")
         return False

@@ -85,10 +85,15 @@ class FolderRegistry:
         matching = [version for version in self.versions() if not states or version.state in states]
         return matching[-1] if matching else None
 
-    def set_state(self, number: int, state: VersionState) -> None:
-        """Changes a version's state as the table above allows; setting its current state does nothing."""
+    def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
+        """Changes a version's state as the table above allows; setting its current state does nothing.
+
+        Raises `StoreError` where the version is not that of `sha256`: retracted, and made anew with other weights.
+        """
         with self._locked(fcntl.LOCK_EX):
             version = self._must_read(number)
+            if sha256 not in (None, version.sha256):
+                raise StoreError(f"version {number} was made anew: its weights are not those of sha256 {sha256[:12]}...")
             if state is VersionState.SERVING:
                 self._serve(version)
             elif state is not version.state:

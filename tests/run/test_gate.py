@@ -233,7 +233,7 @@ async def test_what_a_driver_that_died_left_undone_is_done_again_and_no_version_
 
 
 @pytest.mark.usefixtures("scripted")
-@pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "a full disk"])
+@pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew", "a full disk"])
 async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_not_promoted(
     meanwhile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,14 +241,17 @@ async def test_a_version_that_passes_while_the_learner_retracts_it_is_told_and_n
     await serving_the_second(run, "good 1", "good 2")
     change = run.registry.set_state
 
-    def at_the_same_moment(number: int, state: VersionState) -> None:
+    def at_the_same_moment(number: int, state: VersionState, **same: Any) -> None:
         if state is VersionState.PROMOTED and meanwhile == "rolled back":
             change(number, VersionState.ROLLED_BACK)
-        if state is VersionState.PROMOTED and meanwhile == "deleted":
+        if state is VersionState.PROMOTED and meanwhile in ("deleted", "made anew"):
             run.registry.reconcile(1)
+        if state is VersionState.PROMOTED and meanwhile == "made anew":
+            publish(run, 2, 1, "others")
+            change(2, VersionState.SERVING)
         if state is VersionState.PROMOTED and meanwhile == "a full disk":
             raise StoreError("No space left on device")
-        change(number, state)
+        change(number, state, **same)
 
     monkeypatch.setattr(run.registry, "set_state", at_the_same_moment)
     if meanwhile == "a full disk":

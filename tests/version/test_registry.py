@@ -71,6 +71,17 @@ def test_adding_the_same_weights_again_changes_nothing_other_weights_are_refused
         publish(registry, 1, b"others")
 
 
+def test_a_version_that_was_made_anew_is_not_taken_for_the_one_before(registry: FolderRegistry) -> None:
+    publish(registry, 0)
+    first = publish(registry, 1, b"first")
+    registry.set_state(1, SERVING, sha256=first.sha256)
+    registry.reconcile(0)
+    publish(registry, 1, b"second")
+    with pytest.raises(StoreError, match="version 1 was made anew"):
+        registry.set_state(1, SERVING, sha256=first.sha256)
+    assert states(registry)[1] is CANDIDATE
+
+
 def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(registry: FolderRegistry) -> None:
     for number in range(5):
         publish(registry, number)
