@@ -28,8 +28,9 @@ class Tried:
     """One attempt at a summary."""
 
     line: LiveTrajectory
-    tokens: int  # sampled
-    summary: str | None  # None: it was rejected
+    tokens: int = 0  # sampled
+    summary: str | None = None  # None: it was rejected, or never sampled
+    limit: str = ""  # why none could be sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,9 @@ class Compactor:
         asked = episode.open(SUMMARY, parent=parent, prompt=(Message(role="user", content=self.config.request),))
         asked.add_prompt([token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)])
         asked.add_prompt(delta)
+        if limit := asked.limit():  # the context counts twice from here on, which `Limits.all_tokens` may have no room for
+            asked.end(limit)
+            return Tried(line=asked, limit=limit)
         most = self.config.summary_tokens if allowance is None else min(allowance, self.config.summary_tokens)
         completion = await asked.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most, thinking=self.chat.thinking)
         episode.stage = "chat"

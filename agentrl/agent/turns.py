@@ -153,6 +153,8 @@ class Speaker:
             if limit := self._limit():
                 return limit
             tried = await compactor.attempt(self._episode, self.line, delta, self._allowance())
+            if tried.limit:
+                return tried.limit
             self._turns, self._sampled = self._turns + 1, self._sampled + tried.tokens
             if tried.summary is not None:
                 prompt = compactor.prompt(self._prompt, tried.summary)

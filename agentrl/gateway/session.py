@@ -115,17 +115,19 @@ class Session:
             self.over.set()
             raise Refused("turn_limit", f"All {self.episode.task.limits.turns} turns of this session are used up.")
         if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
-            raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
+            raise _too_long()
         line, place, prompt = self._line(asked, place)
         line.add_prompt(prompt)
         try:
             limit = line.limit()
         except TaskError as error:
-            self.broken(error)
-            raise Refused("context_length", error.message) from None
+            if not self._busy:
+                self.broken(error)
+                raise Refused("context_length", error.message) from None
+            limit = "token_limit"  # it would fit, but for those under way
         if limit:
             line.end(limit)
-            raise Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
+            raise _too_long()
         self._busy.add(line.index)
         if len(self._busy) == 1:
             self.on_busy(True)
@@ -200,9 +202,14 @@ class Session:
 
     async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int) -> Answer:
         try:
+            if limit := line.limit():  # since it was taken, another turn has used up what was left
+                line.end(limit)
+                raise _too_long()
             completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
             parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
             line.add_turn(completion, parsed.message)
+        except Refused:
+            raise
         except Exception as error:
             self.broken(error)
             raise Refused("failed", "The policy cannot be asked at the moment.") from error
@@ -317,6 +324,10 @@ class Session:
         ]
         newest = max(turns, key=lambda node: self._answered_at[node.line.index], default=None)
         return None if newest is None else newest.parsed.answer
+
+
+def _too_long() -> Refused:
+    return Refused("context_length", "The conversation is longer than the context that this session may have.", param="messages")
 
 
 def _failed(task: asyncio.Task[Answer]) -> bool:

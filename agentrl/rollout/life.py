@@ -133,7 +133,7 @@ class TrajectoryLife:
         self.turns[-1] = replace(self.turns[-1], tool_results=tuple(results), tool_s=wall_s)
 
     def end(self, stop_reason: str) -> None:
-        self.stop_reason = _checked(stop_reason)
+        self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # what no turn will read costs nothing
 
     def record(self, stop_reason: str = "") -> Trajectory:
         """As it is now; one that goes on gets this reason."""

@@ -79,3 +79,15 @@ async def test_the_tokens_of_all_contexts_together_are_bounded(tokenizer: Any, t
     assert bounded.stop_reason == ("token_limit" if spare == 0 else "answered") and len(turns) == (1 if spare == 0 else 2)
     spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in bounded.trajectories for turn in line.turns)
     assert spent <= taken - last + spare and not bounded.left_out
+
+
+async def test_a_helper_whose_task_does_not_fit_costs_nothing(tokenizer: Any, task: Task) -> None:
+    runner = make_runner(
+        tokenizer, lambda context: "done" if shown(context) else delegate("a"), delegation=DelegationConfig(instruction="i" * 1500)
+    )
+    short = replace(limited(task, all_tokens=1500), limits=replace(limited(task, all_tokens=1500).limits, episode_tokens=700))
+    episode = await runner.run(short, episode_id="e")
+    assert [(line.agent, line.stop_reason, len(line.turns)) for line in episode.trajectories] == [
+        ("main", "answered", 2),
+        ("worker", "token_limit", 0),
+    ]

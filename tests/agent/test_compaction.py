@@ -73,6 +73,15 @@ async def test_an_agent_goes_on_from_its_own_summary(task_of_pages: Task, runs: 
     assert max(map(len, policy.prompts)) < 1300 < sum(len(turn.prompt_ids) for one in episode.trajectories for turn in one.turns)
 
 
+@pytest.mark.parametrize("all_tokens", range(600, 3200, 200))
+async def test_a_summary_that_all_tokens_has_no_room_for_ends_the_agent(all_tokens: int, task_of_pages: Task, runs: Runs) -> None:
+    """A summary's context is another copy of the agent's own, which counts too: that is the agent's limit, and nobody's fault."""
+    bounded = replace(task_of_pages, limits=replace(task_of_pages.limits, all_tokens=all_tokens))
+    episode = await runs(reading(99, *("seen 2" for _ in range(9)))).run(bounded, episode_id="e")
+    assert episode.stop_reason == "token_limit" and not episode.failures and not episode.left_out
+    assert sum(len(turn.prompt_ids) + len(turn.completion_ids) for one in episode.trajectories for turn in one.turns) <= all_tokens
+
+
 @pytest.mark.parametrize("bad", ["", "  \n", PRINT, "so " * 200, "<tool_call>"])
 async def test_a_summary_that_is_rejected_is_nobodys_context(bad: str, task_of_pages: Task, runs: Runs) -> None:
     runner = runs(reading(3, bad, "seen 2"))

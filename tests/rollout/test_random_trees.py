@@ -85,6 +85,14 @@ async def grown(policy: Noted, task: Task) -> Group:
     return Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
 
 
+async def test_trees_that_may_not_grow_on_are_nobodys_fault(task: Task, tokenizer: Any) -> None:
+    for seed, all_tokens in enumerate((500, 900, 1300, 2000, 3000, 4500)):
+        limits = Limits(turns=16, turn_tokens=200, episode_tokens=700, all_tokens=all_tokens)
+        group = await grown(Noted(tokenizer, seed), replace(task, tools=("python",), limits=limits))
+        for one in (scored.episode for scored in group.episodes):
+            assert not one.left_out and not one.failures, one.failures
+
+
 @pytest.mark.timeout(120)
 async def test_every_sampled_token_is_in_exactly_one_sample(task: Task, tokenizer: Any) -> None:
     wide = replace(task, tools=("python",), limits=Limits(turns=16, turn_tokens=200, episode_tokens=700))

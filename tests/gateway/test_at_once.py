@@ -1,0 +1,66 @@
+"""Requests that arrive in the same moment, where `Limits.all_tokens` has room for one of them: nobody's fault, and the other is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from agentrl.gateway import Session, Tokens, chat_completions
+from agentrl.gateway.asked import Answer, Refused
+from agentrl.protocols import LiveEpisode
+from agentrl.records import Limits, Task
+from agentrl.rollout import EpisodeRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
+
+LIMITS = Limits(turns=40, turn_tokens=100, episode_tokens=4000, all_tokens=800, wall_s=30.0)
+
+
+@dataclass(slots=True)
+class AtOnce:
+    """Asks in rounds; what is in one round is asked before any of it is answered."""
+
+    tokens: Tokens
+    rounds: list[list[str]]
+    outcomes: list[list[Any]] = field(default_factory=list)
+
+    async def act(self, episode: LiveEpisode) -> str:
+        session = Session(episode=episode, tokens=self.tokens, models=("policy",))
+        for texts in self.rounds:
+            asked = [chat_completions.read({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in texts]
+            self.outcomes.append(await asyncio.gather(*map(session.ask, asked), return_exceptions=True))
+        await session.close()
+        if session.fault is not None:
+            raise session.fault
+        return "answered"
+
+
+@pytest.mark.parametrize("before", [[], [["first"]]], ids=["the first requests", "after a turn"])
+@pytest.mark.parametrize("long_one_first", [False, True])
+async def test_what_does_not_fit_beside_another_request_is_refused_alone(
+    tokenizer: Any, task: Task, before: list[list[str]], long_one_first: bool
+) -> None:
+    long, short = "x" * 600, "y" * 200
+    both = [long, short] if long_one_first else [short, long]
+    agent = AtOnce(Tokens(chat_of(tokenizer)), [*before, both, ["z"]])
+    runner = EpisodeRunner(
+        agent=agent,
+        policy=ScriptedPolicy(tokenizer, lambda turn, _: "hi"),
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=8000,
+        request_timeout_s=5.0,
+    )
+    episode = await runner.run(replace(task, tools=(), limits=LIMITS), episode_id="e")
+    taken, refused = agent.outcomes[-2]
+    assert isinstance(taken[0], Answer) and isinstance(refused, Refused) and refused.kind == "context_length"
+    assert not episode.left_out and not episode.failures and episode.stop_reason == "answered"
+    spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in episode.trajectories for turn in line.turns)
+    assert spent <= 800
+    ((last, _),) = agent.outcomes[-1]
+    assert isinstance(last, Answer), "what was refused takes nothing from what comes after it"
