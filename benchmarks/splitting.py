@@ -110,11 +110,25 @@ def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outc
 
 
 def kept(out: Path) -> list[Outcome]:
-    """All that is kept, by mode and seed."""
+    """All that is kept, by mode and seed. Ends the program where it was not all made in one way: a table compares only what is alike."""
     told = [json.loads(path.read_text()) for path in out.glob("*-seed*.json")]
     for one in told:
         one.update({name: {phase: Share(**share) for phase, share in one[name].items()} for name in ("solved", "split")})
-    return sorted((Outcome(**one) for one in told), key=lambda one: (CREDITS.index(one.credit), one.seed))
+    outcomes = sorted((Outcome(**one) for one in told), key=lambda one: (CREDITS.index(one.credit), one.seed))
+    ways = {" ".join([one.sandboxes, *one.measured["overrides"]]): kept_as(out, one.credit, one.seed).name for one in outcomes}
+    if len(ways) > 1:
+        listed = "; ".join(f"{name} with {way}" for way, name in ways.items())
+        sys.exit(
+            f"error: results in {out} were made in several ways: {listed}\nfix: delete those that are not wanted, or give another --out"
+        )
+    return outcomes
+
+
+def check_alike(out: Path, overrides: Sequence[str]) -> None:
+    """Ends the program where what is kept was made with other overrides than what is asked for."""
+    if others := sorted({" ".join(one.measured["overrides"]) for one in kept(out)} - {" ".join(overrides)}):
+        given, made = (f"`{words}`" if words else "no overrides" for words in (" ".join(overrides), others[0]))
+        sys.exit(f"error: results in {out} were made with {made}, not with {given}\nfix: give the same overrides, or another --out")
 
 
 def solved(attempts: Sequence[dict[str, Any]]) -> Share:
@@ -250,6 +264,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
     if args.page is None:
+        check_alike(args.out, args.overrides)
         make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
     outcomes = kept(args.out)
     if not outcomes:

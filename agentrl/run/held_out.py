@@ -27,6 +27,8 @@ from agentrl.run.transcript import append
 async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
     """Evaluates the served version on both held-out splits and keeps the result in `evaluations.json` and `episodes/`."""
     run.tracker.stage(f"evaluate {phase}")
+    transcripts = run.folder / "episodes" / f"{phase}.jsonl"
+    transcripts.unlink(missing_ok=True)  # of an evaluation that a killed run had begun, and that is made again
     sampler = replace(run.groups.runner, sampling=run.recipe.evaluation.sampling)
     runner = replace(run.groups, runner=sampler)
     results: dict[Split, Evaluation] = {}
@@ -64,7 +66,7 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     ):
         if count:
             results[split] = await played(split, count, phase, scored, None)
-            append(run.folder / "episodes" / f"{phase}.jsonl", results[split].transcripts)
+            append(transcripts, results[split].transcripts)
             for most in run.recipe.evaluation.thinking_tokens:
                 named = f"{phase}_think{most}"
                 bounded.setdefault(split, {})[most] = await played(split, count, named, partial(noted, named), most)

@@ -159,12 +159,13 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
 
 
 def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
-    setting, last, arrived = followed.setting, followed.last or _NO_STEP, followed.arrived()
+    setting, last = followed.setting, followed.last or _NO_STEP
     step = int(last["step"])
     after = followed.curve[-1] if followed.curve and followed.curve[-1].step == step else None
     if after is None and step:
         after = evaluated(setting, seed, followed.work / "weights", followed.work, step=step, clock_s=float(last["clock_s"]))
         followed.curve.append(after)
+    arrived = followed.arrived()  # with the last weights too: the last step need not be one that is evaluated
     return Outcome(
         side=side,
         seed=seed,

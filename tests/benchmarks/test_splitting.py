@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path:
     )
     assert "--seeds 0 1 --credits episode verifier steps=2`" in text and "5.0 (resumed)" in text
     assert (tmp_path / "images" / "learning-to-split.svg").exists()
+
+
+async def test_what_was_made_in_another_way_is_not_put_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = [await attempt(reads) for reads in (one_helper_a_page, alone)]
+    finish(tmp_path / "run", attempts)
+    for seed, words in enumerate(([], ["learner.lr=1e-4"])):
+        measured = {"overrides": words, "machine": "", "note": "", "wall_s": 1.0, "peak_gib": 1.0, "resumed": False}
+        one = splitting.read(tmp_path / "run", "roles", seed, measured)
+        splitting.kept_as(tmp_path, "roles", seed).write_text(json.dumps(asdict(one)))
+        if seed == 0:
+            splitting.check_alike(tmp_path, [])
+            with pytest.raises(SystemExit, match=r"made with no overrides, not with `learner.lr=1e-4`\nfix: give the same overrides"):
+                splitting.check_alike(tmp_path, ["learner.lr=1e-4"])
+    with pytest.raises(SystemExit, match=r"several ways: roles-seed0.json with bubblewrap; roles-seed1.json with bubblewrap learner.lr"):
+        splitting.kept(tmp_path)
 
 
 def test_where_nothing_is_kept_it_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,11 @@ def test_one_that_ends_before_is_evaluated_where_it_ended(peer: Callable[..., Ou
     assert made.after is not None and made.after.value == 0.6
 
 
+def test_one_whose_last_weights_reach_the_target_has_arrived(peer: Callable[..., Outcome]) -> None:
+    made = peer(SETTING, steps=3, success={2: 0.5, 3: 0.95})
+    assert (made.ended, made.arrived_s, made.clock_s, made.steps) == ("arrived", 180.0, 180.0, 3)
+
+
 def test_a_target_that_is_reached_too_late_is_not_reached(peer: Callable[..., Outcome]) -> None:
     made = peer(replace(SETTING, minutes=3.0), steps=5, success={2: 0.5, 4: 0.95, 5: 0.96})
     assert (made.ended, made.arrived_s) == ("steps", None)

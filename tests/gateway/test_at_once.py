@@ -1,4 +1,4 @@
-"""Requests that arrive in the same moment, where `Limits.all_tokens` has room for one of them: nobody's fault, and the other is answered."""
+"""Requests of one moment, where `Limits.all_tokens` has room for one of them: nobody's fault, and the other is answered."""
 
 from __future__ import annotations
 

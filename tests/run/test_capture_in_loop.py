@@ -17,6 +17,7 @@ from agentrl.failure.collection import Collection
 from agentrl.failure.digest import write_digest
 from agentrl.failure.promote import promote
 from agentrl.failure.rows import Wanted
+from agentrl.files import read_json_lines
 from agentrl.observe import write_report
 from agentrl.records import Episode, Group, Score, ScoredEpisode, Task
 from agentrl.run import loop, measure
@@ -61,6 +62,17 @@ async def played(folder: Path, **capture: Any) -> Any:
         await loop._roll_out(run)
         await evaluate_served(run, "after", step=1)
         return SimpleNamespace(lost=run.capture.lost, spent_s=run.capture.spent_s, recipe=recipe)
+
+
+async def test_an_evaluation_that_is_made_again_replaces_the_one_before(tmp_path: Path) -> None:
+    recipe = make_recipe(max_retries=0).but({"evaluation.heldout": 4, "evaluation.heldout_real": 0})
+    async with opened(tmp_path, Journaled(tmp_path / "j", script=script), ScriptedSandboxes(printing("3")), recipe, Family(asked)) as run:
+        run.groups = replace(run.groups, score=judge)
+        run.registry = Registry()  # type: ignore[assignment]
+        for phase in ("before", "before", "after"):
+            await evaluate_served(run, phase, step=0)
+    told = {path.stem: len(read_json_lines(path)) for path in (tmp_path / "episodes").iterdir()}
+    assert told == {"before": 4, "after": 4}
 
 
 async def test_failures_of_training_and_evaluation_are_captured_named_reported_and_promoted(tmp_path: Path) -> None:

@@ -11,19 +11,29 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from agentrl.agent import TurnLoop
+from agentrl.agent.chat import ChatFormat
 from agentrl.errors import ServingError, SwapError
+from agentrl.protocols import Policy
 from agentrl.recipe import LoraConfig
-from agentrl.records import ADAPTER, Completion, PolicyVersion, Probe, Sample
+from agentrl.records import ADAPTER, Completion, Episode, Limits, PolicyVersion, Probe, Sample, SamplingParams, Score, Task
+from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling, Supports
-from agentrl.testing.tiny_model import make_model, make_probe, token_logprobs, write_version
+from agentrl.testing import ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
+from agentrl.testing.tiny_model import VOCABULARY, make_model, make_probe, token_logprobs, write_version
 from agentrl.weights import deltas
+from tests.episodes import task
 from tests.serving.conftest import Served
+
+__all__ = ["task"]
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
@@ -372,6 +382,68 @@ async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_wh
     with pytest.raises(SwapError, match="sha256 differs"):
         await swap(32)
     assert (await served.generate(PROMPT, max_tokens=4)).versions[0].version == 33
+
+
+class Uneven:
+    """The server's policy; attempts from number `short` on are sampled for long."""
+
+    def __init__(self, served: Served, short: int) -> None:
+        self.client, self.short = served.client, short
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        most = 8 if int(request_id.split("-")[1]) < self.short else params.max_tokens
+        params = dataclasses.replace(params, max_tokens=most, stop_token_ids=())
+        return await self.client.generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+
+def live_runner(policy: Policy) -> EpisodeRunner:
+    """Episodes of a policy whose chat begins each turn in its thoughts, which random weights never end."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<|{number}|>" for number in range(len(tokenizer), VOCABULARY)])
+    opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    assert opening in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(opening, f"{opening}<think>\n")
+    return EpisodeRunner(
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("3")),
+        agent=TurnLoop(chat=ChatFormat(tokenizer, rewritten="restart")),
+        sampling=Sampling(),
+        max_model_len=1024,
+        request_timeout_s=120.0,
+    )
+
+
+async def test_thinking_is_ended_while_the_server_samples(task: Task, served: Served) -> None:
+    await served.swap(1)
+    limits = Limits(turns=1, turn_tokens=80, episode_tokens=600, thinking_tokens=24)
+    runner, bounded = live_runner(served.client), dataclasses.replace(task, limits=limits)
+    episodes = await asyncio.gather(*(runner.run(bounded, episode_id=f"think-{number}") for number in range(8)))
+    turns = [turn for episode in episodes for turn in episode.trajectories[0].turns]
+    assert sum(bool(turn.forced) for turn in turns) >= 6, "nearly every turn is cut in its thoughts"
+    for turn in turns:
+        expected = token_logprobs(served.models[1], turn.prompt_ids + turn.completion_ids)[len(turn.prompt_ids) - 1 :]
+        sampled = [at for at in range(len(turn.completion_ids)) if at not in turn.forced]
+        assert [turn.logprobs[at] for at in sampled] == pytest.approx([expected[at] for at in sampled], abs=1e-3)
+        assert all(turn.logprobs[at] == 0.0 for at in turn.forced) and min(turn.forced, default=24) == 24
+
+
+async def test_what_a_group_no_longer_wants_is_not_sampled_on(task: Task, served: Served) -> None:
+    async def score(task: Task, episode: Episode) -> Score:
+        return Score(value=1.0)
+
+    async def sampled() -> float:
+        return (await served.server.control.metrics())["vllm:generation_tokens_total"]
+
+    long = dataclasses.replace(task, limits=Limits(turns=1, turn_tokens=900, episode_tokens=1000))
+    slots, before = asyncio.Semaphore(64), await sampled()
+    runner = GroupRunner(runner=live_runner(Uneven(served, 3)), score=score, slots=slots, group_size=3, spare_attempts=5, max_retries=0)
+    group = await runner.group(0, long)
+    assert [one.episode.completion_tokens for one in group.episodes] == [8, 8, 8]
+    assert len(group.cancelled) == 5 and all(one.begun for one in group.cancelled)
+    await asyncio.sleep(1)
+    after = await sampled()
+    await asyncio.sleep(1)
+    assert await sampled() == after and after - before < 5 * 900, "the server goes on with what was cancelled"
 
 
 async def test_an_idle_server_burns_no_cpu(served: Served) -> None:
