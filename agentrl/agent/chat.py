@@ -23,7 +23,7 @@ from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL
 from agentrl.errors import UserError
 from agentrl.limits import Thinking
-from agentrl.records import Message
+from agentrl.records import Message, ToolCall
 
 WITHHELD = "error: this output is not shown: it reads as control tokens of the model"
 
@@ -131,10 +131,22 @@ class ChatFormat:
 
         For a template that is not `exact`. All of `said` is hostile here, and control tokens in it are broken up.
         """
-        fenced = [replace(message, content=self.defang(message.content)) for message in said]
+        fenced = [self.fenced(message) for message in said]
         held = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
         ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *held], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
+
+    def fenced(self, message: Message) -> Message:
+        """The message with every control token broken up that is spelled in it, names and arguments of its calls included."""
+        calls = tuple(ToolCall(name=self.defang(one.name), arguments=self._fenced(one.arguments)) for one in message.tool_calls)
+        return replace(message, content=self.defang(message.content), tool_calls=calls)
+
+    def _fenced(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.defang(value)
+        if isinstance(value, Mapping):
+            return {self.defang(key): self._fenced(one) for key, one in value.items()}
+        return [self._fenced(one) for one in value] if isinstance(value, list | tuple) else value
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.

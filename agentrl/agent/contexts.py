@@ -7,9 +7,11 @@ stays in the line where it was sampled, and is trained there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.errors import UserError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent
 
@@ -45,7 +47,11 @@ def go_on(
         return line
     if line.limit() == "turn_limit":  # no turn follows, and none should wait in a line of its own
         return line
-    whole = chat.going_on(prompt, _said(episode, line), schemas)
+    said = _said(episode, line)
+    try:
+        whole = chat.going_on(prompt, said, schemas)
+    except UserError:  # some templates take no result without a call, and a malformed call is none
+        whole = chat.going_on(prompt, _answered(said), schemas)
     context = [token for turn in line.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     if list(whole[: len(context)]) == context:  # this time the template only adds
         line.add_prompt(whole[len(context) :])
@@ -66,3 +72,16 @@ def _said(episode: LiveEpisode, line: LiveTrajectory) -> list[Message]:
         for turn in one.turns:
             said += (turn.message, *(Message(role="tool", content=result.output) for result in turn.tool_results))
     return said
+
+
+def _answered(said: Sequence[Message]) -> list[Message]:
+    """The same, where the user says what no call was made for."""
+    calls, told = 0, []
+    for message in said:
+        if message.role == "tool":
+            told.append(message if calls > 0 else replace(message, role="user"))
+            calls -= 1
+        else:
+            calls = len(message.tool_calls)
+            told.append(message)
+    return told

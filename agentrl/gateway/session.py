@@ -127,6 +127,8 @@ class Session:
             limit = "token_limit"  # it would fit, but for those under way
         if limit:
             line.end(limit)
+            if not line.turns:
+                line.describe(line.agent, ())  # a thousand refused conversations need not be kept
             raise _too_long()
         self._busy.add(line.index)
         if len(self._busy) == 1:

@@ -129,7 +129,7 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
     lines = _report(done, secret)
     loaded = lines[0].get("loaded") if lines else None
     if not isinstance(loaded, list) or not _are_texts(loaded):
-        return Outcome(broken=_ending(done), untouched=True)
+        return Outcome(broken=_ending(done), untouched=not done.truncated)  # so much is said of what the agent handed in
     said = _texts({line.get("test"): line.get("error") for line in lines[1:] if _are_texts([line.get("test")])})
     complete = len(said) == len(lines) - 1 and set(loaded) == set(said) and done.exit_code == 0
     return Outcome(said=said, broken="" if complete else _ending(done))
@@ -242,7 +242,7 @@ def _report(done: ExecResult, secret: str) -> list[dict[str, Any]]:
     """The lines of a report, each an object; none if there is anything else, since only the reporting program has that stdout."""
     *texts, rest = done.stdout.split("\n")
     lines = [text.partition(" ") for text in texts]
-    if done.truncated or rest or any(mark != secret for mark, _, _ in lines):
+    if rest or any(mark != secret for mark, _, _ in lines):  # where stdout is cut, a line says so; tests may print more than is kept
         return []
     try:
         report = [json.loads(text) for _, _, text in lines]

@@ -29,7 +29,7 @@ from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_step
 from agentrl.run.supervise import watch_learner
-from agentrl.run.versions import fall_back, finish_step, record_missing, retracted
+from agentrl.run.versions import fall_back, finish_serving, finish_step, record_missing, retracted
 
 _POLL_S = 0.05
 
@@ -67,6 +67,8 @@ async def _pipeline(run: Run) -> None:
         if run.gate_server is not None:
             watching.append(run.gate_server.watch(on_loss=run.learner.kill))
         watchers = [parts.create_task(one) for one in watching]
+        if not concluded(run):
+            await finish_serving(run)
         record_missing(run)
         if newest.number == 0 and not concluded(run):
             await evaluate_served(run, "before", step=0)

@@ -37,6 +37,13 @@ async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | Non
     run.registry.prune(run.recipe.learner.keep_versions)
 
 
+async def finish_serving(run: Run) -> None:
+    """Finishes the step of the serving version where the driver died in it: an evaluation that was due is made."""
+    version = run.registry.get(run.served.version)
+    if version is not None and version.number and version.number not in measure.recorded(run.folder):
+        await finish_step(run, version, None)
+
+
 def record_missing(run: Run) -> None:
     """Records the steps of versions up to the serving one that have no line: the driver died before it wrote them."""
     known = measure.recorded(run.folder)

@@ -62,5 +62,6 @@ async def test_what_does_not_fit_beside_another_request_is_refused_alone(
     assert not episode.left_out and not episode.failures and episode.stop_reason == "answered"
     spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in episode.trajectories for turn in line.turns)
     assert spent <= 800
+    assert all(line.turns or not line.prompt for line in episode.trajectories), "what was refused is not kept"
     ((last, _),) = agent.outcomes[-1]
     assert isinstance(last, Answer), "what was refused takes nothing from what comes after it"

@@ -113,6 +113,23 @@ async def test_right_scores_1_and_wrong_0(mode: Mode, sandboxes: SandboxBackend)
     assert nothing.value == 0.0 and nothing.evidence
 
 
+SHOWS = """
+def test_report(outputs):
+    text = outputs.text("report.txt")
+    print("handed in:", text)
+    assert text.strip() == "4", text
+"""
+
+
+@pytest.mark.parametrize("repeats", [1, 1_200_000])
+async def test_tests_that_print_what_was_handed_in_judge_it_however_long_it_is(repeats: int, sandboxes: SandboxBackend) -> None:
+    """More than is kept of what tests print: the task was blamed for it, and given no more."""
+    one = task(outputs=("report.txt",), tests={"test_it.py": SHOWS}, runs=(), gold="open('report.txt', 'w').write('4')")
+    assert (await score(one, {"report.txt": b"4" + b" " * repeats}, sandboxes)).value == 1.0
+    wrong = await score(one, {"report.txt": b"5" * repeats}, sandboxes)
+    assert wrong.value == 0.0 and wrong.blame is None, wrong
+
+
 CODE: dict[str, str] = {
     "sys.exit(0) when imported": "import sys\nsys.exit(0)\n",
     "os._exit(0) when imported": "import os\nos._exit(0)\n",

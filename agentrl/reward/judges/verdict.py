@@ -27,7 +27,8 @@ def json_object(text: str) -> dict[str, Any]:
 
     Raises `Unreadable` for anything else: prose around an object, two objects, a key that comes twice, NaN.
     """
-    text = _THOUGHT.sub("", text, count=1).strip()
+    thought = _THOUGHT.match(text)
+    text = (text if thought is None else text[thought.end() :]).strip()
     if fenced := _FENCE.fullmatch(text):
         text = fenced[1].strip()
     if not text:

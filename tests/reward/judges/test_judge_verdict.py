@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -92,3 +93,11 @@ def test_rankings_and_choices() -> None:
     for wrong in ("a", ["A"], 1, None):
         with pytest.raises(Unreadable):
             choice({"better": wrong}, "better", ("A", "B"))
+
+
+def test_a_thought_is_passed_over_in_front_alone_and_white_space_takes_no_time() -> None:
+    quoting = {"reasoning": "it wrote <think>", "x": "</think>"}
+    assert json_object(" <think>hm</think> " + json.dumps(quoting)) == json_object(json.dumps(quoting)) == quoting
+    started = time.process_time()
+    assert json_object(json.dumps({"reasoning": " " * 200_000})) == {"reasoning": " " * 200_000}
+    assert time.process_time() - started < 1.0

@@ -1,0 +1,47 @@
+"""What is made up for when a run goes on whose driver died between a swap and the end of its step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.run import versions
+
+
+def version(number: int) -> PolicyVersion:
+    state = VersionState.SERVING if number == 2 else VersionState.SERVED
+    return PolicyVersion(
+        number=number, parent=number - 1 if number else None, folder=f"versions/{number:06d}", sha256="0" * 64, state=state
+    )
+
+
+@pytest.mark.parametrize(("known", "every", "evaluated"), [({1}, 2, ["step2"]), ({1, 2}, 2, []), ({1}, 3, []), (set(), 2, ["step2"])])
+async def test_an_evaluation_that_was_under_way_is_made_again(
+    known: set[int], every: int, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: dict[int, dict[str, float]] = {number: {} for number in known}
+    made: list[str] = []
+
+    async def evaluate(run: Any, phase: str, *, step: int) -> dict[str, float]:
+        made.append(phase)
+        return {"heldout": 0.5}
+
+    monkeypatch.setattr(versions.measure, "recorded", lambda folder: set(lines))
+    monkeypatch.setattr(versions, "_figures", lambda run, version, report: {"reward_mean": 1.0})
+    monkeypatch.setattr(versions, "_record", lambda run, version, metrics: lines.__setitem__(version.number, metrics))
+    monkeypatch.setattr(versions, "evaluate_served", evaluate)
+    run: Any = SimpleNamespace(
+        folder="f",
+        registry=SimpleNamespace(get=version, prune=lambda keep: None),
+        served=SimpleNamespace(version=2),
+        recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
+        tracker=SimpleNamespace(stage=lambda *_: None),
+        stop_at=4,
+    )
+    await versions.finish_serving(run)
+    versions.record_missing(run)
+    assert made == evaluated and set(lines) == {1, 2}
+    assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
