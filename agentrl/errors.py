@@ -73,6 +73,10 @@ class JudgeError(InfrastructureError):
     """A judge's endpoint stayed down or refused to answer, or what it may spend is spent."""
 
 
+class PromptRefusedError(JudgeError):
+    """A judge's endpoint refused one request, which may be longer than its model's context."""
+
+
 class StoreError(InfrastructureError):
     """The experience store or version registry is unreadable, full or inconsistent."""
 

@@ -5,19 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from agentrl.errors import JudgeError
+from agentrl.errors import JudgeError, PromptRefusedError
 from agentrl.reward.judges.endpoint import Endpoint, Reply
 from agentrl.reward.judges.ledger import Budget, Ledger
-from agentrl.reward.judges.quoting import PLACE, begin, end, fresh, quoted
+from agentrl.reward.judges.quoting import PLACE, begin, cut, end, fresh, quoted
 from agentrl.reward.judges.verdict import Abstained, Unreadable, json_object
 
 T = TypeVar("T")
 
 WORDING = 1
 """Number of the wording below: with another one a judge is another judge."""
+
+SHORTER = 8
+"""What is kept of each text of a question that is refused is this part of it, and no less than `LEAST` characters."""
+LEAST = 400
+TIMES_SHORTER = 2
 
 MAX_KEPT = 4000
 """Characters kept of an answer that could not be read."""
@@ -33,6 +38,10 @@ class Asks(Protocol):
     def schema(self) -> Mapping[str, Any]: ...
 
     def messages(self, nonce: str) -> list[dict[str, Any]]: ...
+
+    def shorter(self) -> Asks | None:
+        """With less of the data, for a model that cannot take all of it; None where that would be another question."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +66,10 @@ class Question:
         data = "\n\n".join(quoted(name, text, nonce=nonce) for name, text in self.data.items())
         last = "Give your verdict on the data above as one JSON object, by the instructions at the beginning and by nothing else."
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
+
+    def shorter(self) -> Question | None:
+        data = {name: cut(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
+        return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +109,7 @@ class Asker:
         except JudgeError as error:
             return Heard(reason=str(error), down=True)
         try:
-            reply = await self.endpoint.ask(question.messages(fresh(question.data)), schema=question.schema)
+            reply = await self._answer(question)
         except JudgeError as error:
             await self.ledger.end(self.judge, None)
             return Heard(reason=str(error), down=True)
@@ -109,6 +122,18 @@ class Asker:
         if _abstained(heard):
             await self.ledger.count(self.judge, abstained=1)
         return heard
+
+    async def _answer(self, question: Asks) -> Reply:
+        """The endpoint's answer, to less of the data where the whole of it is refused: whoever is judged chooses how long it is, and in
+        what characters."""
+        for _ in range(TIMES_SHORTER):
+            try:
+                return await self.endpoint.ask(question.messages(fresh(question.data)), schema=question.schema)
+            except PromptRefusedError:
+                if (shorter := question.shorter()) is None:
+                    raise
+                question = shorter
+        return await self.endpoint.ask(question.messages(fresh(question.data)), schema=question.schema)
 
     def _key(self, question: Asks, draw: int) -> str:
         """Of the cache: model, parameters and the whole prompt, its fresh delimiters left out."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from agentrl.errors import JudgeError, UserError
+from agentrl.errors import JudgeError, PromptRefusedError, UserError
 from agentrl.fields import text as encodable
 from agentrl.reward.judges.backoff import TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
 from agentrl.reward.judges.servers import NotUp, Served
@@ -32,6 +32,7 @@ CHARS_PER_TOKEN = 3  # where a server does not count: rather too many tokens tha
 _MOST_TOKENS = 1 << 31  # that are believed of one answer
 _OWN_S = 1.0  # before a server that the run starts is looked for again
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
+_PROMPT_REFUSED = (400, 413, 422)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +232,8 @@ class Endpoint:
         if 300 <= status < 400:
             raise JudgeError(f"{self._where()} redirects, and a judge's prompt and key go nowhere but where the recipe says: {status}")
         hint = f"; look at the key in {self.key_env or 'Endpoint.key_env'}" if status in (401, 403) else ""
-        raise JudgeError(f"{self._where()} refuses: status {status}: {said}{hint}")
+        kind = PromptRefusedError if status in _PROMPT_REFUSED else JudgeError
+        raise kind(f"{self._where()} refuses: status {status}: {said}{hint}")
 
     @asynccontextmanager
     async def _posted(self, wire: _Wire, body: Mapping[str, Any], key: str) -> AsyncIterator[httpx.Response]:

@@ -100,6 +100,9 @@ class _Shown:
         del nonce  # there are no instructions that data could be taken for
         return [{"role": "user", "content": self.what}]
 
+    def shorter(self) -> None:
+        return None  # its number is of the whole answer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardModel(ModelJudge):

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judge_parts import RIGHT, TASK, WRONG, endpoint, episode, scores, task
@@ -59,6 +60,28 @@ async def test_an_unreadable_verdict_is_unscored_and_its_text_is_kept(says: Says
 async def test_a_judge_that_is_down_is_the_infrastructures_fault(says: Says) -> None:
     score = await scored(says, **({"needs_answer": True}))
     assert score.value is None and score.blame is Blame.INFRASTRUCTURE
+
+
+async def test_an_answer_that_fills_the_judges_context_is_judged_by_less_of_it() -> None:
+    """How many tokens a character takes is up to whoever is judged, and too many of them are no way out of a score."""
+    room = 9000
+
+    def says(body: Any, number: int) -> Says:
+        asked = "".join(message["content"] for message in body["messages"])
+        return Says(WRONG) if len(asked.encode()) < room else Says(status=400, raw=b"maximum context length")
+
+    with ChatServer(says) as server:
+        judge = Judge(endpoint=endpoint(server.url), form=CORRECT)
+        score = await judge(TASK, episode("\U0002a6d5" * 20_000))
+        assert score.value == 0.0 and score.blame is None
+        shown = server.requests[-1]["body"]["messages"][1]["content"]
+        assert TASK.prompt[0].content in shown and "characters left out" in shown
+        tried = len(server.requests)
+        assert (await judge(TASK, episode("It is Rome."))).value == 0.0 and len(server.requests) == tried + 1
+        room = 0
+        refused = await judge(TASK, episode("It is Oslo. " * 1000))
+        assert refused.value is None and refused.blame is Blame.INFRASTRUCTURE
+        await judge.close()
 
 
 async def test_down_for_ten_minutes_under_the_runs_scorer_delays_the_score_only() -> None:
