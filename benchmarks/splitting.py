@@ -30,7 +30,7 @@ from agentrl.estimates import wilson  # noqa: E402
 from agentrl.files import read_json_lines, write  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
 from benchmarks.real_model import machine  # noqa: E402
-from sandboxes.pages.questions import request  # noqa: E402
+from rewards.pages import page_asked  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "splitting.py"
 POLICY = ROOT / "recipes" / "splitting_policy.py"
@@ -150,9 +150,9 @@ def split(attempts: Sequence[dict[str, Any]]) -> Share:
 
 
 def gave_every_page(attempt: dict[str, Any]) -> bool:
-    pages = len(attempt["truth"].split("\n"))
-    told = {line["messages"][0]["content"] for line in attempt["trajectories"] if line["agent"] == "worker"}
-    return all(request(page, page) in told for page in range(1, pages + 1))
+    """As the verifier reads a request: a policy may come to say it in other words than it was shown."""
+    told = {page_asked(line["messages"][0]["content"]) for line in attempt["trajectories"] if line["agent"] == "worker"}
+    return told >= set(range(1, len(attempt["truth"].split("\n")) + 1))
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:

@@ -76,7 +76,11 @@ def _worth(line: Trajectory, truth: str, page: int) -> float | None:
 
 def _page(line: Trajectory) -> int | None:
     """The page that a sub-agent was told to read; None for others, and where it was told of none or of several."""
-    told = line.prompt[-1].content if line.prompt and line.parent is not None and line.parent.call is not None else ""
+    return page_asked(line.prompt[-1].content) if line.prompt and line.parent is not None and line.parent.call is not None else None
+
+
+def page_asked(told: str) -> int | None:
+    """The one page that a request speaks of, in whatever words; None for none or several."""
     pages = {int(number) for number in re.findall(r"\bpages? (\d{1,6})\b", told)}
     return pages.pop() if len(pages) == 1 and " to " not in told else None
 

@@ -29,6 +29,9 @@ async def test_split_is_a_helper_for_every_page(tmp_path: Path) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
     assert [splitting.gave_every_page(one) for one in attempts] == [True, False, False]
     assert splitting.split(attempts).value == splitting.solved(attempts).value == pytest.approx(1 / 3)
+    for line in attempts[0]["trajectories"]:
+        line["messages"][0]["content"] = line["messages"][0]["content"].replace("the question on page ", "what is on pages ")
+    assert splitting.gave_every_page(attempts[0]), "in other words"
     attempts[0]["trajectories"].pop()
     assert not splitting.gave_every_page(attempts[0])
 
