@@ -402,7 +402,8 @@ def live_runner(policy: Policy) -> EpisodeRunner:
     tokenizer.add_tokens([f"<|{number}|>" for number in range(len(tokenizer), VOCABULARY)])
     opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
     assert opening in tokenizer.chat_template
-    tokenizer.chat_template = tokenizer.chat_template.replace(opening, f"{opening}<think>\n")
+    forgets = tokenizer.chat_template.replace("{{ m.content }}{% for", "{{ m.content.split('</think>')[-1] }}{% for")
+    tokenizer.chat_template = forgets.replace(opening, f"{opening}<think>\n")
     return EpisodeRunner(
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("3")),
