@@ -4,7 +4,7 @@
     python benchmarks/splitting.py --seeds 0 --credits verifier         # one of them
     python benchmarks/splitting.py --page docs/learning-to-split.md     # writes table and picture from what is kept; runs nothing
 
-Makes the policy that all of them start from where it is not there (`recipes/splitting_policy.py`). Each run of `recipes/splitting.py` has a
+All of them start from the policy that ships (`recipes/splitting_policy.py` makes it). Each run of `recipes/splitting.py` has a
 folder of its own under `--runs`, and what came of it is kept in `--out`; what is kept is not made again, and an interrupted run is gone on
 with, so the table can be made over several days.
 Memory is the largest sum of the proportional set sizes of all processes of the run, sampled every two seconds.

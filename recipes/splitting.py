@@ -1,8 +1,8 @@
 """Learning to split: questions on several pages, for an agent whose context has room for one of them.
 
-    python recipes/splitting_policy.py                            # the policy that it starts from: once, some minutes
     agentrl check recipes/splitting.py                            # the tasks themselves
     agentrl train recipes/splitting.py objective.credit=episode   # any of its ways to give credit
+    agentrl train recipes/splitting.py 'rollout.compaction={"tokens": 250, "summary_tokens": 32}'   # with summaries of what gets too long
 
 The policy splits a third of its tasks at first, and its helpers are not careful; all must go well for a task to be solved. Two CPU cores.
 """

@@ -1,9 +1,9 @@
 """Makes the policy that `recipes/splitting.py` starts from: the quickstart's, taught to read pages and to call helpers, by imitation.
 
-It is taught by demonstrations of mixed quality (`sandboxes/pages/demonstrations.py`) and written to recipes/models/splitting-base; a folder
+It is taught by demonstrations of mixed quality (`sandboxes/pages/demonstrations.py`), and ships in recipes/models/splitting-base. A folder
 that is there is kept.
 
-    python recipes/splitting_policy.py
+    python recipes/splitting_policy.py --out recipes/models/mine
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))  # as the command line does: content is imported f
 from agentrl.agent import load_tools  # noqa: E402
 from agentrl.agent.chat import ChatFormat  # noqa: E402
 from agentrl.agent.delegation import schema  # noqa: E402
+from agentrl.files import sha256_file  # noqa: E402
 from agentrl.records import Message  # noqa: E402
 from agentrl.sections.rollout import DelegationConfig  # noqa: E402
 from sandboxes.pages.demonstrations import Demonstration, demonstrations  # noqa: E402
@@ -64,7 +65,23 @@ def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0
     """Makes the policy and returns its last loss in nats a token."""
     from agentrl.supervised.tune import sft
 
-    return sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
+    loss = sft(list(rows(steps * BATCH, seed)), BASE, out, epochs=1.0, lr=lr, batch=BATCH, seed=seed)
+    write_card(out, {"steps": steps, "demonstrations per step": BATCH, "learning rate": lr, "seed": seed, "last loss": f"{loss:.4f}"})
+    return loss
+
+
+def write_card(out: Path, facts: dict[str, Any]) -> None:
+    """README.md, in place of that of the policy it began with, and the SHA-256 of every file."""
+    lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    (out / "README.md").write_text(
+        "# splitting-base\n\n"
+        "The policy that `recipes/splitting.py` starts from: that of the quickstart, which has been shown how to read pages and to call\n"
+        "helpers. It splits a third of its tasks at first, and its helpers are not careful. It is of no use for anything else.\n\n"
+        f"Made by `python recipes/splitting_policy.py`:\n\n{lines}\n\n"
+        "`SHA256SUMS` lists the files. Licence: Apache-2.0, as the rest of the repository.\n"
+    )
+    files = sorted(path for path in out.iterdir() if path.is_file() and path.name != "SHA256SUMS")
+    (out / "SHA256SUMS").write_text("".join(f"{sha256_file(path)}  {path.name}\n" for path in files))
 
 
 def main(

@@ -28,13 +28,14 @@ def tokenizer() -> Any:
     return auto_tokenizer().from_pretrained(FOLDER)
 
 
-def test_the_files_are_those_whose_hashes_are_listed_and_small() -> None:
-    listed = dict(reversed(line.split("  ")) for line in (FOLDER / "SHA256SUMS").read_text().splitlines())
-    present = {path.name for path in FOLDER.iterdir() if path.is_file()} - {"SHA256SUMS"}
+@pytest.mark.parametrize("folder", [FOLDER, FOLDER.parent / "splitting-base"], ids=lambda folder: folder.name)
+def test_the_files_are_those_whose_hashes_are_listed_and_small(folder: Path) -> None:
+    listed = dict(reversed(line.split("  ")) for line in (folder / "SHA256SUMS").read_text().splitlines())
+    present = {path.name for path in folder.iterdir() if path.is_file()} - {"SHA256SUMS"}
     assert set(listed) == present
     for name, digest in listed.items():
-        assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == digest, name
-    assert (FOLDER / "model.safetensors").stat().st_size <= 5_000_000
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    assert (folder / "model.safetensors").stat().st_size <= 5_000_000 and f"# {folder.name}\n" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("text", ["", " ", "a\n\n b", "'", "\\", "\\n", "ŝ\u200d👩", "\x00\x7f", "print(x['a (b)'])\\", "  x[ ["])

@@ -1,0 +1,37 @@
+"""Sub-agents and summaries in one run, with the real server, learner and sandboxes: the short form of `recipes/splitting.py`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from agentrl.experience import SqliteStore
+
+from .conftest import agentrl, summary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.bubblewrap]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_every_token_of_helpers_and_summaries_is_trained_once(tmp_path: Path, forked: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    few = ("steps=1", "rollout.groups_per_step=4", "rollout.concurrency=16", "evaluation.heldout=2", "sandbox.warm=2")
+    summaries = 'rollout.compaction={"tokens": 250, "summary_tokens": 32}'
+    code, output = agentrl("train", "recipes/splitting.py", *few, summaries, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
+    assert code == 0, output[-4000:]
+    found = summary(run)
+    assert (found["steps"], found["weight_swaps"], found["episodes_left_out"], found["delivered_share"]) == (1, 1, 0, 1.0)
+    [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
+    assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] > 0
+    assert abs(step["ratio_mean"] - 1) < 1e-3, "the learner gives these tokens the probability that they were sampled with"
+    store = SqliteStore(run / "experience.sqlite")
+    groups = store.groups(store.indices())
+    store.close()
+    lines = [line for group in groups for one in group.episodes for line in one.episode.trajectories]
+    agents = Counter(line.agent for line in lines)
+    assert agents["worker"] >= 8 and agents["summary"] >= 1, agents
+    sampled = sum(turn.sampled for line in lines for turn in line.turns)
+    assert step["tokens_captured"] <= sampled == step["tokens_sampled"]
