@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.agent import TurnLoop
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.protocols import Policy
 from agentrl.records import Limits, Message, SandboxSpec, Split, Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.sampling import Sampling
@@ -49,3 +50,15 @@ def make_runner(tokenizer: Any) -> Any:
         )
 
     return make
+
+
+def restarting(policy: Policy, tokenizer: Any, prints: str = "3", *, max_model_len: int = 4096) -> EpisodeRunner:
+    """Episodes whose contexts may begin anew at each turn."""
+    return EpisodeRunner(
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing(prints)),
+        agent=TurnLoop(chat=ChatFormat(tokenizer, rewritten="restart")),
+        sampling=Sampling(),
+        max_model_len=max_model_len,
+        request_timeout_s=60.0,
+    )

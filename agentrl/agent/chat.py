@@ -138,15 +138,16 @@ class ChatFormat:
 
     def fenced(self, message: Message) -> Message:
         """The message with every control token broken up that is spelled in it, names and arguments of its calls included."""
-        calls = tuple(ToolCall(name=self.defang(one.name), arguments=self._fenced(one.arguments)) for one in message.tool_calls)
+        calls = tuple(ToolCall(name=self.defang(one.name), arguments=self.fenced_value(one.arguments)) for one in message.tool_calls)
         return replace(message, content=self.defang(message.content), tool_calls=calls)
 
-    def _fenced(self, value: Any) -> Any:
+    def fenced_value(self, value: Any) -> Any:
+        """The same of a JSON value: in its texts and keys."""
         if isinstance(value, str):
             return self.defang(value)
         if isinstance(value, Mapping):
-            return {self.defang(key): self._fenced(one) for key, one in value.items()}
-        return [self._fenced(one) for one in value] if isinstance(value, list | tuple) else value
+            return {self.defang(key): self.fenced_value(one) for key, one in value.items()}
+        return [self.fenced_value(one) for one in value] if isinstance(value, list | tuple) else value
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.

@@ -50,7 +50,9 @@ class Chat(Protocol):
 
     def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed: ...
 
-    def defang(self, text: str) -> str: ...
+    def fenced(self, message: Message) -> Message: ...
+
+    def fenced_value(self, value: Any) -> Any: ...
 
 
 class NotAppended(Exception):
@@ -69,8 +71,8 @@ class Tokens:
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of a whole context, up to where the completion begins. Raises `Refused` for what the template does not take."""
-        clean = [self._clean(one) for one in messages]
-        ids = self._open(clean, [_cleaned(one, self.chat) for one in tools])
+        clean = [self.chat.fenced(one) for one in messages]
+        ids = self._open(clean, [self.chat.fenced_value(one) for one in tools])
         self._check(ids, messages, tools)
         return ids
 
@@ -95,11 +97,11 @@ class Tokens:
         calls = after.message.tool_calls if answers else ()
         turn = [*self._asked, Message(role="assistant", content="-", tool_calls=calls)]
         messages = [one.message for one in new]
-        whole = self._open([self._clean(one) for one in (*turn, *messages)], ())
+        whole = self._open([self.chat.fenced(one) for one in (*turn, *messages)], ())
         if whole[: len(self._before)] != self._before:
             raise NotAppended
         self._check(whole, [*turn, *messages], ())
-        own = self._count(self._open([self._clean(one) for one in turn], ())) - self._count(self._before)
+        own = self._count(self._open([self.chat.fenced(one) for one in turn], ())) - self._count(self._before)
         ends = [at for at in range(len(self._before), len(whole)) if whole[at] in self._stops]
         if not 0 < own <= len(ends):
             raise NotAppended
@@ -127,15 +129,3 @@ class Tokens:
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(map(self._stops.__contains__, ids))
-
-    def _clean(self, message: Message) -> Message:
-        calls = [ToolCall(name=self.chat.defang(one.name), arguments=_cleaned(one.arguments, self.chat)) for one in message.tool_calls]
-        return Message(role=message.role, content=self.chat.defang(message.content), tool_calls=tuple(calls))
-
-
-def _cleaned(value: Any, chat: Chat) -> Any:
-    if isinstance(value, str):
-        return chat.defang(value)
-    if isinstance(value, Mapping):
-        return {chat.defang(key): _cleaned(one, chat) for key, one in value.items()}
-    return [_cleaned(one, chat) for one in value] if isinstance(value, list | tuple) else value

@@ -18,19 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl.agent import TurnLoop
-from agentrl.agent.chat import ChatFormat
 from agentrl.errors import ServingError, SwapError
 from agentrl.protocols import Policy
 from agentrl.recipe import LoraConfig
 from agentrl.records import ADAPTER, Completion, Episode, Limits, PolicyVersion, Probe, Sample, SamplingParams, Score, Task
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling, Supports
-from agentrl.testing import ScriptedSandboxes, byte_tokenizer
-from agentrl.testing.sandboxes import printing
+from agentrl.testing import byte_tokenizer
 from agentrl.testing.tiny_model import VOCABULARY, make_model, make_probe, token_logprobs, write_version
 from agentrl.weights import deltas
-from tests.episodes import task
+from tests.episodes import restarting, task
 from tests.serving.conftest import Served
 
 __all__ = ["task"]
@@ -404,14 +401,7 @@ def live_runner(policy: Policy) -> EpisodeRunner:
     assert opening in tokenizer.chat_template
     forgets = tokenizer.chat_template.replace("{{ m.content }}{% for", "{{ m.content.split('</think>')[-1] }}{% for")
     tokenizer.chat_template = forgets.replace(opening, f"{opening}<think>\n")
-    return EpisodeRunner(
-        policy=policy,
-        sandboxes=ScriptedSandboxes(printing("3")),
-        agent=TurnLoop(chat=ChatFormat(tokenizer, rewritten="restart")),
-        sampling=Sampling(),
-        max_model_len=1024,
-        request_timeout_s=120.0,
-    )
+    return restarting(policy, tokenizer, max_model_len=1024)
 
 
 async def test_thinking_is_ended_while_the_server_samples(task: Task, served: Served) -> None:
