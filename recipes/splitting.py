@@ -2,9 +2,10 @@
 
     agentrl check recipes/splitting.py                            # the tasks themselves
     agentrl train recipes/splitting.py objective.credit=episode   # any of its ways to give credit
-    agentrl train recipes/splitting.py 'rollout.compaction={"tokens": 250, "summary_tokens": 32}'   # with summaries of what gets too long
+    agentrl train recipes/splitting.py 'rollout.compaction={"tokens": 230, "summary_tokens": 32, "request": "Sum up."}'
 
 The policy splits a third of its tasks at first, and its helpers are not careful; all must go well for a task to be solved. Two CPU cores.
+The last command asks for a summary of what gets too long, which this policy has never been shown: at first none of them is accepted.
 """
 
 from agentrl.recipe import (
