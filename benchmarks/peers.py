@@ -5,7 +5,8 @@
     python benchmarks/peers.py --mode single --seeds 0 1 2 --peer-seeds 0 1
     python benchmarks/peers.py --recipe recipes/smollm2.py --mode multi --minutes 40 --heldout 64
     python benchmarks/peers.py --mode multi --wait 0.2..2 --sides trl-together    # TRL's trainer with a rollout function of ours
-    python benchmarks/peers.py --mode multi --tune                       # a few steps of TRL under each setting of its own
+    python benchmarks/peers.py --mode multi --tune                       # two steps of TRL under each setting of its own
+    python benchmarks/peers.py --recipe recipes/smollm2.py --mode multi --tune 1 --peer micro_batch=4 --set rollout.groups_per_step=1
     python benchmarks/peers.py --markdown                                # writes the tables of docs/peers.md; runs nothing
 
 Each side trains until its held-out success reaches --target, or until --minutes are over. A run's result is a JSON file in --out; running
@@ -64,7 +65,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "peers", help="where runs work")
     parser.add_argument("--again", action="store_true", help="make runs that there are results of once more")
     parser.add_argument("--note", default="", help="a sentence about the machine that the results keep, such as: other work ran meanwhile")
-    parser.add_argument("--tune", action="store_true", help="try TRL's own settings for two steps each, and stop")
+    parser.add_argument("--tune", type=int, nargs="?", const=2, metavar="STEPS", help="try TRL's own settings, so many steps each (2)")
     parser.add_argument("--markdown", action="store_true", help="write the tables of docs/peers.md from the results, and stop")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe override for both sides: learner.lr=1e-5")
     return parser.parse_args(given)
@@ -101,8 +102,10 @@ def main(given: argparse.Namespace) -> None:
         raise UserError("a single turn has no calls to make together", fix="leave trl-together out")
     setting.made(seed=0)  # what is wrong with it is told before anything runs
     work = given.runs.resolve() / setting.name
-    if given.tune:
-        trl.tune(setting, (given.peer_seeds or [0])[0], work, given.out / f"{setting.name}-tried.json")
+    if given.tune is not None:
+        if given.tune < 1:
+            raise UserError(f"--tune {given.tune} tries nothing", fix="give a number of steps, or none for two")
+        trl.tune(setting, (given.peer_seeds or [0])[0], options, work, given.out / f"{setting.name}-tried.json", steps=given.tune)
         return
     todo = turns(given.sides, given.seeds, given.peer_seeds)
     if not given.again:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from agentrl.errors import UserError
@@ -90,22 +92,44 @@ def all_in(folder: Path) -> list[Outcome]:
 
 
 def missing(folder: Path, name: str, setting: dict[str, Any], side: str, seed: int) -> bool:
-    """Whether a run is still to be made. Raises `UserError` when it was made with another setting under the same name."""
+    """Whether a run is still to be made: there is none, or one that more minutes might have brought to the target.
+
+    Raises `UserError` when it was made with another setting under the same name. Minutes are a bound: a run that arrived within
+    them is the same run under any larger one.
+    """
     path = path_of(folder, name, side, seed)
     if not path.exists():
         return True
-    made = load(path).setting
-    if differing := sorted(key for key in made.keys() | setting.keys() if made.get(key) != setting.get(key)):
+    one = load(path)
+    made, minutes = one.setting, float(setting["minutes"])
+    bounds = {"minutes"} if one.arrived_s is None or one.arrived_s <= minutes * 60 else set()
+    if differing := sorted(key for key in made.keys() | setting.keys() if key not in bounds and made.get(key) != setting.get(key)):
         told = ", ".join(f"{key} {made.get(key)!r} there, {setting.get(key)!r} now" for key in differing)
         raise UserError(f"{path} was made with another setting: {told}", fix="use that setting, another --out, or --again")
-    return False
+    return one.ended == "time" and minutes > float(made["minutes"])
 
 
 def with_note(outcome: Outcome, note: str) -> Outcome:
     return replace(outcome, note=note)
 
 
+def gflops(size: int = 1024, repeat: int = 9) -> float:
+    """Billions of float32 operations a second that this machine does right now, in a product of two matrices: the median of `repeat`.
+
+    Machines of one name differ, and a shared one differs from hour to hour. Times of two runs compare where these figures do.
+    """
+    left, right = np.ones((2, size, size), dtype=np.float32)
+    left @ right  # the first one also starts the threads
+    seconds = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / sorted(seconds)[repeat // 2] / 1e9
+
+
 def machine() -> dict[str, Any]:
+    """The machine as it is now: call it when a run has ended, and nothing of it is left running."""
     processor = next(
         (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
         platform.processor(),
@@ -116,4 +140,5 @@ def machine() -> dict[str, Any]:
         "processor": processor,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
+        "gflops": round(gflops()),
     }

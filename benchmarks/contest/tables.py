@@ -15,7 +15,7 @@ from benchmarks.contest.outcome import PARTS, SIDES, Outcome, Point, all_in
 BEGIN, END = "<!-- made by benchmarks/peers.py --markdown: begin -->", "<!-- made by benchmarks/peers.py --markdown: end -->"
 NAMES = {"ours": "agentrl", "trl": "TRL", "trl-together": "TRL, calls together"}
 _RUNS = ["", "seed", "minutes to target", "ended", "steps", "held-out, first", "last", "of the model it left", "tokens sampled", "trained"]
-_RUNS += ["peak GiB", "left out"]
+_RUNS += ["peak GiB", "left out", "GFLOPS"]
 
 
 def page(path: Path, results: Path) -> None:
@@ -67,9 +67,10 @@ def _group(name: str, outcomes: list[Outcome]) -> str:
     setting = outcomes[0].setting
     low, high = setting["wait"]
     wait = f", every program sleeps {low:g} to {high:g} s" if high else ""
+    bounds = " or ".join(f"{minutes:g}" for minutes in sorted({float(one.setting["minutes"]) for one in outcomes}))
     told = (
         f"{setting['recipe']}, {setting['mode']} turn{'s' if setting['mode'] == 'multi' else ''}{wait}; target {setting['target']:g} of "
-        f"{setting['heldout']} held-out tasks, evaluated every {setting['every']} steps; at most {setting['minutes']:g} min."
+        f"{setting['heldout']} held-out tasks, evaluated every {setting['every']} steps; at most {bounds} min."
     )
     if setting["overrides"]:
         told += f" Overrides: `{' '.join(setting['overrides'])}`."
@@ -104,6 +105,7 @@ def _run(one: Outcome) -> list[str]:
         f"{one.tokens_trained:,}",
         f"{one.peak_gib:.1f}",
         f"{one.faults} of {one.episodes}",
+        str(one.machine.get("gflops", "-")),
     ]
 
 
@@ -145,7 +147,8 @@ def _tried(path: Path) -> str:
         rows.append([_options(one["change"]) or "the settings above", seconds, *parts, f"{one['peak_gib']:.1f}", note])
     head = ["changed", "seconds a step", "rollout", "wait", "update", "peak GiB", ""]
     name = path.name.removesuffix("-tried.json")
-    return f"### What was tried for TRL: {name}\n\nBeginning with {_options(data['base'])}.\n\n{_table(head, rows)}"
+    overrides = f", and for both sides {' '.join(data['setting']['overrides'])}" if data["setting"]["overrides"] else ""
+    return f"### What was tried for TRL: {name}\n\nBeginning with {_options(data['base'])}{overrides}.\n\n{_table(head, rows)}"
 
 
 def _name(outcome: Outcome) -> str:

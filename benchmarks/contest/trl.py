@@ -37,6 +37,8 @@ ROLLOUTS = ("environment", "together")
 CANDIDATES: tuple[dict[str, Any], ...] = (
     {},
     {"threads": 1},
+    {"micro_batch": 1},
+    {"micro_batch": 2},
     {"micro_batch": 4},
     {"micro_batch": 8},
     {"micro_batch": 0},
@@ -189,11 +191,16 @@ def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], 
     )
 
 
-def tune(setting: Setting, seed: int, work: Path, out: Path, *, steps: int = 2) -> list[dict[str, Any]]:
+def candidates(base: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `--tune` changes about `base`: each of `CANDIDATES` that is something else than it has."""
+    return [change for change in CANDIDATES if not change or any(base[key] != value for key, value in change.items())]
+
+
+def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, out: Path, *, steps: int) -> list[dict[str, Any]]:
     """Seconds of a step under every candidate, kept in `out` beside the results; a candidate that fails is kept with its reason."""
     tried: list[dict[str, Any]] = []
-    for number, change in enumerate(CANDIDATES):
-        options, folder = {**OPTIONS, **change}, work / f"try-{number}"
+    for number, change in enumerate(candidates(base)):
+        options, folder = {**base, **change}, work / f"try-{number}"
         late = False
         with started(setting, seed, folder, options, every=0, more=(f"steps={steps}",)) as watched:
             try:
@@ -212,5 +219,5 @@ def tune(setting: Setting, seed: int, work: Path, out: Path, *, steps: int = 2) 
             tried[-1]["failed"] = why
         print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"setting": setting.record(), "base": OPTIONS, "machine": machine(), "tried": tried}, indent=1) + "\n")
+        out.write_text(json.dumps({"setting": setting.record(), "base": base, "machine": machine(), "tried": tried}, indent=1) + "\n")
     return tried

@@ -77,7 +77,10 @@ class Watched:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subprocess.DEVNULL) -> Iterator[Watched]:
-    """Runs a command in a process group of its own until the block ends. It dies with this process, however that ends."""
+    """Runs a command in a process group of its own until the block ends. It dies with this process, however that ends.
+
+    It is also what the kernel kills when memory runs out, before anything else on the machine.
+    """
     parent = os.getpid()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -88,7 +91,7 @@ def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subpr
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),
+            preexec_fn=lambda: _first_to_go(parent),
         )
     watched = Watched(process)
     try:
@@ -97,6 +100,13 @@ def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subpr
         watched.finish(grace_s=1.0)
         raise
     watched.finish()
+
+
+def _first_to_go(parent: int) -> None:
+    """In the new process, before the command."""
+    die_with_parent(parent)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 class Progress:

@@ -113,6 +113,37 @@ def test_only_what_is_missing_is_made(tmp_path: Path) -> None:
         outcome.missing(tmp_path, SETTING.name, replace(SETTING, target=0.8).record(), "ours", 0)
 
 
+def test_minutes_are_a_bound_and_no_other_run(tmp_path: Path) -> None:
+    """Who arrived within 40 minutes did within 70; who did not may, and is asked again."""
+    longer, shorter = (replace(SETTING, minutes=minutes).record() for minutes in (70.0, 30.0))
+    outcome.save(made("ours", 0, 600.0), tmp_path, SETTING.name)
+    outcome.save(made("trl", 0, None), tmp_path, SETTING.name)
+    outcome.save(made("trl", 1, 2000.0), tmp_path, SETTING.name)
+    assert not outcome.missing(tmp_path, SETTING.name, longer, "ours", 0)
+    assert outcome.missing(tmp_path, SETTING.name, longer, "trl", 0)
+    assert not outcome.missing(tmp_path, SETTING.name, shorter, "trl", 0), "not in 40 minutes is not in 30 either"
+    with pytest.raises(UserError, match=r"minutes 40\.0 there, 30\.0 now"):
+        outcome.missing(tmp_path, SETTING.name, shorter, "trl", 1)
+    outcome.save(made("trl", 0, None, setting=replace(SETTING, minutes=70.0)), tmp_path, SETTING.name)
+    assert "at most 40 or 70 min." in tables.tables(tmp_path)
+
+
+def test_what_is_tried_for_the_peer_begins_with_what_it_was_given() -> None:
+    base = trl.options_of(["micro_batch=4"])
+    tried = trl.candidates(base)
+    assert tried[0] == {} and {"micro_batch": 4} not in tried and {"threads": 1} in tried
+    assert len(tried) == len(trl.CANDIDATES) - 1
+
+
+def test_each_run_says_how_fast_its_machine_was(tmp_path: Path) -> None:
+    machine = outcome.machine()
+    assert machine["gflops"] > 0
+    outcome.save(replace(made("ours", 0, 600.0), machine={"gflops": 123}), tmp_path, SETTING.name)
+    outcome.save(made("trl", 0, 1200.0), tmp_path, SETTING.name)
+    table = tables.tables(tmp_path)
+    assert "| 1 of 1024 | 123 |" in table and "| 1 of 1024 | - |" in table
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"curve": 3}', '{"curve": [], "after": null, "odd": 1}'])
 def test_a_file_that_is_no_result_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "x-ours-seed0.json").write_text(text)
