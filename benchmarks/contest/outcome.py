@@ -129,7 +129,7 @@ def gflops(size: int = 1024, repeat: int = 9) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """The machine as it is now: call it when a run has ended, and nothing of it is left running."""
+    """The machine as it is now: call it while no run goes on."""
     processor = next(
         (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
         platform.processor(),

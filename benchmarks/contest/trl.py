@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
     "vllm": False,
     "rollouts": "environment",
 }
-"""What of TRL's settings is ours to choose on this machine, and what `--tune` begins with. `micro_batch` 0: a whole step at once."""
+"""What of TRL's settings is ours to choose on this machine, where `--peer` says nothing else. `micro_batch` 0: a whole step at once."""
 
 ROLLOUTS = ("environment", "together")
 """How several turns are played: as TRL does, or by a function of ours that makes the calls of all episodes at once."""
@@ -199,6 +199,7 @@ def candidates(base: dict[str, Any]) -> list[dict[str, Any]]:
 def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, out: Path, *, steps: int) -> list[dict[str, Any]]:
     """Seconds of a step under every candidate, kept in `out` beside the results; a candidate that fails is kept with its reason."""
     tried: list[dict[str, Any]] = []
+    host = machine()
     for number, change in enumerate(candidates(base)):
         options, folder = {**base, **change}, work / f"try-{number}"
         late = False
@@ -219,5 +220,5 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, out: Pat
             tried[-1]["failed"] = why
         print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"setting": setting.record(), "base": base, "machine": machine(), "tried": tried}, indent=1) + "\n")
+        out.write_text(json.dumps({"setting": setting.record(), "base": base, "machine": host, "tried": tried}, indent=1) + "\n")
     return tried
