@@ -19,7 +19,7 @@ from rewards.units import ONE, Unit, unit
 
 LONGEST = 200  # characters of an answer
 ROUNDING = 1e-12  # of the truth: what converting units may cost
-_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
 _CURRENCY = ("$", "\u20ac", "\u00a3")
 
 
@@ -93,9 +93,9 @@ def quantity(text: str) -> Quantity | None:
     before = next((sign for sign in _CURRENCY if text.startswith(sign)), "")
     text = text.removeprefix(before)
     match = _NUMBER.match(text)
-    digits = match[0] if match else ""
-    if not any(letter.isdigit() for letter in digits) or not digits.isascii():
+    if match is None:
         return None
+    digits = match[0]
     rest = (text[len(digits) :] + before).strip()
     value, found = float(digits.replace(",", "")), unit(rest)
     if found is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import scipy.constants
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.errors import PluginError
@@ -190,6 +190,8 @@ def test_units_convert_there_and_back(name: str, number: float, power: int) -> N
 
 
 @given(st.text(max_size=80))
+@example("E0")  # an exponent of nothing
+@example("-.e5 m")
 def test_no_text_breaks_the_reading_of_numbers_and_units(text: str) -> None:
     for found in (quantity(text), quantity(f"3 {text}")):
         assert found is None or abs(found.value) < float("inf")
