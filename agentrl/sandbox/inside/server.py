@@ -174,7 +174,7 @@ class Server:
                 with contextlib.suppress(KeyError):  # it has said what it had to say
                     self.poll.unregister(teller.control)
             program.close()
-        if program.timed_out:
+        if program.timed_out or program.overdrawn:  # everything was killed, the waiting child too, and may take a while to die
             self.await_gone()
         fields, output = program.reply()
         if program.never_began:
