@@ -1,5 +1,7 @@
 """What tests of real sandboxes have in common: an image, what may be used of the machine, and whose processes are whose."""
 
+import contextlib
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +28,13 @@ def processes_of(word):
         except OSError:
             continue
     return found
+
+
+def holds_open(pid, end):
+    """Whether a process has a file open whose path ends so."""
+    with contextlib.suppress(OSError):
+        return any(os.readlink(fd).endswith(end) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 def our_processes():

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.sandbox import allowance, select_backend
+from agentrl.sandbox import allowance, select_backend, server_code
 from agentrl.sandbox.inside.bounds import MOST_LOCKS, MOST_REST_S, MOST_SOCKETS, RARELY, Watch, sockets_in
 from tests.sandbox.building import BOTH, SPEC
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="bubblewrap without root does not promise this")
 LOCK = f"import fcntl, os, struct\nfile = os.open('locked', os.O_RDWR | os.O_CREAT)\nfor at in range(0, {2 * MOST_LOCKS + 200}, 2):\n"
 LOCK += "    fcntl.fcntl(file, fcntl.F_SETLK, struct.pack('hhqqi', fcntl.F_WRLCK, 0, at, 1, 0))\n"
+OTHERS = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
 
 
 @pytest.fixture(params=BOTH)
@@ -77,13 +78,32 @@ async def test_too_many_locks_are_too_much_memory(sandbox):
     assert result.stdout == "on\n", result
 
 
+@pytest.mark.parametrize("kind", BOTH)
+async def test_a_waiting_process_that_dies_slowly_after_too_many_locks_gets_no_program(kind, root, tmp_path):
+    """The process that waits for the next program, while a session has this one, is killed with all others and may take its time."""
+    at_once = "program.overdrawn = True\n                kill_everything(signal.SIGKILL)\n"
+    slowly = "program.overdrawn = True\n                os.kill(program.pid, 9)\n"
+    slowly += "                import threading; threading.Timer(1.0, os.kill, (self.waiting.pid, 9)).start()\n"
+    source = server_code.source()
+    assert source.count(at_once) == 1
+    server = tmp_path / "exec_server.py"
+    server.write_text(source.replace(at_once, slowly))
+    backend = select_backend(kind, run_label="test", root=root)
+    sandbox = await backend.open(SPEC, server=server)
+    assert (await sandbox.python("6 * 7", timeout_s=20, session="s")).stdout == "42\n"
+    assert (await sandbox.python(LOCK + "import time; time.sleep(20)", timeout_s=30, session="s")).reason == "memory"
+    result = await sandbox.python("import time; time.sleep(2); print(6 * 7)", timeout_s=20)
+    assert (result.reason, result.stdout) == ("", "42\n")
+    await sandbox.close()
+    await backend.close()
+
+
 async def test_what_a_program_leaves_behind_is_watched_while_none_runs(sandbox):
     daemon = "import os, time\nif os.fork() == 0:\n" + textwrap.indent(f"time.sleep(0.7)\n{LOCK}time.sleep(60)\n", "    ")
     assert (await sandbox.python(daemon, timeout_s=20)).ok
-    others = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
-    assert (await sandbox.python(others, timeout_s=20)).stdout != "[]\n"
+    assert (await sandbox.python(OTHERS, timeout_s=20)).stdout != "[]\n"
     await asyncio.sleep(6)  # and nothing is asked of it meanwhile
-    assert (await sandbox.python(others, timeout_s=20)).stdout == "[]\n"
+    assert (await sandbox.python(OTHERS, timeout_s=20)).stdout == "[]\n"
     assert (await sandbox.python("print(1)", timeout_s=20)).stdout == "1\n"
 
 
