@@ -21,7 +21,7 @@ from agentrl.rollout import EpisodeRunner
 from agentrl.sampling import Sampling
 from agentrl.testing import ReplayPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
-from tests.agent.conversations import NAME, Round, conversations, texts
+from tests.agent.conversations import NAME, Round, conversations, sayable, texts
 from tests.agent.test_real_vocabularies import FOUND, chat, tokenizer
 from tests.gateway.conftest import Outcome
 
@@ -98,21 +98,21 @@ def lead(name: str, asked: str, said: Sequence[Sequence[int]], shown: Sequence[S
 
 
 def rendered(name: str, asked: str, said: Sequence[Round]) -> tuple[list[list[int]], list[int]]:
-    """The turns of a conversation, and all of it, as the chat template has them."""
+    """The turns of a conversation, and all of it, as the chat template has them: what others wrote without the control tokens it spells."""
     made, one = tokenizer(name), chat(name)
     renderer = Renderer(made)
     renderer.arguments_as_text = one._renderer.arguments_as_text
     ends = [made.decode([token]) for token in one.stop_token_ids]
-    messages = [Message(role="user", content=asked)]
+    messages = [Message(role="user", content=one.defang(asked))]
     before, turns = renderer.text(renderer.messages(messages), [TOOL]), list[list[int]]()
     for turn in said:
-        thought = turn.thought if renderer.knows_thinking else ""
+        thought = sayable(turn.thought, one) if renderer.knows_thinking else ""
         if before.rstrip().endswith("<think>"):
             thought = thought or "-"
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-        calls = tuple(ToolCall(name=NAME, arguments=call) for call in turn.calls)
+        calls = tuple(ToolCall(name=NAME, arguments=sayable(call, one)) for call in turn.calls)
         messages += [Message(role="assistant", content=content, tool_calls=calls)]
-        messages += [Message(role="tool", content=text) for text in turn.outputs]
+        messages += [Message(role="tool", content=one.defang(text)) for text in turn.outputs]
         whole = renderer.text(renderer.messages(messages), [TOOL])
         rest = whole[len(before) :]
         at, end = min((place, end) for end in ends if (place := rest.find(end)) >= 0)
@@ -132,7 +132,19 @@ def last_words(name: str, text: str) -> list[int]:
 def test_a_conversation_with_tools_is_what_the_template_makes_of_it(name: str, data: st.DataObject) -> None:
     """Calls come back with ids of the gateway's, keys in another order and results from the last to the first."""
     asked: str = data.draw(texts) or "-"
-    said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1]))
+    assert_same(name, asked, data.draw(conversations(most_calls=FOUND[name][1])))
+
+
+@models
+def test_control_tokens_that_others_spell_reach_the_model_as_words(name: str) -> None:
+    """All of the tokenizer's own, in the question, in what a tool gives and in what a call says."""
+    spelled = " ".join(tokenizer(name).all_special_tokens)
+    assert chat(name).defang(spelled) != spelled
+    assert_same(name, spelled, [Round("", ({"code": spelled},), (spelled,)), Round("", ({"code": "x"},), (f"{spelled}\n{spelled}",))])
+
+
+def assert_same(name: str, asked: str, said: Sequence[Round]) -> None:
+    """Each turn through the gateway, and every token is trained once; the last prompt is what the template makes of it all."""
     turns, whole = rendered(name, asked, said)
     shown = [[{"role": "tool", "content": text} for text in turn.outputs] for turn in said]
     outcome = lead(name, asked, [*turns, last_words(name, "Done.")], shown)
