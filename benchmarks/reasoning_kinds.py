@@ -79,7 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     root, written = load_recipe(RECIPE, [])
     given = ("name=reasoning-kinds", *([f"policy.model={Path(arguments.model).resolve()}"] if arguments.model else []))
-    with run_folder(root, RECIPE, written, given, arguments.run_dir, evaluating=True) as (start, recipe, checked):
+    with run_folder(root, RECIPE, written, given, arguments.run_dir, verb="eval") as (start, recipe, checked):
 
         async def run_all() -> dict[str, dict[str, Rate]]:
             async with opened(recipe, start, checked, root=root, console=False) as run:

@@ -10,6 +10,7 @@ import typer
 
 from agentrl import __version__
 from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
+from agentrl.cli import sample as sampling
 from agentrl.run.ending import explain, stopped
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes: conformance che
 
 app.command("train", epilog="Example: agentrl train recipes/quickstart.py learner.lr=1e-4 --run-dir runs/x")(train.train)
 app.command("eval", epilog=EVAL_EXAMPLES)(train.evaluate)
+app.command("sample", epilog="Example: agentrl sample recipes/quickstart.py --groups 16 --model runs/quickstart@12")(sampling.sample)
 app.command("compare", epilog="Example: agentrl compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05")(
     suites.compare_evaluations
 )

@@ -17,7 +17,7 @@ import typer
 from agentrl.processes import age_s
 from agentrl.recipe import Recipe, apply_overrides
 from agentrl.run.ending import explain, stopped
-from agentrl.run.folder import Start, check_same, claimed, given_before, holds_run, merged
+from agentrl.run.folder import Start, check_same, check_verb, claimed, given_before, holds_run, merged
 
 if TYPE_CHECKING:
     from agentrl.run.preflight import Checked
@@ -78,27 +78,32 @@ def run_folder(
     wanted: Path | None,
     *,
     resume: bool = False,
-    evaluating: bool = False,
+    verb: str = "train",
 ) -> Iterator[tuple[Start, Recipe, Checked]]:
     """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
 
     `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
     told to the person, and ends the command.
+
+    Args:
+        verb: the command, which is `train`, `eval` or `sample`. An evaluation cannot be resumed.
     """
     named = written if resume else apply_overrides(written, list(given))  # a typo is told before a folder is made
     name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
-    verb, suffix = ("eval", "-eval") if evaluating else ("train", "")
+    suffix, evaluating = "" if verb == "train" else f"-{verb}", verb == "eval"
     doing = shlex.join(["agentrl", verb, str(recipe), *given])
     with claimed(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder:
+        if resume:
+            check_verb(folder, verb)
         overrides = merged(given_before(folder) if resume else (), given)
-        start = Start(recipe=recipe, folder=folder, overrides=overrides, began=time.monotonic() - age_s())
+        start = Start(recipe=recipe, folder=folder, verb=verb, overrides=overrides, began=time.monotonic() - age_s())
         loaded = apply_overrides(written, list(start.overrides))
-        if resume and (changes := check_same(folder, loaded)):
+        if resume and (changes := check_same(folder, loaded, but=("groups_per_step",) if verb == "sample" else ())):
             print(f"resuming with {', '.join(changes)}", file=sys.stderr)
         with loading():
             from agentrl.run import preflight
 
-            checked = preflight.check(loaded, folder, root=root, judging=not evaluating)
+            checked = preflight.check(loaded, folder, root=root, judging=verb == "train")
         try:
             yield start, loaded, checked
         except typer.Exit:

@@ -52,7 +52,7 @@ def evaluate_suite(
     as_json: bool,
 ) -> None:
     """Runs the evaluation and prints its table, or JSON."""
-    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
+    with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.run.measure import judges_spent
             from agentrl.run.suites import FOLDER

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.cli.options import JsonFlag
+from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.regressions import hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
-from agentrl.run.policies import find_policy, version_folder
+from agentrl.run.policies import find_policy
 
 if TYPE_CHECKING:
     from agentrl.observe import Summary
 
-SandboxChoice = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or module:attr (overrides the recipe).")]
 _REASONS_SHOWN = 5  # for leaving episodes out, at the end of a run
 _TAGS_SHOWN = 4  # of failures
 
@@ -103,14 +102,12 @@ def evaluate(
     if suite is None and (repeats is not None or threshold != 1.0):
         raise UserError("--repeats and --threshold are for cases, and there is no suite", fix="name one: --suite evals/SUITE")
     root, written = load_recipe(recipe, [])
-    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
-    if model is not None:
-        given = (*given, f"policy.model={json.dumps(_model(model))}")
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
     if suite is not None:
         cases = open_suite(suite, repeats=repeats, threshold=threshold)
         evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
         return
-    with run_folder(root, recipe, written, given, run_dir, evaluating=True) as (start, loaded, checked):
+    with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.run.held_out import evaluate_only
 
@@ -127,13 +124,6 @@ def evaluate(
             told = f"{one['value']:.3f}  95% interval [{one['ci_low']:.3f}, {one['ci_high']:.3f}]" if "value" in one else "no score"
             tokens = "" if one["tokens_mean"] is None else f"  {one['tokens_mean']:,.0f} sampled tokens each"
             print(f"{'':14} {told}  at most {one['thinking_tokens']} thought{tokens}")
-
-
-def _model(named: str) -> str:
-    """What `--model` names: a folder, a version of a run (RUN@VERSION), or an id."""
-    if (found := version_folder(named)) is not None:
-        return str(found[1])
-    return str(Path(named).resolve()) if Path(named).is_dir() else named
 
 
 def describe(summary: Summary, folder: Path) -> str:

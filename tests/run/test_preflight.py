@@ -346,18 +346,17 @@ def test_further_attempts_need_a_case_that_is_tried_often_enough(tmp_path: Path)
     assert opened(1, None, 3) and opened(3, None, 1) and opened(2, None, confirm=0)
 
 
-@pytest.mark.parametrize("evaluating", [False, True])
-def test_who_only_evaluates_needs_no_gpu_for_the_gates_own_server(
-    evaluating: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("verb", ["train", "eval", "sample"])
+def test_who_does_not_train_needs_no_gpu_for_the_gates_own_server(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(server, "_installed", lambda distribution: distribution == "vllm")
     make_suite(tmp_path / "x", make_case("c"))
     root, written = load_recipe(ROOT / "recipes" / "quickstart.py", [])
     given = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
-    wanted = nullcontext() if evaluating else pytest.raises(UserError, match=r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, 1 are")
+    too_few = r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, 1 are"
+    wanted = nullcontext() if verb != "train" else pytest.raises(UserError, match=too_few)
     with (
         wanted,
-        run_folder(root, Path("recipes/quickstart.py"), written, given, tmp_path / "run", evaluating=evaluating) as (_, _, checked),
+        run_folder(root, Path("recipes/quickstart.py"), written, given, tmp_path / "run", verb=verb) as (_, _, checked),
     ):
         assert checked.gpus == Placement()
