@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from agentrl.experience import RunningEpisodes, SqliteStore
+from agentrl.experience import RunningEpisodes, SqliteStore, StepGroups
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.observe import RunTracker, StageClock
 from agentrl.protocols import Policy, SandboxBackend
@@ -126,13 +126,16 @@ def make_recipe(**rollout: Any) -> Recipe:
 
 
 @asynccontextmanager
-async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family) -> AsyncIterator[opening.Run]:
-    """A `Run` whose rollouts are real; it has neither server nor learner."""
+async def opened(
+    run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recipe: Recipe, family: Family, *, steps: StepGroups | None = None
+) -> AsyncIterator[opening.Run]:
+    """A `Run` whose rollouts are real; it has neither server nor learner. `steps`: which groups make one, if not the recipe's."""
+    steps = steps or StepGroups.of(recipe.rollout)
     store, tracker = SqliteStore(run_dir / "experience.sqlite"), RunTracker(run_dir)
     running = RunningEpisodes(run_dir / "running")
     chat, faults = chat_of(shared_tokenizer()), FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.rollout.concurrency)
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
-    memory = open_memory(recipe, run_dir, store)
+    memory = open_memory(recipe, run_dir, store, steps)
     try:
         yield opening.Run(
             recipe=recipe,
@@ -149,7 +152,8 @@ async def opened(run_dir: Path, policy: Policy, sandboxes: SandboxBackend, recip
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
             groups=opening.group_runner(recipe, policy, sandboxes, chat, cast(Any, one), running, faults, memory=memory and memory.of),
-            taught=TaughtGroups(recipe, run_dir, store, GroupSchedule(family, recipe.seed)),
+            taught=TaughtGroups(recipe, run_dir, store, GroupSchedule(family, recipe.seed), steps),
+            step_groups=steps,
             learner=cast(Any, None),
             judges=JudgeServers(recipe, {}, folder=run_dir),
             stop_at=recipe.steps,

@@ -98,7 +98,7 @@ def run_folder(
         overrides = merged(given_before(folder) if resume else (), given)
         start = Start(recipe=recipe, folder=folder, verb=verb, overrides=overrides, began=time.monotonic() - age_s())
         loaded = apply_overrides(written, list(start.overrides))
-        if resume and (changes := check_same(folder, loaded, but=("groups_per_step",) if verb == "sample" else ())):
+        if resume and (changes := check_same(folder, loaded)):
             print(f"resuming with {', '.join(changes)}", file=sys.stderr)
         with loading():
             from agentrl.run import preflight

@@ -14,7 +14,6 @@ import typer
 from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
 from agentrl.cli.running import loading, run_folder
-from agentrl.recipe import apply_overrides
 from agentrl.usercode import printable
 
 if TYPE_CHECKING:
@@ -41,16 +40,14 @@ def sample(
     would teach it something.
     """
     root, written = load_recipe(recipe, [])
-    given = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model)]
-    with loading():
-        from agentrl.run import sample as sampling
+    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
+    with run_folder(root, recipe, written, given, run_dir, resume=resume, verb="sample") as (start, loaded, checked):
+        with loading():
+            from agentrl.run import sample as sampling
 
-    if groups is not None or not resume:
-        given += sampling.overrides(apply_overrides(written, given), sampling.DEFAULT if groups is None else groups)
-    with run_folder(root, recipe, written, tuple(given), run_dir, resume=resume, verb="sample") as (start, loaded, checked):
-        found = asyncio.run(sampling.sample(loaded, start, checked, root=root, console=not as_json))
+        found = asyncio.run(sampling.sample(loaded, start, checked, groups=groups, root=root, console=not as_json))
         print(json.dumps(found.as_json()) if as_json else told(found, group_size=loaded.rollout.group_size))
-        if found.interrupted:
+        if found.unfinished:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
             raise typer.Exit(130)
     if found.whole.rate is None:
@@ -65,8 +62,8 @@ def told(found: Sampled, *, group_size: int) -> str:
     wide = max(4, *(len(name) for name, _ in rows))
     lines = [f"{'kind':{wide}}  {'tasks':>5}  {'attempts':>8}  {'mean score':24}  {'solved':>6}  {'differ':>6}"]
     lines += [f"{name:{wide}}  {_row(came)}" for name, came in rows]
-    lines += ["solved: tasks that an attempt solved; differ: tasks whose attempts were scored differently, which is what teaches"]
-    lines += [f"{count:>8} left out  {reason}" for reason, count in found.left_out_reasons.items()]
+    lines += ["solved: tasks that an attempt solved; differ: groups whose attempts were scored differently, which is what teaches"]
+    lines += [f"{count:>8} left out  {reason}" for reason, count in found.whole.left_out_reasons.items()]
     if found.whole.solved:
         lines.append(f"imitate the best: {shlex.join(['agentrl', 'tune', 'sft', str(found.folder), '--out', 'models/imitated'])}")
     lines.append(f"folder {found.folder}  ({found.asked} groups of {group_size})")

@@ -34,6 +34,11 @@ class StepGroups:
     def of(cls, rollout: RolloutConfig) -> StepGroups:
         return cls(rollout.groups_per_step, rollout.extra_groups, rollout.min_group_size)
 
+    @classmethod
+    def single(cls, rollout: RolloutConfig) -> StepGroups:
+        """One step that every group belongs to, as far as a run can go: for a policy that does not learn. Each is of the next task."""
+        return cls(_FAR, 0, rollout.min_group_size)
+
     def step_of(self, index: int) -> int:
         """The learner step that a group belongs to."""
         return index // (self.per_step + self.extra)

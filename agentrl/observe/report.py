@@ -149,8 +149,8 @@ def _heads(summary: Summary) -> list[Head]:
 
 
 def _evaluated(run: RunData) -> list[Head]:
-    """What `agentrl eval` found, which is all that its folder has to say."""
-    titles = {"heldout": "Held-out tasks", "heldout_real": "Held-out tasks on real data"}
+    """What `agentrl eval` or `agentrl sample` found, which is all that its folder has to say."""
+    titles = {"heldout": "Held-out tasks", "heldout_real": "Held-out tasks on real data", "train": "Training tasks"}
     return [Head(title=title, before=None, after=run.evaluated[split]) for split, title in titles.items() if split in run.evaluated]
 
 

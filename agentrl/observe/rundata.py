@@ -34,7 +34,7 @@ class RunData:
     left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> episodes that were not scored
     compute: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # of the last evaluation: split, attempts, (tokens, success)
     thinking: tuple[tuple[str, int, tuple[tuple[float, float], ...]], ...]  # the same over bounds on thinking
-    evaluated: dict[str, Rate]  # split -> what `agentrl eval` found; empty for a training run
+    evaluated: dict[str, Rate]  # split -> what `agentrl eval` or `agentrl sample` found; empty for a training run
     taught: tuple[Line, ...]  # a line a group: of which task, and its scores
     failures: Line  # what `failures/failures.json` says; empty without one
     notes: tuple[str, ...]  # what could not be read, for the reader of the report
@@ -106,13 +106,13 @@ def _read_thinking(phases: Line) -> Iterator[tuple[str, int, tuple[tuple[float, 
 
 
 def _last(phases: Line) -> str:
-    return next((phase for phase in ("after", "eval", "before") if phase in phases), "")
+    return next((phase for phase in ("after", "eval", "sample", "before") if phase in phases), "")
 
 
 def _read_rates(phases: Line) -> Iterator[tuple[str, Rate]]:
     for phase, split, result in _results(phases):
         value, low, high, count = (result.get(name) for name in ("value", "ci_low", "ci_high", "n"))
-        if phase == "eval" and isinstance(count, int) and _finite(value) and _finite(low) and _finite(high):
+        if phase in ("eval", "sample") and isinstance(count, int) and _finite(value) and _finite(low) and _finite(high):
             yield split, Rate(value=value, ci_low=low, ci_high=high, n=count)
 
 

@@ -38,7 +38,7 @@ class Progress:
     stage: str = ""
     detail: str = ""
     step: int = 0
-    counted: tuple[int, int] | None = None  # done, total of the running evaluation
+    counted: tuple[int, int] | None = None  # attempts done, and in all, of an evaluation or of sampling
     episodes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)  # reason -> episodes
     idle_told: bool = False
@@ -145,7 +145,7 @@ class Terminal:
         if progress.steps:
             rows.add_row("steps", _bar(progress.step, progress.steps))
         if progress.counted:
-            rows.add_row("evaluating", _bar(*progress.counted))
+            rows.add_row("attempts", _bar(*progress.counted))
         if progress.rewards:
             rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(_sparkline(progress.rewards), style="green"))
         if progress.heldout:

@@ -126,9 +126,9 @@ def given_before(folder: Path) -> tuple[str, ...]:
 
 def check_verb(folder: Path, verb: str) -> None:
     """Raises `UserError` where another command than this one made what is in a folder: it would not go on with it, but spoil it."""
-    made = str(_started(folder).get("verb", verb))
+    made = str(_started(folder).get("verb", "train"))
     if made != verb:
-        raise UserError(f"{folder} holds what `agentrl {made}` made", fix=f"go on with agentrl {made}, or choose another --run-dir")
+        raise UserError(f"{folder} holds what `agentrl {made}` made", fix=f"choose another --run-dir, or use agentrl {made}")
 
 
 def _started(folder: Path) -> dict[str, Any]:
@@ -146,20 +146,17 @@ def _started(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def check_same(folder: Path, recipe: Recipe, *, but: tuple[str, ...] = ()) -> list[str]:
+def check_same(folder: Path, recipe: Recipe) -> list[str]:
     """What a resumed run changes, a line each. Raises `RecipeError` when that is more than its length, placement and bounds.
 
     What was sampled under one recipe may not be trained under another.
-
-    Args:
-        but: keys of `rollout` that may change, too.
     """
     learner = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
     learner |= {"limits", "max_bad_updates", "max_bad_groups"}
     free: Any = {name: True for name in ("steps", "sandbox", "serving", "evaluation", "capture", "trackers", "tracker_options", "gate")} | {
         "learner": learner
     }
-    free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined", *but}
+    free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined"}
     old = load(folder / _RECIPE)
     before, after = _flat(old.model_dump(exclude=free)), _flat(recipe.model_dump(exclude=free))
     changed = _changes(before, after)
@@ -193,7 +190,7 @@ def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
         "recipe": str(start.recipe.resolve()),
         "overrides": start.overrides,
         "directory": str(Path.cwd()),
-        "resume": start.command(resume=True),
+        "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation is made again
     }
     files.write(folder / _STARTED, json.dumps(started, indent=2) + "\n")
     files.write(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")

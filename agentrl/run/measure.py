@@ -9,6 +9,7 @@ import logging
 import math
 import signal
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -56,7 +57,7 @@ def interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Itera
         nonlocal seen
         seen += 1
         if seen == 1:
-            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", flush=True)
+            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
             first()
         else:
             task.cancel()

@@ -141,11 +141,11 @@ class Replayed:
         return False, "this call was not made"
 
 
-def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore) -> RunMemory | None:
+def open_memory(recipe: Recipe, folder: Path, experience: ExperienceStore, steps: StepGroups) -> RunMemory | None:
     """The memory of a run; None where the recipe has none."""
     if recipe.memory is None:
         return None
-    return RunMemory(recipe.memory, folder, experience, StepGroups.of(recipe.rollout), max_staleness=recipe.max_staleness)
+    return RunMemory(recipe.memory, folder, experience, steps, max_staleness=recipe.max_staleness)
 
 
 def stand_in(recipe: Recipe) -> EpisodeMemory | None:

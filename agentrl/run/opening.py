@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -76,6 +76,7 @@ class Run:
     served: PolicyServer
     groups: GroupRunner
     taught: TaughtGroups
+    step_groups: StepGroups
     learner: LearnerProcess
     judges: JudgeServers
     stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
@@ -85,10 +86,6 @@ class Run:
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # where the gate has one of its own
-    step_groups: StepGroups = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.step_groups = StepGroups.of(self.recipe.rollout)
 
     async def start_serving(self, version: PolicyVersion, *, judging: bool = False) -> None:
         """Starts the servers with a version, and meanwhile makes the images of the family's sandboxes.
@@ -110,9 +107,16 @@ class Run:
 
 
 @asynccontextmanager
-async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool) -> AsyncIterator[Run]:
-    """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens."""
+async def opened(
+    recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool, steps: StepGroups | None = None
+) -> AsyncIterator[Run]:
+    """Checks what takes long to check, then opens the parts; closes them in reverse order, whatever happens.
+
+    Args:
+        steps: which groups make a step; None: as the recipe says.
+    """
     run_dir = start.folder
+    steps = steps or StepGroups.of(recipe.rollout)
     raise_file_limit()
     faults = fault_rate(recipe)
     async with closing_in_turn(run_dir) as stack:
@@ -152,7 +156,7 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
         for index in running.groups():
             if store.has(index):  # stored, and then the driver died
                 running.forget(index)
-        memory = open_memory(recipe, run_dir, store)
+        memory = open_memory(recipe, run_dir, store, steps)
         if memory is not None:
             stack.callback(memory.close)
         registry = FolderRegistry(run_dir / "versions")
@@ -201,7 +205,8 @@ async def opened(recipe: Recipe, start: Start, checked: Checked, *, root: Path, 
                 hosted=served.episode,
                 memory=None if memory is None else memory.of,
             ),
-            taught=TaughtGroups(recipe, run_dir, store, schedule),
+            taught=TaughtGroups(recipe, run_dir, store, schedule, steps),
+            step_groups=steps,
             learner=learner,
             judges=judges,
             stop_at=recipe.steps,

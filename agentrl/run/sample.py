@@ -1,114 +1,180 @@
-"""Sampling without a learner: attempts of one policy at training tasks, scored and stored as those of a run's first step are."""
+"""Sampling without a learner: attempts of one policy at training tasks, scored and stored as those of a run are."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentrl.compare.compute import Attempt, against_compute, pass_at
 from agentrl.errors import UserError
+from agentrl.experience import StepGroups
+from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
-from agentrl.files import append_lines, json_line
+from agentrl.files import append_lines, json_line, write
 from agentrl.observe.left_out import add, reasons
 from agentrl.observe.stats import Rate
-from agentrl.recipe import Recipe
-from agentrl.records import Group, Task
+from agentrl.recipe import Recipe, RolloutConfig
+from agentrl.records import Group, Split, Task
 from agentrl.run import measure
 from agentrl.run.ending import kept_going
-from agentrl.run.evaluate import PASSED
+from agentrl.run.evaluate import PASSED, Evaluation
 from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_group
 from agentrl.run.transcript import transcript
 
+FILE = "sample.json"
+"""Of a run folder: how many groups were asked for, and what came of them."""
 DEFAULT = 32
 """Groups, where nobody says how many."""
 _TOLD = 10  # how often progress is told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Came:
     """What the attempts at some tasks came to. Attempts without a finite score count in `left_out` alone."""
 
-    tasks: int
-    attempts: int  # that have a score
-    left_out: int
-    rate: Rate | None  # over tasks, of the mean score of each; None: nothing was scored
-    solved: int  # tasks that at least one attempt solved
-    differ: int  # tasks whose attempts were scored differently, so that they would teach
+    scores: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # by the task's key
+    tries: defaultdict[str, list[Attempt]] = field(default_factory=lambda: defaultdict(list))
+    left_out: int = 0
+    left_out_reasons: dict[str, int] = field(default_factory=dict)
+    differ: int = 0  # groups whose attempts were scored differently, so that they would teach
+
+    def add(self, group: Group, *, min_group_size: int) -> None:
+        """Counts a group; its episodes are not kept."""
+        for one in group.episodes:
+            value = one.score.value
+            if value is None or not math.isfinite(value):
+                self.left_out += 1
+                continue
+            self.scores[group.task_key].append(value)
+            self.tries[group.task_key].append(Attempt(passed=value >= PASSED, tokens=one.episode.completion_tokens))
+        self.left_out_reasons = add(self.left_out_reasons, reasons(group.episodes))
+        self.differ += has_preference(group, min_group_size=min_group_size)
+
+    @property
+    def tasks(self) -> int:
+        """Those with an attempt that has a score."""
+        return len(self.scores)
+
+    @property
+    def attempts(self) -> int:
+        """Those that have a score."""
+        return sum(map(len, self.scores.values()))
+
+    @property
+    def solved(self) -> int:
+        """Tasks that at least one attempt solved."""
+        return sum(any(one.passed for one in tries) for tries in self.tries.values())
+
+    @property
+    def rate(self) -> Rate | None:
+        """Over tasks, of the mean score of each; None: nothing was scored."""
+        return Rate.from_scores([statistics.fmean(values) for values in self.scores.values()]) if self.scores else None
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
-        return asdict(self)
+        counts = {name: getattr(self, name) for name in ("tasks", "attempts", "left_out", "solved", "differ")}
+        return counts | {"rate": None if self.rate is None else asdict(self.rate)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What is stored in a run folder after sampling."""
+    """What a run folder holds after sampling."""
 
     folder: Path
     asked: int  # groups
     whole: Came
     by_kind: dict[str, Came]
-    left_out_reasons: dict[str, int]
-    interrupted: bool
+    unfinished: bool  # interrupted before all groups were made
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         kinds = {kind: came.as_json() for kind, came in self.by_kind.items()}
-        rest = {"groups": self.asked, "left_out_reasons": self.left_out_reasons, "interrupted": self.interrupted}
+        rest = {"groups": self.asked, "unfinished": self.unfinished, "left_out_reasons": self.whole.left_out_reasons}
         return {"folder": str(self.folder), **rest, "all": self.whole.as_json(), "by_kind": kinds}
 
+    def evaluation(self) -> Evaluation:
+        """The same as an evaluation of the training tasks."""
+        tries = list(self.whole.tries.values())
+        tokens = [one.tokens for some in tries for one in some]
+        kinds = {kind: rate for kind, came in self.by_kind.items() if (rate := came.rate) is not None}
+        return Evaluation(
+            rate=self.whole.rate,
+            by_kind=kinds,
+            attempts=max(map(len, tries), default=0),
+            episodes=len(tokens) + self.whole.left_out,
+            left_out=self.whole.left_out,
+            left_out_reasons=self.whole.left_out_reasons,
+            tokens_mean=statistics.fmean(tokens) if tokens else None,
+            pass_at=pass_at(tries),
+            compute=against_compute(tries),
+            transcripts=(),
+        )
 
-def overrides(recipe: Recipe, groups: int) -> tuple[str, ...]:
-    """What makes a recipe one of a single step of so many groups, in which every task is given as often as any other."""
-    changes = ["steps=1", f"rollout.groups_per_step={groups}", "rollout.extra_groups=0", "tasks.weighting=null"]
-    updates = [("learner.minibatches", 1)] if recipe.learner.minibatches > 1 else []
-    updates += [("critic.minibatches", 1)] if recipe.critic is not None and recipe.critic.minibatches > 1 else []
-    return (*changes, *(f"{key}={value}" for key, value in updates))
 
+async def sample(recipe: Recipe, start: Start, checked: Checked, *, groups: int | None, root: Path, console: bool = True) -> Sampled:
+    """Serves the recipe's model and makes the first `groups` groups of its tasks that the run folder does not hold yet.
 
-async def sample(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> Sampled:
-    """Serves the recipe's model and makes the groups of its one step (`overrides`) that the run folder does not hold yet.
+    Each is of the next task, whatever the recipe says of steps, of extra groups and of which tasks come more often. For callers: see
+    `agentrl.run.loop.train`. Raises what that raises; groups that were finished are kept.
 
-    Goes on where sampling in `start.folder` ended. For callers: see `agentrl.run.loop.train`. Raises what that raises, and
-    `InfrastructureError` when a part fails for good; groups that were finished are kept.
+    Args:
+        groups: None: as many as were asked for before, or `DEFAULT`. Raises `UserError` for fewer than before.
     """
-    if recipe.steps != 1 or recipe.rollout.extra_groups or recipe.tasks.weighting is not None:
-        raise UserError("what is sampled is one step of groups", fix="lay agentrl.run.sample.overrides over the recipe")
-    async with opened(recipe, start, checked, root=root, console=console) as run:
-        if missing := [index for index in run.step_groups.indices(0) if not run.store.has(index)]:
-            run.tracker.stage("start", "server and sandbox image")
-            base = run.registry.get(0)
-            assert base is not None, "version 0 was registered"
-            await run.start_serving(base)
-            async with asyncio.TaskGroup() as parts:
-                watchers = [parts.create_task(one) for one in (run.served.watch(on_loss=run.learner.kill), run.faults.watch())]
-                with measure.interrupts(run.stop_after_step, in_hand="the groups"):
-                    await make_groups(run, missing)
-                for watcher in watchers:
-                    watcher.cancel()
-        found = sampled(run)
+    asked = _asked(start.folder, groups)
+    async with opened(recipe, start, checked, root=root, console=console, steps=StepGroups.single(recipe.rollout)) as run:
+        write(start.folder / FILE, json.dumps({"groups": asked}) + "\n")
+        with measure.interrupts(run.stop_after_step, in_hand="the groups"):
+            if missing := [index for index in range(asked) if not run.store.has(index)]:
+                await _served(run, missing)
+            found = sampled(run, asked)
+    write(start.folder / FILE, json.dumps(found.as_json(), indent=2) + "\n")
+    measure.save_evaluation(start.folder, "sample", {Split.TRAIN: found.evaluation()})
     with kept_going(start.folder, "the digest of failures"):
         write_digest(start.folder)
     return found
 
 
+def _asked(folder: Path, groups: int | None) -> int:
+    path = folder / FILE
+    before = int(json.loads(path.read_text(encoding="utf-8"))["groups"]) if path.exists() else 0
+    wanted = groups or before or DEFAULT
+    if wanted < before:
+        raise UserError(f"{folder}: {before} groups were asked for before", fix=f"give --groups {before} or more, or another --run-dir")
+    return wanted
+
+
+async def _served(run: Run, indices: Sequence[int]) -> None:
+    run.tracker.stage("start", "server and sandbox image")
+    base = run.registry.get(0)
+    assert base is not None, "version 0 was registered"
+    await run.start_serving(base)
+    async with asyncio.TaskGroup() as parts:
+        watchers = [parts.create_task(one) for one in (run.served.watch(on_loss=run.learner.kill), run.faults.watch())]
+        await make_groups(run, indices)
+        for watcher in watchers:
+            watcher.cancel()
+
+
 async def make_groups(run: Run, indices: Sequence[int]) -> None:
-    """Makes these groups of step 0, in their order, as many at once as keep all slots busy; no new ones once the run is interrupted."""
+    """Makes these groups in their order, as many at once as keep all slots busy; no new ones once the run is interrupted."""
     if run.memory is not None:
         await run.memory.reach(0)
     await run.taught.reach(0)
     rollout = run.recipe.rollout
     waiting, began, made = iter(indices), time.monotonic(), 0
-    told = max(1, len(indices) // _TOLD)
+    every = math.ceil(len(indices) / _TOLD)
+    told = f"{len(indices)} groups of {rollout.group_size}"
 
     async def some() -> None:
         nonlocal made
@@ -117,64 +183,49 @@ async def make_groups(run: Run, indices: Sequence[int]) -> None:
                 return
             await make_group(run, index)
             made += 1
-            run.tracker.evaluating(made, len(indices))
-            if made % told == 0 and made < len(indices):
+            if made % every == 0 and made < len(indices):
                 left = (time.monotonic() - began) / made * (len(indices) - made)
-                run.tracker.stage("sample", f"{made} of {len(indices)} groups, about {math.ceil(left / 60)} min left")
+                run.tracker.stage("sample", f"{made} of {told}, about {_clock(left)} left")
+            run.tracker.evaluating(made * rollout.group_size, len(indices) * rollout.group_size)
 
-    run.tracker.stage("sample", f"{len(indices)} groups of {rollout.group_size}")
-    run.tracker.evaluating(0, len(indices))
+    run.tracker.stage("sample", told)
     async with asyncio.TaskGroup() as running:
-        for _ in range(2 * math.ceil(rollout.concurrency / rollout.group_size)):  # others' last attempts leave slots free
+        for _ in range(2 * math.ceil(rollout.concurrency / _at_once(rollout))):  # twice: the last attempts of a group leave slots free
             running.create_task(some())
 
 
-def sampled(run: Run) -> Sampled:
-    """What the stored groups of step 0 came to. Writes their transcripts, as `episodes/train.jsonl`."""
-    kinds: defaultdict[str, list[Group]] = defaultdict(list)
+def _at_once(rollout: RolloutConfig) -> int:
+    """Attempts of a group that begin together."""
+    if rollout.branching is not None:
+        return max(1, rollout.group_size // rollout.branching.branches)
+    return rollout.stop_equal_after or rollout.group_size
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def sampled(run: Run, asked: int) -> Sampled:
+    """What the stored groups of the first `asked` came to. Writes their transcripts, as `episodes/train.jsonl`."""
+    whole, kinds = Came(), defaultdict[str, Came](Came)
     path = run.folder / "episodes" / "train.jsonl"
     path.unlink(missing_ok=True)  # a killed process may have left some
-    for group, task in _stored(run):
-        kinds[task.kind if task is not None else ""].append(group)
+    size, stored = run.recipe.rollout.min_group_size, 0
+    for group, task in _stored(run, asked):
+        stored += 1
+        for came in (whole, kinds[task.kind if task is not None else ""]):
+            came.add(group, min_group_size=size)
         if task is not None:
             append_lines(path, (json_line(transcript(task, one, phase="train", step=0)) for one in group.episodes))
-    groups = [group for some in kinds.values() for group in some]
-    return Sampled(
-        folder=run.folder,
-        asked=len(run.step_groups.indices(0)),
-        whole=came_to(groups),
-        by_kind={kind: came_to(some) for kind, some in sorted(kinds.items())},
-        left_out_reasons=add(*(reasons(group.episodes) for group in groups)),
-        interrupted=run.interrupted,
-    )
+    return Sampled(folder=run.folder, asked=asked, whole=whole, by_kind=dict(sorted(kinds.items())), unfinished=stored < asked)
 
 
-def _stored(run: Run) -> Iterator[tuple[Group, Task | None]]:
-    """The groups of step 0 that are stored, each with its task; None for one that cannot be made."""
-    for index in run.step_groups.indices(0):
+def _stored(run: Run, asked: int) -> Iterator[tuple[Group, Task | None]]:
+    """The groups that are stored, each with its task; None for one that cannot be made."""
+    for index in range(asked):
         if run.store.has(index):
             try:
                 task = run.taught.task(index)
             except Exception:  # a family may raise anything; make_group has told it, and the group says why
                 task = None
             yield run.store.groups([index])[0], task
-
-
-def came_to(groups: Iterable[Group]) -> Came:
-    """The figures of some groups. Attempts at one task are alike, so the rate is over tasks; two groups of one task are one."""
-    scores: defaultdict[str, list[float]] = defaultdict(list)
-    count = Counter[str]()
-    for group in groups:
-        found = [value for one in group.episodes if (value := one.score.value) is not None and math.isfinite(value)]
-        scores[group.task_key] += found
-        count["attempts"] += len(found)
-        count["left out"] += len(group.episodes) - len(found)
-    means = [statistics.fmean(values) for values in scores.values() if values]
-    return Came(
-        tasks=len(scores),
-        attempts=count["attempts"],
-        left_out=count["left out"],
-        rate=Rate.from_scores(means) if means else None,
-        solved=sum(any(value >= PASSED for value in values) for values in scores.values()),
-        differ=sum(len(set(values)) > 1 for values in scores.values()),
-    )

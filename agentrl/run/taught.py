@@ -28,11 +28,11 @@ _KEPT = 4  # steps whose weights are remembered after the learner has consumed t
 class TaughtGroups:
     """The tasks of a run's groups, chosen and written down."""
 
-    def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, store: ExperienceStore, schedule: GroupSchedule, steps: StepGroups) -> None:
         self._path = folder / FILE
         self._store = store
         self._schedule = schedule
-        self._steps = StepGroups.of(recipe.rollout)
+        self._steps = steps
         self._behind = recipe.max_staleness
         self._record: Record | None = None
         if recipe.tasks.weighting is not None:

@@ -1,65 +1,67 @@
-"""`agentrl sample` with a real server and real sandboxes: a run folder that grows, and that other commands read."""
+"""`agentrl sample` with a real server and real sandboxes: a run folder that grows, is interrupted, and that other commands read."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from agentrl.experience import SqliteStore
 from agentrl.files import read_json_lines
+from agentrl.records import Group
 
-from .conftest import agentrl
+from .conftest import agentrl, start, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.bubblewrap]
 
 RECIPE = "recipes/quickstart.py"
-SANDBOX = ("--sandbox", "bubblewrap")
+SMALL = ("rollout.group_size=4", "rollout.concurrency=4")
 
 
-@pytest.mark.usefixtures("nothing_left")
-def test_attempts_are_sampled_kept_and_added_to(tmp_path: Path, forked: tuple[str, ...]) -> None:
-    run = tmp_path / "run"
-    code, output = agentrl("sample", RECIPE, "rollout.group_size=4", "--groups", "3", "--run-dir", str(run), *SANDBOX, by=forked)
-    assert code == 0, output[-4000:]
-    assert "sample  3 groups of 4" in output and f"folder {run}  (3 groups of 4)" in output and "Traceback" not in output
-    first = stored(run)
-    assert sorted(first) == [0, 1, 2] and not list((run / "checkpoints").iterdir()) and not (run / "model").exists()
-
-    code, output = agentrl("sample", RECIPE, "--resume", "--groups", "4", "--run-dir", str(run), "--json", *SANDBOX, by=forked)
-    assert code == 0, output[-4000:]
-    assert "resuming with rollout.groups_per_step 3 -> 4" in output
-    found = json.loads(output.splitlines()[-1])
-    assert found["groups"] == 4 and found["all"]["attempts"] + found["all"]["left_out"] == 16
-    then = stored(run)
-    assert sorted(then) == [0, 1, 2, 3] and all(then[index] == group for index, group in first.items())
-    assert len(read_json_lines(run / "episodes" / "train.jsonl")) == 16
-
-    code, output = agentrl("sample", RECIPE, "--resume", "--run-dir", str(run), *SANDBOX)
-    assert code == 0 and "server" not in output, "with nothing to make, nothing is started"
-    assert "(4 groups of 4)" in output and stored(run) == then
-
-    for verb, other in (("train", "sample"), ("sample", "train")):
-        folder = run if verb == "train" else tmp_path / "trained"
-        if verb == "sample":
-            folder.mkdir()
-            (folder / "recipe.json").write_text((run / "recipe.json").read_text())
-            (folder / "run.json").write_text(json.dumps({"verb": "train", "overrides": []}))
-        code, output = agentrl(verb, RECIPE, "--resume", "--run-dir", str(folder), *SANDBOX)
-        assert code == 2 and f"holds what `agentrl {other}` made" in output.replace("\n", " "), output
-
-    code, output = agentrl("tune", "dpo", str(run), "--out", str(run / "versions" / "000000"))
-    assert code == 2 and "is there already" in output, "the folder is taken for a run"
-    code, output = agentrl("failures", "list", str(run))
-    assert code == 0, output
-    code, output = agentrl("report", str(run))
-    assert code == 0 and (run / "report.html").exists(), output
-
-
-def stored(run: Path) -> dict[int, object]:
+def stored(run: Path) -> dict[int, Group]:
     store = SqliteStore(run / "experience.sqlite")
     try:
         return {index: store.groups([index])[0] for index in store.indices()}
     finally:
         store.close()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_attempts_are_sampled_interrupted_added_to_and_learned_from(tmp_path: Path, forked: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    where = ("--run-dir", str(run), "--sandbox", "bubblewrap")
+    process = start("sample", RECIPE, *SMALL, "--groups", "200", *where, by=forked)
+    wait_for(lambda: (run / "experience.sqlite").exists() and len(stored(run)) >= 2, process, timeout=300)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output[-4000:]
+    assert "finishing the groups in hand" in output and "interrupted; continue with: " in output and "Traceback" not in output
+    first = stored(run)
+    assert 2 <= len(first) < 100 and not (run / "model").exists() and not list((run / "checkpoints").iterdir())
+    assert all(len(group.episodes) == 4 for group in first.values())
+
+    code, output = agentrl("sample", RECIPE, "--resume", "--groups", "100", *where)
+    assert code == 2 and "200 groups were asked for before" in output
+    (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # in place of sampling all 200
+    code, output = agentrl("sample", RECIPE, "--resume", "--json", *where, by=forked)
+    assert code == 0, output[-4000:]
+    found = json.loads(output.splitlines()[-1])
+    then = stored(run)
+    assert sorted(then) == list(range(len(first) + 2)) and all(then[index] == group for index, group in first.items())
+    assert found["groups"] == len(then) and found["all"]["attempts"] + found["all"]["left_out"] == 4 * len(then)
+    assert json.loads((run / "sample.json").read_text()) == found and not found["unfinished"]
+    assert len(read_json_lines(run / "episodes" / "train.jsonl")) == 4 * len(then)
+
+    code, output = agentrl("sample", RECIPE, "--resume", *where)
+    assert code == 0 and "server" not in output, "with nothing to make, nothing is started"
+    assert f"({len(then)} groups of 4)" in output and stored(run) == then
+    code, output = agentrl("train", RECIPE, "--resume", *where)
+    assert code == 2 and "holds what `agentrl sample` made" in output, output
+
+    code, output = agentrl("report", str(run))
+    page = (run / "report.html").read_text()
+    assert code == 0 and "Training tasks" in page and "no summary yet" not in page, output
+    code, output = agentrl("tune", "sft", str(run), "--min-score", "0", "--epochs", "1", "--out", str(tmp_path / "tuned"))
+    assert code == 0 and f"{len(then)} demonstrations" in output and (tmp_path / "tuned" / "config.json").exists(), output[-4000:]

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from agentrl.cli.sample import told
-from agentrl.errors import RecipeError, UserError
+from agentrl.errors import UserError
+from agentrl.experience import StepGroups
 from agentrl.files import read_json_lines
 from agentrl.observe.taught import taught_tables
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.records import Episode, Score, Task
 from agentrl.run import sample
-from agentrl.run.folder import Start, check_same, check_verb, write_start
+from agentrl.run.folder import Start, check_verb, write_start
 from agentrl.supervised.select import demonstrations
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
@@ -37,22 +38,23 @@ def asked(index: int) -> Task | None:
 
 
 async def judge(task: Task, episode: Episode) -> Score:
-    """Of hard tasks the second attempt alone is right; the last attempt at the first task has no score."""
+    """Hard tasks: the second attempt alone is right; later: those of the second group. The last attempt at the first task has no score."""
     attempt = episode.answer or ""
     if task.id == "task-0" and attempt == "2":
         return Score(value=None, reason="the judge abstains")
+    if task.kind == "later":
+        return Score(value=float(episode.id.startswith("g000001")))
     return Score(value=float(task.kind == "easy" or (task.kind == "hard" and attempt == "1")))
 
 
-def recipe_of(groups: int, **rollout: Any) -> Recipe:
-    plain = make_recipe(max_retries=0, **rollout)
-    return apply_overrides(plain, list(sample.overrides(plain, groups)))
-
-
-async def played(folder: Path, groups: int, *, stop_after: int | None = None, **rollout: Any) -> tuple[sample.Sampled, list[int]]:
+async def played(
+    folder: Path, groups: int, *, stop_after: int | None = None, family: Any = asked, **rollout: Any
+) -> tuple[sample.Sampled, list[int]]:
     """What there is after sampling, and which groups this call has made."""
     policy = Journaled(folder / "journal", script=submits)
-    async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe_of(groups, **rollout), Family(asked)) as run:
+    recipe = make_recipe(max_retries=0, **rollout)
+    steps = StepGroups.single(recipe.rollout)
+    async with opened(folder, policy, ScriptedSandboxes(printing("3")), recipe, Family(family), steps=steps) as run:
         run.groups = replace(run.groups, score=judge)
         made: list[int] = []
         told_of = run.tracker.progress
@@ -64,8 +66,8 @@ async def played(folder: Path, groups: int, *, stop_after: int | None = None, **
             told_of(index, group)
 
         run.tracker.progress = progress  # type: ignore[method-assign]
-        await sample.make_groups(run, [index for index in run.step_groups.indices(0) if not run.store.has(index)])
-        found = sample.sampled(run)
+        await sample.make_groups(run, [index for index in range(groups) if not run.store.has(index)])
+        found = sample.sampled(run, groups)
         groups_kept = [run.store.groups([index])[0] for index in run.store.indices()]
         assert len(demonstrations(groups_kept)) == found.whole.solved, "what can be imitated is what was told"
         return found, made
@@ -73,15 +75,15 @@ async def played(folder: Path, groups: int, *, stop_after: int | None = None, **
 
 async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
     found, made = await played(tmp_path, 6)
-    assert sorted(made) == list(range(6)) and found.asked == 6 and not found.interrupted
+    assert sorted(made) == list(range(6)) and found.asked == 6 and not found.unfinished
     easy, hard, hopeless, broken = (found.by_kind[kind] for kind in ("easy", "hard", "hope\x1bless", ""))
     assert (easy.tasks, easy.attempts, easy.left_out, easy.solved, easy.differ) == (2, 5, 1, 2, 0)
     assert (hard.tasks, hard.attempts, hard.solved, hard.differ) == (2, 6, 2, 2)
     assert hard.rate is not None and hard.rate.value == pytest.approx(1 / 3) and hard.rate.n == 2, "over tasks, not attempts"
     assert (hopeless.tasks, hopeless.attempts, hopeless.solved, hopeless.differ) == (1, 3, 0, 0)
-    assert (broken.tasks, broken.attempts, broken.left_out, broken.rate) == (1, 0, 3, None)
-    assert found.whole.tasks == 6 and found.whole.attempts == 14 and found.whole.left_out == 4
-    assert sorted(found.left_out_reasons.values()) == [1, 3] and any("abstains" in reason for reason in found.left_out_reasons)
+    assert (broken.tasks, broken.attempts, broken.left_out, broken.rate) == (0, 0, 3, None)
+    assert found.whole.tasks == 5 and found.whole.attempts == 14 and found.whole.left_out == 4
+    assert sorted(found.whole.left_out_reasons.values()) == [1, 3] and any("abstains" in reason for reason in found.whole.left_out_reasons)
     lines = read_json_lines(tmp_path / "episodes" / "train.jsonl")
     assert len(lines) == 15 and {line["split"] for line in lines} == {"train"}
     assert {line["kind"]: 1 for line in read_json_lines(tmp_path / "tasks.jsonl")}.keys() == {"easy", "hard", "hope\x1bless"}
@@ -91,11 +93,11 @@ async def test_each_task_is_attempted_and_told_by_kind(tmp_path: Path) -> None:
 async def test_a_resumed_one_makes_only_what_is_missing_and_tells_all(tmp_path: Path) -> None:
     """Interrupted after the second group of many: those in hand are finished, no others are begun."""
     first, made = await played(tmp_path, 12, stop_after=2, group_size=2, concurrency=2)
-    assert first.interrupted and 2 <= len(made) < 12 and first.asked == 12
+    assert first.unfinished and 2 <= len(made) < 12 and first.asked == 12
     again, then = await played(tmp_path, 12, group_size=2, concurrency=2)
-    assert sorted(made + then) == list(range(12)) and not set(made) & set(then) and not again.interrupted
+    assert sorted(made + then) == list(range(12)) and not set(made) & set(then) and not again.unfinished
     further, more = await played(tmp_path, 14, group_size=2, concurrency=2)
-    assert sorted(more) == [12, 13] and further.whole.tasks == 14
+    assert sorted(more) == [12, 13] and further.whole.tasks == 13
     assert len(read_json_lines(tmp_path / "episodes" / "train.jsonl")) == 2 * 13, "each attempt once; the broken task has none"
 
 
@@ -103,34 +105,62 @@ async def test_what_a_person_is_told(tmp_path: Path) -> None:
     found, _ = await played(tmp_path, 6)
     text = told(found, group_size=3)
     rows = {line.split()[0]: line.split() for line in text.splitlines()}
-    assert rows["easy"][1:4] == ["2", "5", "1.000"] and rows["hard"][-2:] == ["2", "2"] and rows["-"][1:4] == ["1", "0", "-"]
+    assert rows["easy"][1:4] == ["2", "5", "1.000"] and rows["hard"][-2:] == ["2", "2"] and rows["-"][1:4] == ["0", "0", "-"]
     assert "hope\N{REPLACEMENT CHARACTER}less" in rows and "\x1b" not in text
-    assert rows["all"][1:3] == ["6", "14"] and f"agentrl tune sft {tmp_path}" in text
+    assert rows["all"][1:3] == ["5", "14"] and f"agentrl tune sft {tmp_path}" in text
     assert json.loads(json.dumps(found.as_json()))["by_kind"]["hard"]["rate"]["n"] == 2
 
 
-def test_a_recipe_that_takes_several_updates_a_step_samples_a_single_group() -> None:
-    gae = ["objective.advantage=gae", 'critic={"minibatches": 2}', "learner.minibatches=4"]
-    several = apply_overrides(RECIPE, [*gae, "rollout.groups_per_step=8"])
-    made = apply_overrides(several, list(sample.overrides(several, 1)))
-    assert made.steps == 1 and made.rollout.groups_per_step == 1
-    weighted = RECIPE.but({"tasks.weighting": {}, "rollout.extra_groups": 4})
-    assert apply_overrides(weighted, list(sample.overrides(weighted, 3))).tasks.weighting is None
+async def test_a_task_that_is_given_again_is_one_task_and_groups_without_a_preference_teach_nothing(tmp_path: Path) -> None:
+    """The first group of the task fails in all attempts, the second succeeds in all: nothing to learn from either."""
+
+    def same(index: int) -> Task:
+        return replace(make_task(7), data={"kind": "later"})
+
+    found, _ = await played(tmp_path, 2, family=same)
+    assert found.whole.tasks == 1 and found.whole.solved == 1 and found.whole.attempts == 6 and found.whole.differ == 0
+    assert found.whole.rate is not None and found.whole.rate.n == 1 and found.whole.rate.value == 0.5
+    evaluation = found.evaluation()
+    assert evaluation.attempts == evaluation.episodes == 6 and evaluation.pass_at[1] == 0.5 and evaluation.rate == found.whole.rate
 
 
-def test_a_folder_goes_on_as_what_it_is(tmp_path: Path) -> None:
-    """More groups may be asked for; nothing else may differ, and neither command goes on with what the other has made."""
-    sampled = apply_overrides(RECIPE, list(sample.overrides(RECIPE, 4)))
-    write_start(tmp_path, sampled, Start(recipe=Path("r.py"), folder=tmp_path, verb="sample", overrides=sample.overrides(RECIPE, 4)))
-    assert "agentrl sample r.py" in json.loads((tmp_path / "run.json").read_text())["resume"]
-    further = sampled.but("rollout.groups_per_step=8")
-    assert check_same(tmp_path, further, but=("groups_per_step",)) == ["rollout.groups_per_step 4 -> 8"]
-    with pytest.raises(RecipeError, match=r"rollout\.groups_per_step 4 -> 8"):
-        check_same(tmp_path, further)
-    with pytest.raises(RecipeError, match=r"rollout\.group_size 8 -> 2"):
-        check_same(tmp_path, further.but("rollout.group_size=2"), but=("groups_per_step",))
-    check_verb(tmp_path, "sample")
-    with pytest.raises(UserError, match=r"holds what `agentrl sample` made") as error:
-        check_verb(tmp_path, "train")
-    assert "agentrl sample" in error.value.fix
-    check_verb(tmp_path / "none", "train")
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["memory={}"],
+        ["objective.proximal=recompute", "learner.minibatches=4", "objective.clip_high=0.28"],
+        ["tasks.weighting={}", "rollout.extra_groups=8"],
+    ],
+)
+async def test_a_recipe_is_sampled_as_it_is(given: list[str], tmp_path: Path) -> None:
+    """Whatever it says of steps: all groups are of one, so that each has the next task and nothing to read of those before."""
+    recipe = apply_overrides(make_recipe().but("steps=16", "rollout.groups_per_step=8"), given)
+    policy = Journaled(tmp_path / "journal", script=submits)
+    steps = StepGroups.single(recipe.rollout)
+    async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family(), steps=steps) as run:
+        await sample.make_groups(run, range(20))
+        assert [group.task_key for group in run.store.groups(range(20))] == [make_task(index).key for index in range(20)]
+
+
+def test_more_groups_may_be_asked_for_and_fewer_not(tmp_path: Path) -> None:
+    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 5)) == (sample.DEFAULT, 5)
+    (tmp_path / sample.FILE).write_text('{"groups": 8}')
+    assert (sample._asked(tmp_path, None), sample._asked(tmp_path, 12)) == (8, 12)
+    with pytest.raises(UserError, match="8 groups were asked for before") as error:
+        sample._asked(tmp_path, 7)
+    assert "--groups 8 or more" in error.value.fix
+
+
+def test_neither_command_goes_on_with_what_the_other_has_made(tmp_path: Path) -> None:
+    for folder, verb in ((tmp_path / "s", "sample"), (tmp_path / "t", "train"), (tmp_path / "e", "eval")):
+        write_start(folder, RECIPE, Start(recipe=Path("r.py"), folder=folder, verb=verb, overrides=()))
+        check_verb(folder, verb)
+        go_on = json.loads((folder / "run.json").read_text())["resume"]
+        assert go_on is None if verb == "eval" else f"agentrl {verb} r.py" in go_on and go_on.endswith("--resume")
+        for other in {"sample", "train"} - {verb}:
+            with pytest.raises(UserError, match=rf"holds what `agentrl {verb}` made") as error:
+                check_verb(folder, other)
+            assert f"agentrl {verb}" in error.value.fix
+    (tmp_path / "t" / "run.json").write_text('{"overrides": []}')
+    with pytest.raises(UserError, match="holds what `agentrl train` made"):
+        check_verb(tmp_path / "t", "sample")
