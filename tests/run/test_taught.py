@@ -65,7 +65,7 @@ class Run:
         self.recipe, self.steps = recipe, StepGroups.of(recipe.rollout)
         self.store = SqliteStore(folder / "experience.sqlite")
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
-        self.taught = TaughtGroups(recipe, folder, self.store, schedule)
+        self.taught = TaughtGroups(recipe, folder, self.store, schedule, self.steps)
 
     async def step(self, step: int) -> list[str]:
         await self.taught.reach(step)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.errors import TaskError
-from agentrl.experience import SqliteStore
+from agentrl.experience import SqliteStore, StepGroups
 from agentrl.records import Blame, Failure, Group, Split, Task
 from agentrl.rollout import left_out_group
 from agentrl.run.taught import FILE, TaughtGroups
@@ -33,7 +33,8 @@ class Breaking(Kinds):
 
 
 def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> TaughtGroups:
-    return TaughtGroups(recipe_of(max_staleness=0, **rollout), folder, store, GroupSchedule(family, seed=3))
+    recipe = recipe_of(max_staleness=0, **rollout)
+    return TaughtGroups(recipe, folder, store, GroupSchedule(family, seed=3), StepGroups.of(recipe.rollout))
 
 
 def step(taught: TaughtGroups, store: SqliteStore, number: int) -> list[Group]:
