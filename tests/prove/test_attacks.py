@@ -155,6 +155,26 @@ async def test_a_weak_container_is_seen_where_each_sandbox_has_its_own(weak, nam
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result
 
 
+@bubblewrap
+async def test_what_others_on_the_machine_take_is_no_escape(root, monkeypatch):
+    """The kernel tells what all take together: here 4 GiB more than before, while the sandbox itself locks nothing."""
+    others = [one for one in attacks() if one.name == "file_locks"]
+    for plain, busy in (
+        ("before = taken()", "before = taken() - 4096"),
+        ("        lock(worker)", "        time.sleep(60)"),
+        ("() + 60", "() + 1"),
+    ):
+        assert plain in others[0].program
+        others = [replace(one, program=one.program.replace(plain, busy)) for one in others]
+    monkeypatch.setattr("agentrl.prove.attacks.suite.attacks", lambda: others)
+    backend = select_backend("bubblewrap", run_label="test", root=root)
+    try:
+        (result,) = await attack(backend, SPEC, only="file_locks")
+    finally:
+        await backend.close()
+    assert result.verdict == "contained", result
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("weak", [pytest.param(DockerBackend, marks=docker), pytest.param(BubblewrapBackend, marks=bubblewrap)])
 @pytest.mark.parametrize(("name", "evidence"), [("file_locks", "in locks"), ("loopback_buffers", "in buffers")])
