@@ -27,7 +27,7 @@ from agentrl.recipe import (
 
 recipe = Recipe(
     name="smollm2",
-    steps=20,
+    steps=28,
     max_staleness=0,
     policy=PolicyConfig(model="recipes/models/smollm2", dtype="float32", max_model_len=1024),
     tasks=TasksConfig(

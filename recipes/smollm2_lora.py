@@ -2,13 +2,14 @@
 
     agentrl train recipes/smollm2_lora.py
 
-Everything else but the learning rate is as in `smollm2.py`. A version of 5 MB is published each step, instead of one of 540 MB.
+Everything else but the learning rate and the number of steps is as in `smollm2.py`. A version of 5 MB is published each step, instead of
+one of 540 MB.
 """
 
 from agentrl.recipe import LoraConfig
 from recipes.smollm2 import recipe as base
 
-recipe = base.but({"name": "smollm2-lora", "learner.lr": 2e-4, "learner.lora": LoraConfig(rank=16, alpha=32.0)})
+recipe = base.but({"name": "smollm2-lora", "steps": 20, "learner.lr": 2e-4, "learner.lora": LoraConfig(rank=16, alpha=32.0)})
 
 if __name__ == "__main__":
     from agentrl.cli import run_recipe
