@@ -103,7 +103,7 @@ def run_folder(
         with loading():
             from agentrl.run import preflight
 
-            checked = preflight.check(loaded, folder, root=root, judging=verb == "train")
+            checked = preflight.check(loaded, folder, root=root, training=verb == "train")
         try:
             yield start, loaded, checked
         except typer.Exit:

@@ -24,17 +24,19 @@ class Placement:
     judges: Mapping[str, str | None] = field(default_factory=dict)  # of the servers of `judge_servers`, by name
 
 
-def place(recipe: Recipe) -> Placement:
+def place(recipe: Recipe, *, training: bool = True) -> Placement:
     """With `serving.weight_transfer=nccl` or several `serving.replicas` the learner's ranks get the first GPUs, and each server of the
     policy one of those after them. With `gate.server=own` the gate's server has the next one.
 
     NCCL refuses two members of a group on one GPU, and servers that share one would only take it from each other. Judges' servers get
-    the GPUs after these in turn, and where none is left share the policy servers'. Raises `UserError` when there are too few.
-    Otherwise everything is shared, and on a CPU there is nothing to place.
+    the GPUs after these in turn, and where none is left share the policy servers'. Otherwise everything is shared, and on a CPU there is
+    nothing to place. Without `training` neither a learner nor a gate's server starts, and none is counted.
+
+    Raises `UserError` when there are too few.
     """
     serving = recipe.serving
     apart = serving.weight_transfer == "nccl" or (serving.replicas > 1 and _on_gpus(recipe))
-    beside = recipe.judged_apart and _on_gpus(recipe)
+    beside = training and recipe.judged_apart and _on_gpus(recipe)
     shared = [serving.gpu_memory_utilization, *(one.gpu_memory_utilization for one in recipe.judge_servers.values())]
     if not apart and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(
@@ -43,15 +45,15 @@ def place(recipe: Recipe) -> Placement:
         )
     if not apart and not beside:
         return Placement()
-    gpus, ranks = visible(), recipe.learner.ranks
+    gpus, ranks = visible(), recipe.learner.ranks if training else 0
     policy = ranks + serving.replicas if apart else ranks  # GPUs of learner and policy
     if len(gpus) < policy + beside:
-        raise _too_few(recipe, needed=policy + beside, found=len(gpus), beside=beside)
+        raise _too_few(recipe, needed=policy + beside, found=len(gpus), ranks=ranks, beside=beside)
     servers, left = gpus[ranks:policy] if apart else gpus[:1], gpus[policy + beside :]
     judges = {name: (left or servers)[number % len(left or servers)] for number, name in enumerate(recipe.judge_servers)}
     several = tuple(servers) if serving.replicas > 1 else ()
     return Placement(
-        learner=",".join(gpus[:ranks]),
+        learner=",".join(gpus[:ranks]) or None,
         server=None if several else servers[0],
         replicas=several,
         gate=gpus[policy] if beside else None,
@@ -59,20 +61,19 @@ def place(recipe: Recipe) -> Placement:
     )
 
 
-def _too_few(recipe: Recipe, *, needed: int, found: int, beside: bool) -> UserError:
+def _too_few(recipe: Recipe, *, needed: int, found: int, ranks: int, beside: bool) -> UserError:
     serving, keys = recipe.serving, []
     fix = "set serving.weight_transfer=file: learner and server then share a GPU"
     if serving.weight_transfer == "nccl":
         keys.append("serving.weight_transfer=nccl")
     if serving.replicas > 1:
         keys.append(f"serving.replicas={serving.replicas}")
-        fix = "lower serving.replicas; with 1, learner and server share a GPU"
+        fix = "lower serving.replicas" + ("; with 1, learner and server share a GPU" if ranks else "")
     if beside:
         keys.append("gate.server=own")
         fix = "set gate.server=shared: the policy's servers then answer its attempts, too"
-    return UserError(
-        f"{' and '.join(keys)} with learner.ranks={recipe.learner.ranks} needs {needed} GPUs, {found} are visible here", fix=fix
-    )
+    learner = f" with learner.ranks={ranks}" if ranks else ""
+    return UserError(f"{' and '.join(keys)}{learner} needs {needed} GPUs, {found} are visible here", fix=fix)
 
 
 def _on_gpus(recipe: Recipe) -> bool:

@@ -66,10 +66,10 @@ class Checked:
     notes: tuple[str, ...] = ()  # what a person should know, and what refuses no run
 
 
-def check(recipe: Recipe, folder: Path, *, root: Path, judging: bool = True) -> Checked:
+def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> Checked:
     """Raises `UserError` for whatever files, the user's code and installed packages tell within a second or two; cheapest first.
 
-    `judging`: whether the recipe's gate is to judge, and needs the GPU of a server of its own.
+    `training`: whether a learner and the recipe's gate are to start, and need GPUs.
     """
     check_disk(folder)
     named, begun = recipe.policy.chat_template, (folder / "versions" / "000000").is_dir()  # a run that has begun has its template there
@@ -90,7 +90,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path, judging: bool = True) -> 
     check_named()
     check_tokens(model)
     load_rules(recipe.capture.rules)
-    gpus = place(recipe if judging else recipe.but({"gate": None}))
+    gpus = place(recipe, training=training)
     _check_installed(recipe)
     _try_objective(recipe)
     return Checked(

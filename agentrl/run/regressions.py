@@ -114,7 +114,7 @@ def prepared(
     typed = [str(suite.folder) for suite in suites]
     doing = shlex.join(["agentrl", "eval", *typed, "--policy", policy.name])
     with claimed(run_dir, root / "runs", f"{recipe.name}-eval", resume=False, resumable=False, command=doing) as folder:
-        checked = preflight.check(recipe, folder, root=root) if policy.served else None
+        checked = preflight.check(recipe, folder, root=root, training=False) if policy.served else None
         if checked is None:
             check_disk(folder)
             preflight.check_parts(recipe)

@@ -25,6 +25,7 @@ HELDOUT_SHARE = 4
 ATTEMPTS = 64
 """Problems drawn for one of a part; the held-out part needs `HELDOUT_SHARE` on average, and a generator of very few may have none."""
 CHUNK = 64  # problems that one dataset object makes: some read files when they are opened
+_TRIED = 8  # problems made when the family is opened: what a key breaks, it mostly breaks in one of the first
 _PART = 1 << 30  # seeds from which a part's first one is drawn
 _STRIDE = 1 << 20  # seeds between one attempt at a problem and the next
 
@@ -85,10 +86,23 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
 
 def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
     """What the package says of one problem: question, answer, metadata. Whatever was made in this process before: one of its generators
-    changes the precision of decimal numbers, for all of them."""
-    with decimal.localcontext(decimal.Context()):
-        made: Mapping[str, Any] = dataset(source, seed)[index]
-    return made
+    changes the precision of decimal numbers, for all of them.
+
+    Raises `TaskError` for whatever the generator raises.
+    """
+    return _drawn(dataset(source, seed), index, source)
+
+
+def _drawn(made: Any, index: int, source: Source) -> Mapping[str, Any]:
+    try:
+        with decimal.localcontext(decimal.Context()):
+            drawn: Mapping[str, Any] = made[index]
+    except Exception as error:
+        raise TaskError(
+            f"reasoning-gym's {source.name} made no problem with {_asked(source)}: {type(error).__name__}: {error}",
+            fix="change these, or choose another dataset",
+        ) from error
+    return drawn
 
 
 def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, Any]]:
@@ -136,8 +150,10 @@ def _dataset(key: _Hashed, seed: int) -> Any:
 
 
 def check(source: Source) -> None:
-    """Raises `UserError` when the package is not there, or makes no such dataset."""
-    _made(source, seed=0, size=1)
+    """Raises `UserError` when the package is not there, makes no such dataset, or no problems of it."""
+    made = _made(source, seed=0, size=_TRIED)
+    for index in range(_TRIED):
+        _drawn(made, index, source)
 
 
 def _made(source: Source, *, seed: int, size: int) -> Any:
@@ -150,11 +166,16 @@ def _made(source: Source, *, seed: int, size: int) -> Any:
             made.validate()
         return dataset_class(source.name)(config=made)
     except (AssertionError, ValueError, TypeError) as error:
-        asked = ", ".join(f"{key}={value!r}" for key, value in source.keys.items()) or f"level {source.level}"
         known = ", ".join(sorted(field.name for field in fields(config) if field.name not in ("seed", "size")))
         raise UserError(
-            f"reasoning-gym's {source.name} refuses {asked}: {str(error) or type(error).__name__}", fix=f"its keys are {known}"
+            f"reasoning-gym's {source.name} refuses {_asked(source)}: {str(error) or type(error).__name__}", fix=f"its keys are {known}"
         ) from None
+
+
+def _asked(source: Source) -> str:
+    """Its keys or its level, as a person reads them."""
+    keys = ", ".join(f"{key}={value!r}" for key, value in source.keys.items())
+    return keys or ("its default keys" if source.level is None else f"level {source.level}")
 
 
 def _first_seed(name: str, seed: int, heldout: bool) -> int:

@@ -73,6 +73,21 @@ def test_the_gates_own_server_gets_the_gpu_after_all_others(monkeypatch: pytest.
     assert place(made("file").but({"gate": {"suite": "evals/x"}})) == Placement()
 
 
+@pytest.mark.usefixtures("on_gpus")
+def test_without_training_no_gpu_is_kept_for_learner_or_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = made("file", ranks=2).but("serving.replicas=2", {"gate": {"suite": "evals/x", "server": "own"}})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    assert place(several, training=False) == Placement(replicas=("5", "6"))
+    judged = several.but({"judge_servers": {"a": {"model": "m"}}})
+    assert place(judged, training=False).judges == {"a": "5"}
+    assert place(several.but("serving.replicas=1"), training=False) == Placement()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert place(made("nccl", ranks=2), training=False) == Placement(server="5")
+    with pytest.raises(UserError, match=r"serving\.replicas=2 needs 2 GPUs, 1 are visible here") as caught:
+        place(several, training=False)
+    assert "learner" not in str(caught.value)
+
+
 def test_too_few_gpus_are_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UserError, match="needs 2 GPUs, 1 are visible"):
