@@ -19,6 +19,7 @@ from agentrl.experience import StepGroups
 from agentrl.experience.steps import has_preference
 from agentrl.failure.digest import write_digest
 from agentrl.files import append_lines, json_line, write
+from agentrl.observe.formats import duration
 from agentrl.observe.left_out import add, reasons
 from agentrl.observe.stats import Rate
 from agentrl.recipe import Recipe, RolloutConfig
@@ -185,7 +186,7 @@ async def make_groups(run: Run, indices: Sequence[int]) -> None:
             made += 1
             if made % every == 0 and made < len(indices):
                 left = (time.monotonic() - began) / made * (len(indices) - made)
-                run.tracker.stage("sample", f"{made} of {told}, about {_clock(left)} left")
+                run.tracker.stage("sample", f"{made} of {told}, about {duration(left)} left")
             run.tracker.evaluating(made * rollout.group_size, len(indices) * rollout.group_size)
 
     run.tracker.stage("sample", told)
@@ -199,10 +200,6 @@ def _at_once(rollout: RolloutConfig) -> int:
     if rollout.branching is not None:
         return max(1, rollout.group_size // rollout.branching.branches)
     return rollout.stop_equal_after or rollout.group_size
-
-
-def _clock(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def sampled(run: Run, asked: int) -> Sampled:

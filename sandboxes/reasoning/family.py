@@ -73,7 +73,7 @@ class Reasoning:
             raise UserError(f"tasks.options.heldout_kinds and datasets both name {both[0]}", fix="kinds held out are never trained")
         for source in (*trained, *unseen):
             catalogue.admit(source)
-            problems.check(source)
+            problems.try_out(source)
         self._rounds = {Split.TRAIN: Rounds(trained), Split.HELDOUT: Rounds(trained)}
         if unseen:
             self._rounds[Split.HELDOUT_REAL] = Rounds(unseen)

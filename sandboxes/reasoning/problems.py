@@ -150,7 +150,12 @@ def _dataset(key: _Hashed, seed: int) -> Any:
 
 
 def check(source: Source) -> None:
-    """Raises `UserError` when the package is not there, makes no such dataset, or no problems of it."""
+    """Raises `UserError` when the package is not there, or makes no such dataset."""
+    _made(source, seed=0, size=1)
+
+
+def try_out(source: Source) -> None:
+    """Makes a dataset's first problems. Raises `UserError` where `check` does, and when one of them cannot be made."""
     made = _made(source, seed=0, size=_TRIED)
     for index in range(_TRIED):
         _drawn(made, index, source)
