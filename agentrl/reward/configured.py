@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, ValidationError
 
 from agentrl.errors import PluginError, TaskError
+from agentrl.installation import install_command
 from agentrl.records import Episode, Score, Task
 from agentrl.section import Section, describe
 
@@ -87,4 +88,4 @@ def need(package: str, extra: str = "rewards") -> None:
     except (ImportError, ValueError):
         found = False
     if not found:
-        raise PluginError(f"{package} is not installed", fix=f"pip install 'agentrl[{extra}]'")
+        raise PluginError(f"{package} is not installed", fix=install_command(extra))

@@ -21,6 +21,7 @@ from agentrl.errors import AgentRLError, PluginError, RecipeError, TaskError, Us
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.triage import load_rules
 from agentrl.failure.twins import Withheld, withheld
+from agentrl.installation import install_command
 from agentrl.memory import check_search, scope_of
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.practice import Mixed
@@ -199,7 +200,8 @@ def _check_installed(recipe: Recipe) -> None:
         check_search()
     for package in ("torch", "transformers", "deepspeed"):
         if find_spec(package) is None:
-            raise UserError(f"{package} is not installed", fix="install agentrl[cpu] or agentrl[gpu]; agentrl doctor says what is missing")
+            fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"
+            raise UserError(f"{package} is not installed", fix=fix)
     free_port(recipe.serving.host, recipe.serving.port)
 
 

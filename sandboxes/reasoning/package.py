@@ -7,13 +7,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.installation import install_command
 from sandboxes.reasoning.mixture import Source
 
 try:
     from reasoning_gym.factory import CURRICULA, DATASETS
 except ImportError as error:
     raise UserError(
-        f"the task family reasoning needs the package reasoning-gym ({error})", fix="run make smollm2, or pip install reasoning-gym"
+        f"the task family reasoning needs the package reasoning-gym ({error})", fix=f"run make smollm2, or {install_command('reasoning')}"
     ) from None
 
 OWN_KEYS = ("seed", "size")  # which the family sets

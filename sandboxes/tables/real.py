@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
+from agentrl.installation import install_command
 from sandboxes.tables.kinds import Row, Table
 
 
@@ -69,7 +70,7 @@ class Registry:
 
 
 def _missing(package: str, error: ImportError) -> UserError:
-    return UserError(f"the real tables need {package}, which does not import: {error}", fix=f"pip install {package} pandas")
+    return UserError(f"the real tables need {package}, which does not import: {error}", fix=install_command("cpu"))
 
 
 @cache

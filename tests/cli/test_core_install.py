@@ -1,4 +1,4 @@
-"""What needs no more than `pip install agentrl`: recipes, records and run folders are read where nothing serves or trains."""
+"""What needs no more than the installation without extras: recipes, records and run folders are read where nothing serves or trains."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, timeout=600)
-    (wheel,) = out.glob("agentrl-*.whl")
+    (wheel,) = out.glob("agentrl_posttraining-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(out / "site")
     return out / "site"

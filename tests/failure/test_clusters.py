@@ -96,7 +96,7 @@ def test_an_embedding_takes_the_place_of_features() -> None:
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding, "_PACKAGE", "no_such_package_of_ours")
-    with pytest.raises(UserError, match=r"install agentrl\[clusters\]"):
+    with pytest.raises(UserError, match=r"pip install -e \S+\[clusters\]"):
         embedding.minilm()
 
 

@@ -468,7 +468,7 @@ async def test_a_task_has_settings_of_its_own() -> None:
 def test_a_package_that_is_not_installed_is_told_before_a_run_starts(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configured, "find_spec", lambda name: None)
     file = Path(__file__).resolve().parents[2] / "rewards" / f"{verifier.partition(':')[0]}.py"
-    with pytest.raises(PluginError, match=r"is not installed\n  fix: pip install 'agentrl\[rewards\]'"):
+    with pytest.raises(PluginError, match=r"is not installed\n  fix: pip install -e \S+\[rewards\]"):
         TaskScorer().load([f"{file}:{verifier.partition(':')[2]}"])
 
 
