@@ -55,7 +55,7 @@ def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
     """`count` encoded demonstrations."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     chat = ChatFormat(tokenizer)
     for one in demonstrations(seed, count):
         yield encode(chat, tokenizer, one)

@@ -25,8 +25,8 @@ def minilm() -> Any:
     """
     folder = Path(_package(_PACKAGE, "clusters").get_model_path())
     torch, transformers = _package("torch", "cpu"), _package("transformers", "cpu")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, trust_remote_code=False).eval()
 
     def embed(texts: Sequence[str]) -> Sequence[Sequence[float]]:
         rows: list[list[float]] = []

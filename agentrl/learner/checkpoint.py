@@ -31,6 +31,7 @@ from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.reshape import layout, layout_of, load_reshaped
+from agentrl.learner.tensor_files import read, tensors_only
 
 _MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "critic"
 
@@ -113,8 +114,13 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | No
 
     With the ranks and ZeRO stage that wrote it, the next update is the same bit for bit; with others it is the same up to
     rounding, and with another number of ranks the random state starts anew. Raises `LearnerError` when the checkpoint does not fit
-    this recipe's model and critic.
+    this recipe's model and critic, or holds anything but tensors and plain values.
     """
+    with tensors_only(f"checkpoint {checkpoint.folder}"):
+        _restore(checkpoint, engine, critic)
+
+
+def _restore(checkpoint: Checkpoint, engine: PolicyEngine, critic: Critic | None) -> None:
     ranks, meta = engine.ranks, checkpoint.meta
     same = ranks.size == meta.ranks
     parts = [(engine.deepspeed, _STATE)] + ([(critic.deepspeed, _CRITIC)] if critic is not None else [])
@@ -125,7 +131,7 @@ def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | No
         else:
             load_reshaped(part, checkpoint.folder, tag, ranks)
     if same:
-        _set_random_state(torch.load(checkpoint.folder / _rng_name(ranks.rank), weights_only=False), ranks)
+        _set_random_state(read(checkpoint.folder / _rng_name(ranks.rank)), ranks)
 
 
 def _kind(folder: Path, tag: str) -> str:

@@ -159,7 +159,10 @@ def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     attention = forest_attention.register()
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[recipe.policy.dtype], attn_implementation=attention).to(device)
+    dtype = _DTYPES[recipe.policy.dtype]
+    lm = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False
+    ).to(device)
     _disable_dropout(lm)
     if recipe.learner.kernels == "liger":
         kernels.fuse(lm)

@@ -2,8 +2,9 @@
 
 Killing the launcher must leave nothing behind: the launcher dies with its parent, and each worker with the launcher.
 
-torchrun's store, through which the workers find each other, listens on every network interface by default, and its readers
-unpickle what it holds. Here it listens on the loopback address only.
+The workers find each other through a store that torchrun hosts. By default it listens on every network interface, and torchrun's dynamic
+rendezvous unpickles what it holds, so that whoever reaches the port could run a program. Here it listens on the loopback address only, and
+the rendezvous is the static one, which unpickles nothing.
 """
 
 from __future__ import annotations
@@ -17,33 +18,38 @@ from typing import Any
 from agentrl.learner.exit_reason import ExitReason, send
 from agentrl.processes import die_with_parent, imports_kept
 
+LOOPBACK = "127.0.0.1"
 
-def listen_on_loopback() -> None:
-    """Makes every `TCPStore` that this process hosts from now on listen on its own address only."""
+
+def listen_on_loopback() -> int:
+    """Gives the `TCPStore` that this process will host a listener on the loopback address, and returns its port."""
     import torch.distributed
 
     distributed: Any = torch.distributed  # its stores have no type hints
+    listener = socket.create_server((LOOPBACK, 0))
 
     class BoundStore(distributed.TCPStore):  # type: ignore[misc]
-        def __init__(self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any) -> None:
+        def __init__(
+            self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest: Any, **options: Any
+        ) -> None:
             if is_master:
-                listener = socket.create_server((host_name, port))
-                port = listener.getsockname()[1]
                 options["master_listen_fd"] = listener.detach()
-            super().__init__(host_name, port, world_size, is_master, **options)
+            super().__init__(host_name, port, world_size, is_master, *rest, **options)
 
     distributed.TCPStore = BoundStore
+    return int(listener.getsockname()[1])
 
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
     with imports_kept():
-        listen_on_loopback()
+        port = listen_on_loopback()
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import main as torchrun
 
     try:
-        torchrun([*sys.argv[2:], "--parent", str(os.getpid())])
+        address = ["--rdzv-backend=static", f"--rdzv-endpoint={LOOPBACK}:{port}", f"--local-addr={LOOPBACK}"]
+        torchrun([*address, *sys.argv[2:], "--parent", str(os.getpid())])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # killed, so it sent no reason itself

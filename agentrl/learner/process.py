@@ -118,9 +118,8 @@ class LearnerProcess:
         return tail(self.log_path, most=_TAIL_BYTES, start=self._log_start)
 
     def _command(self) -> list[str]:
-        torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-        launch = [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, "--local-addr=127.0.0.1", "-m"]
-        return [*launch, *self._worker()]
+        torchrun = ["--nnodes=1", f"--nproc-per-node={self.recipe.learner.ranks}", "-m"]
+        return [sys.executable, "-m", "agentrl.learner.launch", str(os.getpid()), *torchrun, *self._worker()]
 
     def _worker(self) -> list[str]:
         root = [] if self.root is None else ["--root", str(self.root)]

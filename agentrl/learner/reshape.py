@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentrl.errors import LearnerError
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.tensor_files import read
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PARAM = "param"  # DeepSpeed's key of the tensor in each of these files
@@ -39,7 +40,7 @@ def layout_of(folder: Path) -> str:
 
 
 def load_reshaped(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
-    """Loads `folder/tag` into a DeepSpeed engine of any stage; the temporary copy beside the folder is removed again.
+    """Loads `folder/tag` into a DeepSpeed engine of any stage; the temporary copy beside the folder is removed. Use inside `tensors_only`.
 
     Raises `LearnerError` when the checkpoint cannot be converted, or has other parameters.
     """
@@ -63,10 +64,7 @@ def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
     target.mkdir(parents=True)
     kind = layout_of(source)
     headers = sorted(source.glob("*_model_states.pt"))[0]
-    if kind == "whole":
-        refusal = _split(torch.load(headers, map_location="cpu", weights_only=False), target / "zero", engine)
-    else:
-        refusal = _convert(source, target, kind)
+    refusal = _split(read(headers), target / "zero", engine) if kind == "whole" else _convert(source, target, kind)
     if refusal is not None:
         return refusal
     expected = {name for names in _names(engine) for name in names}
@@ -75,7 +73,7 @@ def _to_universal(source: Path, target: Path, engine: Any) -> str | None:
         return f"it has no {missing[0]}; resume with the model and the critic it was made with"
     for name in expected:
         _complete(target / "zero" / name)
-    header = {key: value for key, value in _read(headers).items() if key not in ("module", "optimizer")}
+    header = {key: value for key, value in read(headers).items() if key not in ("module", "optimizer")}
     torch.save(header, target / Path(engine._get_ckpt_name("", "", pp_placeholder="0")).name)
     _write_common(target / "zero" / "optimizer_state.pt", len(_names(engine)))
     return None
@@ -99,7 +97,7 @@ def _convert(source: Path, target: Path, kind: str) -> str | None:
     from deepspeed.checkpoint import ds_to_universal
 
     optimizers = sorted(source.glob("*_optim_states.pt"))
-    if kind == "weights" and not _read(optimizers[0])["optimizer_state_dict"]["optimizer_state_dict"]["state"]:
+    if kind == "weights" and not read(optimizers[0])["optimizer_state_dict"]["optimizer_state_dict"]["state"]:
         return "its optimizer has made no step yet; resume with the ranks and the learner.zero_stage it was made with"
     arguments = SimpleNamespace(
         input_folder=str(source),
@@ -121,8 +119,8 @@ def _convert(source: Path, target: Path, kind: str) -> str | None:
 
 def _add_steps(optimizer: Path, model: Path, target: Path) -> None:
     """Adds the step counts, which the converter omits at stage 3: one a parameter group."""
-    states = _read(optimizer)["optimizer_state_dict"]["optimizer_state_dict"]["state"]
-    for number, shapes in enumerate(_read(model)["param_shapes"]):
+    states = read(optimizer)["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    for number, shapes in enumerate(read(model)["param_shapes"]):
         for name in shapes:
             torch.save(states[number]["step"], target / name / "step.pt")
 
@@ -162,7 +160,7 @@ def _from_universal(engine: Any, whole: Path, tag: str) -> None:
     if engine.zero_optimization_partition_weights():  # DeepSpeed gave all groups the same count
         optimizer = engine.optimizer
         for flat, members in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
-            step = _read(whole / tag / "zero" / engine.param_names[members[0]] / "step.pt")
+            step = read(whole / tag / "zero" / engine.param_names[members[0]] / "step.pt")
             optimizer.optimizer.state[flat]["step"] = step
 
 
@@ -173,7 +171,7 @@ def _load_whole(engine: Any, folder: Path) -> None:
             own = folder / engine.param_names[parameter]
             parameter.copy_(_tensor(own / "fp32.pt").view_as(parameter))
             state = {moment: _tensor(own / f"{moment}.pt").view_as(parameter).to(parameter.device) for moment in _MOMENTS}
-            engine.optimizer.state[parameter] = {"step": _read(own / "step.pt"), **state}
+            engine.optimizer.state[parameter] = {"step": read(own / "step.pt"), **state}
 
 
 def _names(engine: Any) -> list[list[str]]:
@@ -199,10 +197,6 @@ def _write(folder: Path, weights: Tensor, moments: dict[str, Tensor]) -> None:
 
 
 def _tensor(path: Path) -> Tensor:
-    saved = _read(path)
+    saved = read(path)
     tensor: Tensor = saved[_PARAM] if isinstance(saved, dict) else saved
     return tensor
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)

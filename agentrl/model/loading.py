@@ -153,7 +153,7 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
     from agentrl.learner.logprobs import TOLERANCE, TokenScorer, check_scorer
 
     gc.collect()  # the model that was saved
-    model = load(folder, AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
+    model = load(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)
     again = fingerprints(model)
     if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):
         raise UserError(f"the folder that was written does not hold the same weights: {', '.join(changed)[:500]}", fix="use another model")

@@ -60,6 +60,7 @@ class JudgeServer(ServerProcess):
         config = self.config
         arguments = {
             "--model": str(self.model),
+            "--load-format": "safetensors",
             "--served-model-name": self.name,
             "--host": HOST,
             "--port": str(port),

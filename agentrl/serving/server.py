@@ -68,6 +68,7 @@ class VLLMServer(ServerProcess):
         backend = "nccl" if serving.weight_transfer == "nccl" else FILE_BACKEND
         arguments = {
             "--model": str(self.model),
+            "--load-format": "safetensors",
             "--served-model-name": "policy",
             "--host": serving.host,
             "--port": str(port),

@@ -119,14 +119,14 @@ def _start(kind: Any, model: Path, **options: Any) -> Any:
     """The model with float32 weights: at these learning rates most updates of a bfloat16 weight would be rounded away."""
     import torch
 
-    return kind.from_pretrained(model, dtype=torch.float32, **options)
+    return kind.from_pretrained(model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **options)
 
 
 def _own_dtype(model: Path) -> Any:
     import torch
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model).dtype or torch.float32
+    return AutoConfig.from_pretrained(model, trust_remote_code=False).dtype or torch.float32
 
 
 def _common(work: str, model: Path, epochs: float, lr: float, batch: int, seed: int) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _common(work: str, model: Path, epochs: float, lr: float, batch: int, seed: 
 def _tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         raise UserError(f"the tokenizer of {model} has no padding token", fix="set pad_token in its tokenizer_config.json")
     return tokenizer

@@ -6,6 +6,8 @@ ZeRO stage, and a number or the name of a variant: `stage-2`, `stage-2-3`, `resu
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from copy import copy
 from dataclasses import replace
@@ -202,6 +204,24 @@ class Scenario:
             assert not list(root.glob(".*")), "what was written on the way is gone"
         return said
 
+    def hostile(self, stage: int) -> dict[str, Any]:
+        """What is said of a checkpoint of `resume` with a program in one of its files, at its own stage and at another one."""
+        source = newest(self._root(stage, self.ranks.size, "plain"))
+        assert source is not None
+        ran, said = self.run_dir / "ran", {}
+        for target in (stage, 0 if stage else 3):
+            engine = self.engine(self.variant(target, "plain", weight_decay=0.1))
+            for file in sorted(path.relative_to(source.folder) for path in source.folder.rglob("*.pt")):
+                folder = self.run_dir / "hostile" / source.folder.name
+                shutil.rmtree(folder, ignore_errors=True)
+                shutil.copytree(source.folder, folder)
+                torch.save({"module": _Program(ran)}, folder / file)
+                try:
+                    restore(replace(source, folder=folder), engine)
+                except LearnerError as error:
+                    said[target, str(file)] = str(error)
+        return {"said": said, "files": len(list(source.folder.rglob("*.pt"))), "ran": ran.exists()}
+
     def ppo(self, stage: int, pieces: int = 1) -> dict[str, Any]:
         return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, minibatches=pieces, warmup_steps=1, gamma=0.97, lam=0.9))
 
@@ -303,6 +323,16 @@ class Scenario:
         assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in passes[0].items()] == declared
         grouped = [name for names, _ in source.iter_groups() for name in names]
         return {"sent": passes[0], "again": passes[1], "weights": gather(engine), "grouped": grouped}
+
+
+class _Program:
+    """Whoever unpickles one runs a program."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.canary}",)
 
 
 def _heads(engine: PolicyEngine) -> dict[str, torch.Tensor]:

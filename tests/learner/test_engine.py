@@ -28,7 +28,7 @@ SCENARIOS = {  # two ranks before one, which continues what they leave
     1: [
         *("objective-0-256", "objective-2-16384", "stage-0", "stage-1", "stage-2", "stage-3", "stage-2-3", "resume-0", "resume-2"),
         *("poisoned-0", "poisoned-2", "poisoned-3", "ppo-0", "ppo-0-3", "shared-0", "shared-3", "shared-0-3"),
-        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0", "refused-2"),
+        *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0", "refused-2", "hostile-0", "hostile-2"),
         *("stage-0-lora", "stage-1-lora", "stage-2-lora", "stage-3-lora", "resume-0-lora", "reshape-2-lora", "reshape-3-lora"),
         *("poisoned-2-lora", "stage-1-offload", "stage-2-offload", "stage-3-offload", "resume-2-offload", "resume-3-offload"),
         *("poisoned-2-offload", "poisoned-3-offload"),
@@ -285,3 +285,13 @@ def test_different_objectives_are_different_updates(results: dict[tuple[int, str
     made = [results[1, "objective-0-256"][name]["weights"] for name in ("gspo", "cispo", "reinforce++", "rloo")]
     made.append(results[1, "stage-0"]["weights"])
     assert all(_gap(one, other) > 1e-4 for at, one in enumerate(made) for other in made[:at])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_no_file_of_a_checkpoint_runs_a_program(results: dict[tuple[int, str], dict[str, Any]], stage: int) -> None:
+    found = results[1, f"hostile-{stage}"]
+    assert not found["ran"] and found["files"] >= 2
+    assert {file for target, file in found["said"] if target == stage} >= {"rng_00.pt", "state/mp_rank_00_model_states.pt"}
+    for message in found["said"].values():
+        assert "holds more than tensors and plain values, and nothing of it was run" in message and "system" in message
+        assert "resume from a checkpoint that this run has written" in message and "weights_only" not in message

@@ -252,6 +252,43 @@ async def test_a_rank_that_is_killed_is_told_as_that(tmp_path: Path) -> None:
         await learner.kill()
 
 
+# What a local user can do to the store through which the workers find each other: leave a pickle under the name that torchrun's dynamic
+# rendezvous reads every few seconds.
+_INTRUDER = """
+import base64, os, pickle, sys, datetime
+from torch.distributed import TCPStore
+class Program:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[2]}",)
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=datetime.timedelta(seconds=20))
+for key in ("torch.rendezvous.none", "torch.rendezvous.", "none"):
+    store.set(key, base64.b64encode(pickle.dumps(Program())))
+print("left")
+"""
+
+
+async def test_what_a_local_user_leaves_in_the_workers_store_is_not_run(tmp_path: Path) -> None:
+    made = recipe()
+    write_run(tmp_path, made, [])
+    learner = LearnerProcess(tmp_path, made)
+    await learner.start()
+    try:
+        await until(lambda: _workers(tmp_path), 600.0)
+        assert learner._process is not None
+        family = [psutil.Process(learner._process.pid), *psutil.Process(learner._process.pid).children(recursive=True)]
+        listening = [one.laddr for process in family for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        assert listening and {address.ip for address in listening} == {"127.0.0.1"}
+        canary = tmp_path / "ran"
+        ports = {one.laddr.port for one in family[0].net_connections("inet") if one.status == psutil.CONN_LISTEN}
+        for port in ports:
+            done = subprocess.run([sys.executable, "-c", _INTRUDER, str(port), str(canary)], capture_output=True, text=True, timeout=120)
+            assert done.stdout == "left\n", done.stderr
+        await asyncio.sleep(12.0)  # torchrun's dynamic rendezvous reads its state every five seconds
+        assert not canary.exists() and learner.alive
+    finally:
+        await learner.kill()
+
+
 def _workers(run_dir: Path) -> list[int]:
     lines = ((found.pid, found.info["cmdline"] or []) for found in psutil.process_iter(["cmdline"]))
     return [

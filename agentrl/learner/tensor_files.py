@@ -1,0 +1,58 @@
+"""Reading torch's files without running code from them.
+
+`torch.load` is a pickle reader: with `weights_only=False`, which DeepSpeed's own loads ask for, a file can run any program. Here every
+load reads tensors, plain values and the three classes below, and raises an error for the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentrl.errors import LearnerError
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch at each load; it overrides a caller's weights_only=False
+
+
+@contextmanager
+def tensors_only(what: str) -> Iterator[None]:
+    """Within the block every `torch.load` of this process, and of the processes that it starts, reads tensors and plain values alone.
+
+    Raises `LearnerError`, which names `what` is read, for a file that holds anything else.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    except pickle.UnpicklingError as error:
+        raise LearnerError(
+            f"{what} holds more than tensors and plain values, and nothing of it was run ({_first_line(error)});"
+            " resume from a checkpoint that this run has written"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+def read(path: Path) -> Any:
+    """The content of a file, on the CPU. Use inside `tensors_only`."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _first_line(error: Exception) -> str:
+    """Torch's message ends with advice to load the file with pickle, which is left out."""
+    lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
+    return (lines or [type(error).__name__])[0][:300]
