@@ -10,11 +10,13 @@ leads out of the schema is refused; nothing is fetched.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
 
+from agentrl.contract.values import number, same_number, whole
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
@@ -76,7 +78,10 @@ def _unfenced(text: str) -> str:
 
 
 def strict_json(text: str) -> Any:
-    """The JSON value of a text. Raises `ValueError` for anything else, repeated keys and NaN among it."""
+    """The JSON value of a text. A whole number is an int, however it is written, and keeps every digit.
+
+    Raises `ValueError` for anything else, for repeated keys, for NaN, and for numbers that no float holds: 1e999 and 1e-999.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -84,11 +89,20 @@ def strict_json(text: str) -> Any:
             raise ValueError("a key is repeated")
         return found
 
+    def exact(digits: str) -> int | float:
+        rounded = float(digits)
+        if math.isfinite(rounded) and not rounded.is_integer():
+            return rounded
+        value = number(digits)  # whole, or next to it
+        if value is None or math.isinf(rounded) or (value and not rounded):
+            raise ValueError(f"{digits[:40]} is too large or too small")
+        return int(value) if whole(value) else rounded
+
     def never(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=never)
+        return json.loads(text, object_pairs_hook=once, parse_float=exact, parse_constant=never)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -101,6 +115,8 @@ def same_json(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same_json(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same_json, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return same_number(one, other, relative=0.0)
     return bool(one == other)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
 
+from agentrl.contract.values import number, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import Configured
@@ -39,7 +39,7 @@ class Outputs(Configured):
     name: ClassVar[str] = "outputs"
 
     relative: float = Field(1e-9, ge=0, lt=1)
-    """How far numbers in JSON and tables may be from the truth, relative to it."""
+    """How far numbers in JSON and tables may be from the truth, relative to it. Two whole numbers must be equal."""
     row_order: bool = False
     """Whether the order of a table's rows matters."""
     longest: int = Field(1_000_000, gt=0)
@@ -125,7 +125,7 @@ class Outputs(Configured):
         return True
 
     def _near(self, one: Sequence[str], other: Sequence[str]) -> bool:
-        return all(a == b or _close(_number(a), _number(b), self.relative) for a, b in zip(one, other, strict=True))
+        return all(a == b or _same_cell(a, b, self.relative) for a, b in zip(one, other, strict=True))
 
 
 class _BadTruth(Exception):
@@ -142,7 +142,7 @@ def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> boo
     if isinstance(given, list) and isinstance(wanted, list):
         return len(given) == len(wanted) and all(same(*pair, relative=relative, part=part) for pair in zip(given, wanted, strict=True))
     if isinstance(given, int | float) and isinstance(wanted, int | float):
-        return given == wanted or _close(given, wanted, relative)
+        return same_number(given, wanted, relative=relative)
     return type(given) is type(wanted) and bool(given == wanted)
 
 
@@ -165,23 +165,9 @@ def _lines(text: str) -> str:
     return text.replace("\r\n", "\n").rstrip()
 
 
-def _number(text: str) -> float | None:
-    if len(text) > 64 or not text.isascii() or "_" in text:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _close(one: float | None, other: float | None, relative: float) -> bool:
-    """Finite numbers near each other; False for whole numbers too large for a float, which must be equal."""
-    if one is None or other is None:
-        return False
-    try:
-        return math.isfinite(one) and math.isfinite(other) and abs(one - other) <= relative * abs(other)
-    except OverflowError:
-        return False
+def _same_cell(one: str, other: str, relative: float) -> bool:
+    given, wanted = number(one), number(other)
+    return given is not None and wanted is not None and same_number(given, wanted, relative=relative)
 
 
 outputs = Outputs()

@@ -12,7 +12,6 @@ A query that names the result's values gives the right result too. So give sever
 
 from __future__ import annotations
 
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
+from agentrl.contract.values import same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, need, wrong
@@ -40,7 +40,8 @@ class Sql(Configured):
     """1 when the answer's rows are the truth's on every database, else 0. Settings in `task.data["sql"]`.
 
     Rows are compared as a bag, in order where the truth has an ORDER BY of its own; columns by position, not by name; numbers within
-    `relative`. An answer that reads no table where the truth reads one is wrong. A truth that fails, or gives no row on any database, is
+    `relative`, whole ones exactly.
+    An answer that reads no table where the truth reads one is wrong. A truth that fails, or gives no row on any database, is
     the task's fault. A truth that orders should leave no ties, or one order of them is right and another wrong.
     """
 
@@ -227,7 +228,7 @@ def _near(one: Row, other: Row, relative: float) -> bool:
 
 def _same(one: Any, other: Any, relative: float) -> bool:
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return one == other or math.isclose(one, other, rel_tol=relative)
+        return same_number(one, other, relative=relative)
     return type(one) is type(other) and bool(one == other)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from agentrl.contract.values import number, same_number
 from agentrl.records import Episode, Score, Task
 
 RELATIVE = 1e-6
@@ -14,9 +13,10 @@ SHOWN = 80  # characters of an answer quoted as evidence
 async def exact_answer(task: Task, episode: Episode) -> Score:
     """1.0 when the submitted answer is the truth, else 0.0.
 
-    Text is compared after stripping white space at both ends. Where the truth is a number, any finite decimal notation of a
-    number within 1e-6 relative, or within the task's absolute `tolerance` (half a unit of the second decimal for totals and
-    averages, so both rounded and exact answers count), is right. No answer, or a huge one, is wrong: a score of 0.0.
+    Text is compared after stripping white space at both ends. If the truth is a number, the answer may be any decimal notation of a
+    number within 1e-6 relative, or within the task's absolute `tolerance` (half a unit of the second decimal for totals and averages,
+    so both rounded and exact answers count), as `agentrl.contract.values.same_number` compares them: two whole numbers must be equal.
+    No answer, or a huge one, is wrong: a score of 0.0.
     """
     truth = str(task.data["answer"])
     if episode.answer is None:
@@ -30,22 +30,8 @@ async def exact_answer(task: Task, episode: Episode) -> Score:
 
 def says(answer: str, truth: str, tolerance: float = 0.0) -> bool:
     """Whether an answer is the truth, as text or as a number."""
-    return answer.strip() == truth or _same_number(answer.strip(), truth, tolerance)
-
-
-def _same_number(answer: str, truth: str, tolerance: float) -> bool:
-    given, wanted = _number(answer), _number(truth)
-    if given is None or wanted is None:
-        return False
-    return abs(given - wanted) <= max(tolerance, RELATIVE * abs(wanted))
-
-
-def _number(text: str) -> float | None:
-    """A finite number in plain ASCII decimal or scientific notation, or None (`nan`, `inf`, `1e999`, `1_000`, `٣` are none)."""
-    if not text.isascii() or "_" in text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+    answer = answer.strip()
+    if answer == truth:
+        return True
+    given, wanted = number(answer), number(truth)
+    return given is not None and wanted is not None and same_number(given, wanted, relative=RELATIVE, absolute=tolerance)

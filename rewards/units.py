@@ -2,16 +2,20 @@
 
 A table that can be read in a minute, not a package: an answer is an agent's text, so what it may mean should be little and known.
 Values are exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), but for the
-electronvolt's, which is CODATA's exact one of 2018.
+electronvolt's, which is CODATA's exact one of 2018. Two readings differ from the SI: an angle is a dimension of its own, so that 1 rad/s
+is not 1 Hz, and bytes have no prefixes below one, so that dB is no decibyte.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import unicodedata
+from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
-BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "B", "$", "EUR", "GBP")  # bytes and currencies are dimensions of their own
+BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "rad", "B", "$", "EUR", "GBP")  # angles, bytes and currencies are dimensions of their own
 LONGEST = 64  # characters of a unit
 LARGEST_POWER = 12
 
@@ -70,6 +74,7 @@ _WHOLE = {
     "d": (86400.0, "s"),
     "day": (86400.0, "s"),
     "week": (604800.0, "s"),
+    "\u00c5": (1e-10, "m"),  # angstrom
     "in": (0.0254, "m"),
     "inch": (0.0254, "m"),
     "ft": (0.3048, "m"),
@@ -81,9 +86,9 @@ _WHOLE = {
     "lb": (0.45359237, "kg"),
     "oz": (0.028349523125, "kg"),
     "atm": (101325.0, "kg m^-1 s^-2"),
-    "rad": (1.0, ""),
-    "deg": (math.pi / 180, ""),
-    "\u00b0": (math.pi / 180, ""),
+    "rad": (1.0, "rad"),
+    "deg": (math.pi / 180, "rad"),
+    "\u00b0": (math.pi / 180, "rad"),
     "%": (0.01, ""),
     "ppm": (1e-6, ""),
     "$": (1.0, "$"),
@@ -119,40 +124,42 @@ _WORDS = {
     "euro": "EUR",
     "percent": "%",
     "degree": "deg",
+    "radian": "rad",
+    "ohms": "ohm",
+    "angstrom": "\u00c5",
 }
 _PLURALS = {"feet": "ft", "inches": "in"} | {f"{word}s": unit for word, unit in _WORDS.items()}
 _PLURALS |= {f"{name}s": name for name in ("hour", "day", "week", "bit")}
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 _RAISED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
-_FACTOR = re.compile(r"([^\W\d_]+|[%$\u00b0\u20ac\u00a3])(?:\^|\*\*)?(-?\d{1,2})?")
+_FACTOR = re.compile(r"([^\W\d_]+|[%$\u00b0\u20ac\u00a3])(?:\^|\*\*)?(-?[0-9]{1,2})?")
+_SIGNS = str.maketrans({"\u00b7": "*", "\u22c5": "*", "\u00d7": "*", "\u2044": "/", "\u2215": "/", "\u2212": "-"})
+_LARGEST = Fraction(10) ** 300
 
 
 class Unit(NamedTuple):
     """A value of 1 in this unit is `factor` in SI base units; `powers` are the exponents of `BASE`."""
 
-    factor: float
+    factor: Fraction
     powers: tuple[int, ...]
 
 
-ONE = Unit(1.0, (0,) * len(BASE))
+ONE = Unit(Fraction(1), (0,) * len(BASE))
 
 
 def unit(text: str) -> Unit | None:
     """The unit that a text names: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number.
 
-    None: not known, or worth so much or so little that no float holds it.
+    Signs that Unicode has twice are one: ohm and omega, kelvin and K, angstrom. None: not known, or worth more or less than any float.
     """
     if len(text) > LONGEST:
         return None
-    try:
-        found = _quotient(text)
-    except (OverflowError, ZeroDivisionError):  # such as peV^-12, and 1/peV^12
-        return None
-    return found if found is not None and 0 < found.factor < math.inf else None
+    found = _quotient(unicodedata.normalize("NFC", text).translate(_SIGNS))
+    return found if found is not None and 1 / _LARGEST < found.factor < _LARGEST else None
 
 
 def _quotient(text: str) -> Unit | None:
-    text = _RAISED.sub(lambda match: "^" + match[1].translate(_POWERS), text.strip()).replace("\u00b7", "*")
+    text = _RAISED.sub(lambda match: "^" + match[1].translate(_POWERS), text.strip())
     above, slash, below = text.partition("/")
     if not text:
         return ONE
@@ -180,18 +187,20 @@ def _named(name: str) -> Unit | None:
         return _made(*_WHOLE[name])
     for prefix, scale in (*_PREFIXES.items(), *_BINARY.items()):
         rest = name.removeprefix(prefix) if name.startswith(prefix) else ""
-        if rest in _PREFIXED and (prefix not in _BINARY or rest in ("B", "bit")):
+        if rest in _PREFIXED and (scale >= 1 if rest in ("B", "bit") else prefix not in _BINARY):
             factor, base = _PREFIXED[rest]
-            return _made(scale * factor, base)
+            whole = _made(factor, base)
+            return Unit(whole.factor * Fraction(repr(scale)), whole.powers)
     return None
 
 
+@cache
 def _made(factor: float, base: str) -> Unit:
     powers = dict.fromkeys(BASE, 0)
     for piece in base.split():
         name, _, power = piece.partition("^")
         powers[name] += int(power or 1)
-    return Unit(factor, tuple(powers.values()))
+    return Unit(Fraction(repr(factor)), tuple(powers.values()))
 
 
 def _times(one: Unit, other: Unit, power: int) -> Unit:

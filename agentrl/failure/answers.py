@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
+
+from agentrl.contract import values
 
 _RELATIVE = 1e-6
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\.?\d[\d,.]*(?:[eE][-+]?\d{1,3})?(?!\w)")
@@ -11,16 +13,9 @@ _LONGEST = 4000  # characters of an answer that are compared
 _QUOTES = "`'\"*.!$€ \t\r\n"
 
 
-def number(text: str) -> float | None:
-    """A finite number in plain notation, thousands commas allowed; None for anything else."""
-    words = text.strip(_QUOTES + "%") if len(text) <= 64 else ""
-    if not words or not words.isascii() or not re.fullmatch(r"[-+]?[\d,]*\.?\d*(?:[eE][-+]?\d{1,3})?", words):
-        return None
-    try:
-        value = float(words.replace(",", ""))
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def number(text: str) -> Fraction | None:
+    """A number in plain notation, thousands commas allowed; None for anything else."""
+    return values.number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
 def is_truth(text: str, truth: str, tolerance: float) -> bool:
@@ -29,7 +24,7 @@ def is_truth(text: str, truth: str, tolerance: float) -> bool:
     if mine.casefold() == right.casefold():
         return bool(right)
     given, wanted = number(mine), number(right)
-    return given is not None and wanted is not None and abs(given - wanted) <= max(tolerance, _RELATIVE * abs(wanted))
+    return given is not None and wanted is not None and values.same_number(given, wanted, relative=_RELATIVE, absolute=tolerance)
 
 
 def stands_in(truth: str, text: str, tolerance: float) -> bool:

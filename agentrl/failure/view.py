@@ -7,6 +7,7 @@ Whatever the trace holds, a view is bounded: long texts keep head and tail, and 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,10 +132,18 @@ def _of_episode(trace: Trace, episode: Episode) -> View:
         stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else clip(episode.answer),
         truth=clip(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None,
-        tolerance=float(tolerance) if isinstance(tolerance, int | float) and not isinstance(tolerance, bool) else 0.0,
+        tolerance=float(tolerance)
+        if isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 <= tolerance < math.inf
+        else 0.0,
         more_turns=total - len(steps),
         _places=_placed(steps),
     )
+
+
+def _tolerance(found: object) -> float:
+    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < math.inf:
+        return 0.0
+    return float(found)
 
 
 def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
