@@ -190,6 +190,9 @@ class Policy(Protocol):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Raises `ServingError` when the server fails; never gives an empty completion without a finish reason.
 
+        After `timeout_s` it returns the tokens that were sampled until then, perhaps none, with the finish reason `CUT`. A policy that
+        cannot do so ignores `timeout_s`, and is cancelled at the end of the episode's time; the tokens of that request are lost then.
+
         The tokens are drawn from the distribution that `params` describe, and their logprobs are of it; with `params.supports` the
         completion has the support of every token, or its episode fails. `request_id` is the id of the episode, a hyphen and a number.
         """
@@ -232,7 +235,7 @@ class LiveTrajectory(Protocol):
         ...
 
     def limit(self) -> str:
-        """The stop reason that applies now, `turn_limit` or `token_limit`; empty: another turn may be sampled.
+        """The stop reason that applies now, `turn_limit`, `wall_limit` or `token_limit`; empty: another turn may be sampled.
 
         Raises `TaskError` when not even the episode's first turn fits: the task's prompt is too long.
         """

@@ -202,7 +202,7 @@ class Turn(Record):
     logprobs: tuple[float, ...]  # [T] of the behaviour policy, natural log: of the distribution that was sampled from
     versions: tuple[VersionSpan, ...]  # cover [0, T) without gap or overlap
     message: Message  # parsed form of the completion
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or `CUT`
     tool_results: tuple[ToolResult, ...] = ()
     generate_s: float = 0.0
     tool_s: float = 0.0
@@ -362,9 +362,11 @@ class EpisodeState(Record):
     agent_state: JsonObject = field(default_factory=dict)  # what the agent keeps beside the turns, its tools' states among it
     snapshot: bytes | None = None  # of the working directory, as `Sandbox.snapshot` gives it; None: no sandbox was opened yet
     output_chars: int = 0  # shown by tools so far
-    wall_s: float = 0.0  # spent so far; the next three too
+    wall_s: float = 0.0  # spent so far; the next four too
     sandbox_s: float = 0.0
     program_s: float = 0.0  # what the agent called
+    sampled_s: float = 0.0  # of requests, at the server's usual pace
+    lost_s: float = 0.0  # of requests, to a slow server
     failures: tuple[Failure, ...] = ()  # of tools, at what the agent asked of them
     memory: Memo | None = None
 
@@ -546,6 +548,10 @@ class ExecResult(Record):
         return self.exit_code == 0
 
 
+CUT = "time"
+"""`finish_reason` of a completion that time ended: its tokens are those that were sampled until then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(Record):
     """What the inference server answered: exact ids, their logprobs, and which weights sampled them."""
@@ -553,7 +559,7 @@ class Completion(Record):
     token_ids: tuple[int, ...]  # the stop token is included when one ended the completion
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length", or `CUT`: what was sampled when the request's time was up
     supports: Supports | None = None  # one a token, where they were asked for
     forced: tuple[int, ...] = ()  # places of tokens that were not sampled, as in a `Turn`
 

@@ -24,7 +24,7 @@ from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import call_all, calls_made, over_budget
 from agentrl.agent.wording import told
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Message, Parent, ToolCall, ToolResult
+from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
 from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 
 
@@ -112,7 +112,7 @@ class Speaker:
             self.line.add_turn(completion, parsed.message)
             self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
             if completion.finish_reason != "stop":
-                return Ended(reason="token_limit")
+                return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
             if not parsed.message.tool_calls and not parsed.errors:
                 return Ended(reason="answered", answer=None if "submit" in self._tools else parsed.answer)
             started = time.monotonic()

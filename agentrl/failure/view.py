@@ -177,7 +177,7 @@ def _step(index: int, number: int, agent: str, turn: Turn) -> Step:
         said=clip(turn.message.content),
         calls=tuple(calls),
         malformed=unread[:MAX_CALLS],
-        cut=turn.finish_reason == "length",
+        cut=turn.finish_reason != "stop",
     )
 
 

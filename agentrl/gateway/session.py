@@ -15,7 +15,7 @@ from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said
 from agentrl.gateway.graph import Graph, Node, Place, turn_digest
 from agentrl.gateway.tokens import NotAppended, Parsed, Tokens
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Blame, Failure, Message, Parent, ToolResult
+from agentrl.records import CUT, Blame, Failure, Message, Parent, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ CHARS_PER_TOKEN = 64
 
 MAX_REFUSED = 1000
 """Refusals after which a program has had its chances: its session is over."""
+
+TIME_UP = "wall_limit"
+"""What `LiveTrajectory.limit` says at the end of an episode's time."""
 
 MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
 
@@ -53,7 +56,7 @@ class Session:
     on_busy: Callable[[bool], None] = lambda busy: None  # told when the first completion is begun and the last one made
     counts: Counter[str] = field(default_factory=Counter)
     fault: BaseException | None = None  # why nothing can be sampled any more: no fault of the program
-    limit: str = ""  # "turn_limit" once a request was refused for it; "refused" after too many refusals
+    limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
     _refused: int = 0
@@ -125,6 +128,8 @@ class Session:
                 self.broken(error)
                 raise Refused("context_length", error.message) from None
             limit = "token_limit"  # it would fit, but for those under way
+        if limit == TIME_UP:
+            raise self._time_is_up()
         if limit:
             line.end(limit)
             if not line.turns:
@@ -205,11 +210,15 @@ class Session:
     async def _sampled(self, asked: Asked, place: Place, line: LiveTrajectory, new: int) -> Answer:
         try:
             if limit := line.limit():  # since it was taken, another turn has used up what was left
+                if limit == TIME_UP:
+                    raise self._time_is_up()
                 line.end(limit)
                 raise _too_long()
             completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
             parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
             line.add_turn(completion, parsed.message)
+            if completion.finish_reason == CUT:
+                self._time_is_up()
         except Refused:
             raise
         except Exception as error:
@@ -253,7 +262,7 @@ class Session:
             text=parsed.answer,
             reasoning=thought.replace("<think>", "").replace("</think>", "").strip(),
             calls=calls,
-            cut=line.turns[-1].finish_reason == "length",
+            cut=line.turns[-1].finish_reason != "stop",
             prompt_tokens=before,
             completion_tokens=len(ids),
             created=int(time.time()),
@@ -276,6 +285,12 @@ class Session:
             given.waiting -= 1
             if left is not None:
                 left.cancel()
+
+    def _time_is_up(self) -> Refused:
+        """Ends the session at the end of the episode's time."""
+        self.limit = self.limit or TIME_UP
+        self.over.set()
+        return Refused("turn_limit", "The time of this session is used up.")
 
     def broken(self, error: BaseException) -> None:
         """Ends the session with a fault that is not the program's; the first one counts."""

@@ -6,15 +6,18 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl import usercode
+from agentrl.causes import leaves
 from agentrl.contract.outputs import Collected, collect, select
 from agentrl.protocols import Agent, MemoryView, Policy, SandboxBackend, ToolSource
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
-from agentrl.rollout.faults import fault, infrastructure_fault
+from agentrl.rollout.faults import fault
 from agentrl.rollout.life import EpisodeLife, OnTurn
+from agentrl.rollout.pace import OutOfTime, Pace
 from agentrl.rollout.remembering import memory_of
+from agentrl.rollout.requests import WALL
 from agentrl.rollout.workplace import contents
 from agentrl.sampling import Sampling
 
@@ -35,6 +38,7 @@ class EpisodeRunner:
     open_timeout_s: float = 60.0
     tools: ToolSource | None = None
     hosted: Hosted = lambda episode_id, task_key: nullcontext()
+    pace: Pace = field(default_factory=Pace)  # of the policy's server, so far in this run
 
     async def run(
         self,
@@ -75,6 +79,7 @@ class EpisodeRunner:
             request_timeout_s=self.request_timeout_s,
             open_timeout_s=self.open_timeout_s,
             on_turn=on_turn,
+            pace=self.pace,
             tools=self.tools,
             memory=memory_of(memory, start),
         )
@@ -109,23 +114,28 @@ class EpisodeRunner:
                 stop_reason = life.ended(await self._act(life, limit_s))
             if wall.expired():  # and what it cancelled did not mind
                 raise TimeoutError
-            if not life.task.outputs or life.sandbox_lost:  # an episode that runs out of time leaves none
+            if stop_reason == WALL and life.out_of_time:
+                return _out_of_time(life)
+            if not life.task.outputs or life.sandbox_lost:
                 return stop_reason, nothing, ()
             life.stage = "collect"
             return stop_reason, *await _collect(life)
         except BaseException as error:
             usercode.let_go(error, since)
-            if not wall.expired():
-                return "failed", nothing, (fault(error, stage=life.stage, turn=life.turn_count),)
-            if life.program_s >= limit_s / 2:
-                return "wall_limit", nothing, ()
-            slow = f"no end after {limit_s:g} s"  # we were slow, not what the agent called
-            return "wall_limit", nothing, (infrastructure_fault("episode", "wall_limit", slow, turn=life.turn_count),)
+            if wall.expired() or all(isinstance(one, OutOfTime) for one in leaves(error)):
+                return _out_of_time(life)
+            return "failed", nothing, (fault(error, stage=life.stage, turn=life.turn_count),)
 
     async def _act(self, life: EpisodeLife, limit_s: float) -> str:
         """What the agent gives: somebody's code, which may mind no cancellation. The wall is its bound, and the earlier one of both."""
         grace_s = life.task.limits.tool_timeout_s + usercode.GRACE_S  # an agent closes its tools
         return await usercode.call(lambda: self.agent.act(life), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s)
+
+
+def _out_of_time(life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:
+    """An episode that runs out of time leaves no outputs; its turns count if that was the policy's doing."""
+    failure = life.time_is_up()
+    return WALL, Collected(files={}), () if failure is None else (failure,)
 
 
 async def _collect(life: EpisodeLife) -> tuple[Collected, tuple[Failure, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -29,6 +28,8 @@ from agentrl.records import (
     check_tree,
 )
 from agentrl.rollout.apart import Apart, set_apart
+from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
+from agentrl.rollout.requests import WALL, Requests, now
 from agentrl.rollout.thinking import bound_of, sampled
 from agentrl.rollout.workplace import Workplace
 from agentrl.sampling import Sampling
@@ -76,6 +77,8 @@ class TrajectoryLife:
     def limit(self) -> str:
         if self._life.turns_begun >= self._life.task.limits.turns:
             return "turn_limit"
+        if self._life.out_of_time:
+            return WALL
         return "" if self._budget() > 0 else "token_limit"
 
     def _budget(self) -> int:
@@ -96,9 +99,12 @@ class TrajectoryLife:
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
     async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
-        if forbids := "a turn is being sampled" if self.sampling else self.stop_reason or self.limit():
+        forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
+        if forbids == WALL and not self.stop_reason:
+            raise OutOfTime("the episode's time has ended")
+        if forbids:
             raise RuntimeError(f"trajectory {self.index} cannot have another turn: {forbids}")
-        budget, number, started = self._budget(), self._life.turns_begun, time.monotonic()
+        budget, number, started = self._budget(), self._life.turns_begun, now()
         if max_tokens is not None:
             if max_tokens < 1:
                 raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -110,7 +116,7 @@ class TrajectoryLife:
         except BaseException:
             self.sampling = False
             raise
-        self._generate_s = time.monotonic() - started
+        self._generate_s = now() - started
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -157,6 +163,7 @@ class EpisodeLife:
         request_timeout_s: float,
         open_timeout_s: float,
         on_turn: OnTurn | None,
+        pace: Pace,
         tools: ToolSource | None = None,
         memory: EpisodeMemory | None = None,
     ) -> None:
@@ -173,10 +180,16 @@ class EpisodeLife:
         self.sandbox_s = 0.0  # opening, writing and executing
         self.program_s = 0.0  # what the agent called
         self._attempt = attempt
-        self._policy = policy
         self.sandboxes = sandboxes
         self._sampling = sampling
-        self._request_timeout_s = request_timeout_s
+        self.requests = Requests(
+            policy=policy,
+            pace=pace,
+            limit_s=task.limits.wall_s,
+            timeout_s=request_timeout_s,
+            spent_s=lambda: self.wall_s,
+            time=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
+        )
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
         self._place = Workplace(self, None if start is None else start.snapshot)
@@ -186,7 +199,7 @@ class EpisodeLife:
         self._trajectories = [TrajectoryLife(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
-        self._started = time.monotonic() - self.spent_s
+        self._started = now() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
         """As itself, or under another id as a branch, which inherits every turn."""
@@ -223,7 +236,16 @@ class EpisodeLife:
 
     @property
     def wall_s(self) -> float:
-        return time.monotonic() - self._started
+        return now() - self._started
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether no turn can be sampled any more, because the episode's time is up."""
+        return self.requests.out_of_time
+
+    def time_is_up(self) -> Failure | None:
+        """Whose doing it is; see `agentrl.rollout.pace.out_of_time`."""
+        return self.requests.ended(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
     def untouched(self) -> bool:
@@ -255,11 +277,13 @@ class EpisodeLife:
     async def generate(
         self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int
     ) -> Completion:
-        """Raises `ServingError`. `part`: of a turn that takes several requests."""
-        params = SamplingParams(**asdict(self._sampling), max_tokens=max_tokens, stop_token_ids=tuple(stop_token_ids))
+        """Raises as `Requests.sample` does. `part`: of a turn whose thinking is bounded."""
+        common = {**asdict(self._sampling), "stop_token_ids": tuple(stop_token_ids)}
         self.stage = "generate"
-        made = await self._policy.generate(token_ids, params, request_id=f"{self.id}-{number}{part}", timeout_s=self._request_timeout_s)
-        if params.supports and (made.supports is None or not all(made.supports.rows)):
+        made = await self.requests.sample(
+            token_ids, lambda most: SamplingParams(**common, max_tokens=most), max_tokens, f"{self.id}-{number}{part}"
+        )
+        if self._sampling.supports and (made.supports is None or not all(made.supports.rows)):
             raise ServingError(
                 "the policy answered without the support of every token, and without them the learner would score them wrongly"
             )
@@ -290,14 +314,14 @@ class EpisodeLife:
     @contextmanager
     def running(self, sandbox: Sandbox | None) -> Iterator[None]:
         self.stage = "tool" if sandbox is None else "sandbox"
-        started, self._running = time.monotonic(), self._running + 1
+        started, self._running = now(), self._running + 1
         if self._running == 1:
             self._since = started
         try:
             yield
         finally:
             self._running -= 1
-            ended = time.monotonic()
+            ended = now()
             self.sandbox_s += 0.0 if sandbox is None else ended - started
             if self._running == 0:  # time counts once, however many calls it went by with
                 self.program_s += ended - self._since
@@ -322,12 +346,12 @@ class EpisodeLife:
             await self._on_turn(self.turn_count, lambda: self._capture(agent_state))
 
     async def _capture(self, agent_state: AgentState) -> EpisodeState | None:
-        wall_s, started = self.wall_s, time.monotonic()
+        wall_s, started = self.wall_s, now()
         try:
             if self._places:
                 raise ValueError("an agent is at work in a sandbox of its own")
             kept = await agent_state()
-            started = time.monotonic()
+            started = now()
             return EpisodeState(
                 episode_id=self.id,
                 task_key=self.task.key,
@@ -340,6 +364,8 @@ class EpisodeLife:
                 wall_s=wall_s,
                 sandbox_s=self.sandbox_s,
                 program_s=self.program_s,
+                sampled_s=self.requests.time.sampled_s,
+                lost_s=self.requests.time.lost_s,
                 failures=tuple(self.failures),
                 memory=self.memo,
             )
@@ -347,7 +373,7 @@ class EpisodeLife:
             log.info("episode %s cannot be captured after turn %d: %s", self.id, self.turn_count, error)
             return None
         finally:
-            self.sandbox_s += time.monotonic() - started
+            self.sandbox_s += now() - started
 
     async def close(self) -> None:
         """Ends every sandbox of the episode, and lets none be opened any more."""

@@ -7,11 +7,13 @@ takes them for context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from agentrl.errors import TaskError
 from agentrl.limits import Thinking
-from agentrl.records import Completion, Task, VersionSpan
+from agentrl.records import CUT, Completion, Task, VersionSpan
+from agentrl.rollout.pace import OutOfTime
 from agentrl.sampling import Supports
 
 ANSWER = ".answer"
@@ -51,16 +53,20 @@ async def sampled(context: Sequence[int], budget: int, ask: Ask, thought: tuple[
     if first.finish_reason != "length" or len(first.token_ids) != most:
         return first
     forced = thinking.end if thinking.unfinished(first.token_ids) else ()
-    rest = await ask([*context, *first.token_ids, *forced], budget - most - len(forced), ANSWER)
-    return _joined(first, forced, rest)
+    try:
+        rest = await ask([*context, *first.token_ids, *forced], budget - most - len(forced), ANSWER)
+    except OutOfTime:
+        return replace(first, finish_reason=CUT)
+    return joined(first, rest, forced)
 
 
-def _joined(first: Completion, forced: tuple[int, ...], rest: Completion) -> Completion:
-    """Both parts as one completion. The forced tokens stand in the version span before them, with a logprob of 0."""
+def joined(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
+    """Both parts as one completion, with `forced` between them. These stand in the version span before them, with a logprob of 0."""
     start = len(first.token_ids)
     end = start + len(forced)
     spans = list(first.versions)
-    spans[-1] = VersionSpan(version=spans[-1].version, start=spans[-1].start, end=end)
+    if forced:
+        spans[-1] = VersionSpan(version=spans[-1].version, start=spans[-1].start, end=end)
     spans += [VersionSpan(version=one.version, start=end + one.start, end=end + one.end) for one in rest.versions]
     supports = (part.supports or len(part.token_ids) for part in (first, rest))
     return Completion(

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agentrl.errors import ServingError
-from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
 from agentrl.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import VLLMServer
@@ -19,6 +19,9 @@ from agentrl.serving.weights import WeightsInService
 from agentrl.serving.wire import UnsentError
 
 _MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
+CUT_S = 5.0
+"""How long a server may take to return the tokens of a request that it was asked to cut off."""
+_ABORT = "abort"  # vLLM's finish reason of such a request
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
 # vLLM answers -9999 for a logprob that is NaN or minus infinity, which no sampled token can have.
@@ -48,18 +51,29 @@ class TokenClient:
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion of `prompt_ids`.
 
-        Raises `ServingError` when the server fails, answers nonsense, or does not answer within `timeout_s`. Cancellation or the
-        deadline closes the connection, and vLLM then aborts the request. Only a request that never reached the server is
-        retried.
+        After `timeout_s` the server is asked to cut the request off, and returns the tokens that it has sampled; their finish reason is
+        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer within `CUT_S` of that. Cancellation
+        closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
         """
+        cutting: list[asyncio.Task[None]] = []
+
+        def cut() -> None:
+            cutting.append(asyncio.create_task(self._control.abort(request_id)))
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, cut)
+        within_s = timeout_s + CUT_S
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), timeout_s)
-                completion = parse_completion(answer, params)
+            async with asyncio.timeout(within_s):
+                answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
+                completion = parse_completion(answer, params, cut=bool(cutting))
                 await self._weights.settle(span.version for span in completion.versions)
                 return completion
         except TimeoutError:
             raise ServingError(f"request {request_id}: no completion within {timeout_s:g} s") from None
+        finally:
+            timer.cancel()
+            for task in cutting:
+                task.cancel()
 
     async def _send(self, body: Callable[[], dict[str, Any]], timeout_s: float) -> Any:
         for attempt in range(1, _CONNECT_TRIES + 1):
@@ -140,24 +154,36 @@ class _Generated(_Answer):
     choices: list[_Choice] = Field(min_length=1, max_length=1)
 
 
-def parse_completion(answer: Any, params: SamplingParams) -> Completion:
-    """The server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`."""
+def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) -> Completion:
+    """The server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`.
+
+    `cut`: the request was to be cut off, so that it may have ended with "abort", which becomes `CUT`, and without any token.
+    """
+    if cut and _cut_at_once(answer):
+        return Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
     try:
         choice = _Generated.model_validate(answer).choices[0]
     except ValidationError as error:
         raise ServingError(f"malformed answer of the inference server: {error}") from error
-    if choice.finish_reason not in ("stop", "length"):
+    if choice.finish_reason not in ("stop", "length", *((_ABORT,) if cut else ())):
         raise ServingError(f"the inference server ended the request with {choice.finish_reason!r}")
     try:
         return Completion(
             token_ids=_tokens(choice, params.max_tokens),
             logprobs=_logprobs(choice),
             versions=_spans(choice),
-            finish_reason=choice.finish_reason,
+            finish_reason=CUT if choice.finish_reason == _ABORT else choice.finish_reason,
             supports=_supports(answer, choice, params) if params.supports else None,
         )
     except ValueError as error:  # numbers that a record cannot hold
         raise ServingError(f"malformed answer of the inference server: {error}") from error
+
+
+def _cut_at_once(answer: Any) -> bool:
+    """Whether a request was cut off before a token of it was sampled."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    one = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    return isinstance(one, dict) and one.get("finish_reason") == _ABORT and one.get("token_ids") == []
 
 
 def _tokens(choice: _Choice, max_tokens: int) -> tuple[int, ...]:

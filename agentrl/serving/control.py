@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import Awaitable, Mapping
 from json import dumps
@@ -18,10 +19,14 @@ from pydantic_core import from_json
 from agentrl.errors import ServingError
 from agentrl.serving.wire import UnsentError, Wire
 
+log = logging.getLogger(__name__)
+
 CONTROL_TIMEOUT_S = 60.0
 METRICS_TIMEOUT_S = 5.0
 _CONNECTIONS = 64
 _GENERATE = "/inference/v1/generate"
+_ABORT = "/inference/v1/abort_requests"
+_ENGINE_ID = "generate-tokens-"  # what the server puts before the id of a request
 _EXCERPT = 500
 _METRICS_BYTES = 4_000_000
 _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})? ([0-9.eE+-]{1,32})$", re.MULTILINE)
@@ -126,6 +131,19 @@ class ControlPlane:
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
         """Token ids in, token ids out; `body` as in vLLM's `GenerateRequest`. Raises as `request` does."""
         return self._generated(dumps(body, separators=(",", ":")).encode(), timeout_s)  # only bytes are kept while thousands wait
+
+    async def abort(self, request_id: str) -> None:
+        """Asks the server to end a request of `generate`, which then answers with the tokens that it has. Failures are logged: the
+        request has its own deadline."""
+        body = dumps({"request_ids": [f"{_ENGINE_ID}{request_id}"]}).encode()
+        try:
+            async with asyncio.timeout(CONTROL_TIMEOUT_S):
+                status, content = await self._wire.post(_ABORT, body)
+        except (TimeoutError, ServingError) as error:
+            log.warning("request %s could not be cut off: %s", request_id, error)
+            return
+        if status != httpx.codes.OK:
+            log.warning("request %s could not be cut off: %s%s answered %d: %s", request_id, self.url, _ABORT, status, _excerpt(content))
 
     async def _generated(self, body: bytes, timeout_s: float) -> Any:
         where = f"{self.url}{_GENERATE}"

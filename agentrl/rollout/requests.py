@@ -1,0 +1,138 @@
+"""The requests of one episode to the policy: how long each may take, and what becomes of one that is cut off in the middle.
+
+A turn may take several requests: one that took `serving.request_timeout_s` at the server's usual pace is continued with the exact tokens
+so far, so that a setting of the server never shortens what the policy says. Only `Limits.wall_s` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from agentrl.errors import ServingError
+from agentrl.protocols import Policy
+from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams
+from agentrl.rollout.faults import infrastructure_fault
+from agentrl.rollout.pace import FIRST_S, LOST, SLOW, OutOfTime, Pace, Reading, SamplingTime, cut_s, out_of_time
+from agentrl.rollout.thinking import joined
+
+SLOW_SERVER = "slow_server"
+WALL = "wall_limit"
+ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; --resume accepts serving.* and rollout.concurrency"
+
+
+class SlowServer(ServingError):
+    """A request took `serving.request_timeout_s` on a server that is slower than usual."""
+
+
+def now() -> float:
+    """The time of the event loop."""
+    return asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True, kw_only=True)
+class Requests:
+    """Samples completions for one episode and keeps what they took."""
+
+    policy: Policy
+    pace: Pace
+    limit_s: float  # `Limits.wall_s`
+    timeout_s: float  # of one request
+    spent_s: Callable[[], float]  # of the episode, until now
+    time: SamplingTime
+    _cut: bool = False
+
+    @property
+    def left_s(self) -> float:
+        """Time in which the episode may still sample; what is left of it then is for fetching tokens that were cut off."""
+        return self.limit_s - cut_s(self.limit_s) - self.spent_s()
+
+    @property
+    def out_of_time(self) -> bool:
+        return self._cut or self.left_s <= 0
+
+    async def sample(self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str) -> Completion:
+        """A completion of at most `max_tokens`; its finish reason is `CUT` when the episode's time ended it.
+
+        Args:
+            params: sampling parameters for a number of tokens.
+            name: id of the first request; later ones get it with a number.
+
+        Raises:
+            OutOfTime: not one token was sampled before the end of the episode's time.
+            SlowServer: a request took `timeout_s`, and the server was slower than usual.
+            ServingError: the server failed.
+        """
+        made: Completion | None = None
+        for number in count():  # every request but the first samples a token, or is the last
+            ids = [] if made is None else list(made.token_ids)
+            part = await self._part([*token_ids, *ids], params(max_tokens - len(ids)), f"{name}.{number}" if number else name, not number)
+            made = part if made is None else joined(made, part)
+            if made.finish_reason != CUT or len(made.token_ids) >= max_tokens or self.out_of_time:
+                break
+        assert made is not None, "max_tokens is positive"
+        if len(made.token_ids) >= max_tokens and made.finish_reason == CUT:
+            return replace(made, finish_reason="length")
+        if made.token_ids or made.finish_reason != CUT:
+            return made
+        raise OutOfTime("the episode's time ended before the policy had sampled a token")
+
+    async def _part(self, token_ids: Sequence[int], params: SamplingParams, name: str, first: bool) -> Completion:
+        left_s = self.left_s
+        if left_s <= 0:
+            self._cut = True
+            return NOTHING
+        timeout_s = min(left_s, self.timeout_s)
+        if first and not self.pace.known:
+            timeout_s = min(timeout_s / 2, FIRST_S)
+        request, tokens, cut = self.pace.begin(now()), None, False
+        self.time.begin(now())
+        try:
+            made = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
+            tokens, cut = len(made.token_ids), made.finish_reason == CUT
+        finally:
+            reading = self.pace.end(request, now(), tokens=tokens, at_most=params.max_tokens, cut=cut)
+            self.time.end(now(), reading)
+        if cut and timeout_s >= left_s:
+            self._cut = True
+        elif cut and not first and not made.token_ids:
+            raise SlowServer(f"request {name}: no token within {timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
+        elif cut and reading.lost_s > LOST * timeout_s and timeout_s >= self.timeout_s:
+            raise SlowServer(f"request {name}: {tokens} tokens within {timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
+        return made
+
+    def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
+        """Whose doing it is that the episode ran out of time, as a `Failure`; None when only programs of the policy took it."""
+        sampled_s, lost_s = self.time.sampled_s, self.time.lost_s
+        blame = out_of_time(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s)
+        spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"
+        figures = "" if self.time.newest is None else f"; {self._figures(self.time.newest)}"
+        if blame is Blame.POLICY:
+            if sampled_s < program_s:
+                return None
+            message = f"the policy sampled until its time was up, after {spent}{figures}. If it should have more time: {ADVICE}"
+            return Failure(stage="generate", blame=blame, kind=WALL, message=message, turn=turn)
+        if lost_s > LOST * self.limit_s:
+            kind, slow = WALL, f"the server was silent for {lost_s:.1f} s, in a run without a usual pace yet"
+            if self.pace.known:
+                kind, slow = SLOW_SERVER, f"the server was slow: requests took {lost_s:.1f} s more than {SLOW:g} times what is usual"
+            return infrastructure_fault("generate", kind, f"{slow}, of {spent}{figures}\n  fix: {ADVICE}", turn=turn)
+        other_s = max(0.0, self.limit_s - program_s - sampled_s - lost_s)
+        message = f"no end after {spent}, and everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s with their programs)"
+        return infrastructure_fault("episode", WALL, f"{message}\n  fix: {ADVICE}, or sandbox.warm", turn=turn)
+
+    def _figures(self, reading: Reading) -> str:
+        """The pace of the newest request, against the usual one."""
+        now_ = "unknown" if reading.tokens is None else f"{reading.tokens / max(reading.seconds, 1e-9):.3g} tokens/s"
+        usual = "no history"
+        if reading.usual_s is not None and reading.tokens:
+            usual = f"usually {reading.tokens / max(reading.usual_s, 1e-9):.3g}"
+        elif reading.usual_s is not None:
+            usual = f"usually done in {reading.usual_s:.3g} s"
+        waiting = "" if self.pace.slots is None else f", {self.pace.waiting} of them waiting"
+        return f"the newest request had {now_} ({usual}) with {reading.in_flight:.3g} requests in flight{waiting}"
+
+
+NOTHING = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
