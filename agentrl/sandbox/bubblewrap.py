@@ -150,7 +150,7 @@ class BubblewrapBackend(ChannelBackend):
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What the exec server is told: bounds that bwrap has no option for (files of each place, terminals, sockets), and limits."""
-        options = allowance.server_options(name, spec)
+        options = allowance.server_options(name, spec, grouped=self._hierarchy is not None)
         options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
         options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
         if self._hierarchy is None:
