@@ -1,4 +1,8 @@
-"""Connections that ask for nothing are closed: one that holds them open by the hundred keeps every other session's programs out."""
+"""Bounds on connections to the gateway: bytes that are no body, requests in a row, and time without a request.
+
+Whatever arrives before a request's head is complete arrives before its key was checked, so any program that reaches the gateway can send
+it. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,36 @@ from typing import Any
 IDLE_S = 30.0
 """For so long a connection may be without a request whose head has arrived whole, at first and after an answer; at most half as much
 again, since it is looked at now and then."""
+HEAD_BYTES = 65536
+"""Of a request: its line, its headers, its trailers, and the framing of a chunked body as far as that is larger than `FRAMING` allows."""
+FRAMING = 6
+"""Bytes of framing that a byte of a chunked body may have: a chunk of one byte has five."""
+PIPELINED = 16
+"""Requests that a connection may have waiting for the answer to an earlier one."""
+PIECE = 4096
+"""The parser is fed in pieces of this size: it keeps what it has parsed, and is looked at after each."""
+_REASON = f"A request's head may have {HEAD_BYTES} bytes.\n".encode()
+TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+    % (len(_REASON), _REASON)
+)
 
 
-def impatient() -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with that limit. Its own begins after the first answer, and ends with the first byte of what may come."""
+def bounded() -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol, of whichever parser is installed, with these bounds."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    return bounded_protocol(AutoHTTPProtocol)
+
+
+def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
+    """The uvicorn protocol `base` with these bounds. Its own limit on idle connections starts only after the first answer."""
+    counts = hasattr(base, "on_body")  # httptools. h11 bounds heads, trailers and chunks itself: `h11_max_incomplete_event_size`
+
+    class Bounded(base):  # type: ignore[misc]
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self._framing = 0  # bytes of the request at hand that are no body, less what its body allows
             self._looks = 0  # in a row that found no request, or the same one, answered
             self._last: Any = None
             self._later()
@@ -24,6 +49,26 @@ def impatient() -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._look.cancel()
             super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            for start in range(0, len(data), PIECE):
+                if self.transport.is_closing():
+                    return
+                piece = data[start : start + PIECE]
+                self._framing += len(piece) if counts else 0
+                super().data_received(piece)
+                if self._framing > HEAD_BYTES:
+                    self._refuse()
+                elif len(getattr(self, "pipeline", ())) > PIPELINED:  # h11 reads one request at a time
+                    self.transport.abort()
+
+        def _refuse(self) -> None:
+            """Ends the connection, with an answer unless one is already under way."""
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(TOO_LARGE)
+                self.transport.close()
+            else:
+                self.transport.abort()
 
         def _later(self) -> None:
             self._look = self.loop.call_later(IDLE_S / 2, self._looked)
@@ -37,4 +82,14 @@ def impatient() -> type[asyncio.Protocol]:
             else:
                 self._later()
 
-    return Impatient
+        # Called by httptools
+
+        def on_body(self, body: bytes) -> None:
+            self._framing = max(0, self._framing - (1 + FRAMING) * len(body))
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._framing = 0
+            super().on_message_complete()
+
+    return Bounded

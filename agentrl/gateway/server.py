@@ -22,7 +22,7 @@ from agentrl import usercode
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused, read_json
-from agentrl.gateway.connections import impatient
+from agentrl.gateway.connections import bounded
 from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.session import Session
 
@@ -115,7 +115,7 @@ class Gateway:
         listener = _listen(self.host, self.port)
         config = uvicorn.Config(
             self._app(),
-            http=impatient(),
+            http=bounded(),
             log_level="warning",
             log_config=None,
             access_log=False,

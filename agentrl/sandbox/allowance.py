@@ -104,8 +104,8 @@ def server_rights() -> dict[str, int]:
     return rights | ({"SYS_RESOURCE": CAP_SYS_RESOURCE} if int(status["CapBnd"], 16) >> CAP_SYS_RESOURCE & 1 else {})
 
 
-def server_options(name: str, spec: SandboxSpec) -> dict[str, Any]:
-    """What the exec server of sandbox `name` is started with.
+def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
+    """What the exec server of sandbox `name` is started with; `grouped` if the sandbox has a control group for CPU time.
 
     The users belong to this sandbox alone, because the kernel counts some things for each user of the machine: inotify
     instances, queued signals, bytes in queues and pipes. A hash of the name is enough: should two ever meet, they share a count.
@@ -117,6 +117,7 @@ def server_options(name: str, spec: SandboxSpec) -> dict[str, Any]:
         "rights": list(server_rights().values()),
         "cores": cores(spec),
         "open_files": spec.open_files,
-        "limits": {"RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
+        "grouped": grouped,
+        "limits": {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": QUEUED_SIGNALS, "RLIMIT_MSGQUEUE": QUEUE_BYTES},
         "filter": seccomp.program().hex() if seccomp.supported() else "",
     } | egress.server_options(spec)

@@ -30,9 +30,11 @@ from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
+from agentrl.sandbox.residents import Residents
 
 USER = 65534
-ENDING_S = 5.0
+ENDING_S = 60.0
+"""How long a sandbox's processes may take to end once they are killed: on a busy machine each must get CPU time for that."""
 PATIENCE_S = 1.0
 
 
@@ -71,7 +73,8 @@ class BubblewrapBackend(ChannelBackend):
                 ours.setblocking(False)
                 reader, writer = await asyncio.open_unix_connection(sock=ours)  # closes `ours` when it fails
                 undo.callback(writer.close)
-                process = await self._spawn(name, spec, image, folder, theirs.fileno(), group)
+                options = self._options(name, spec)
+                process = await self._spawn(name, spec, image, folder, theirs.fileno(), group, options)
             undo.pop_all()
 
         async def destroy(ended: bool) -> None:
@@ -83,18 +86,24 @@ class BubblewrapBackend(ChannelBackend):
                 await asyncio.to_thread(group.remove)
             await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name)
+        channel = Channel(reader, writer, name=name, relieve=Residents.of(options, process.pid).end_programs)
         sandbox = ChannelSandbox(name, spec, channel, destroy)
         return await self._greeted(sandbox, channel, listener, explain=lambda: f"bwrap says: {_log(folder) or 'nothing'}")
 
     async def _spawn(
-        self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path, link: int, group: cgroups.Group | None
+        self,
+        name: str,
+        spec: SandboxSpec,
+        image: ReadyImage,
+        folder: Path,
+        link: int,
+        group: cgroups.Group | None,
+        options: dict[str, Any],
     ) -> subprocess.Popen[bytes]:
         """Starts bwrap, puts it into its control group while it waits for its arguments, and only then tells it what to do.
 
         The group is made in a thread: the kernel takes 10 ms to move a process, and more when many are moved.
         """
-        options = self._options(name, spec)
         shown = {**allowance.describe(folder, options), **egress.shown(folder, spec)}
         with contextlib.ExitStack() as stack:
             args_read, args_write = os.pipe()
@@ -150,7 +159,7 @@ class BubblewrapBackend(ChannelBackend):
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
         """What the exec server is told: bounds that bwrap has no option for (files of each place, terminals, sockets), and limits."""
-        options = allowance.server_options(name, spec)
+        options = allowance.server_options(name, spec, grouped=self._hierarchy is not None)
         options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
         options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
         if self._hierarchy is None:

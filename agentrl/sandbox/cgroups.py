@@ -18,7 +18,7 @@ from agentrl.sandbox import allowance
 MOUNT = Path("/sys/fs/cgroup")
 PARENT = "agentrl"
 PERIOD_US = 100_000
-REMOVE_S = 5.0
+REMOVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

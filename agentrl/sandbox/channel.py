@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import frames
 from agentrl.sandbox.frames import FrameError, Schema
+
+RELIEVED_S = 35.0
+"""How much longer an answer may take once the programs that kept the exec server from giving it have been killed."""
+UNRELIEVED_S = 5.0
+"""How much longer it may take if no program did: the machine may have stood still."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,8 +40,12 @@ class _Call:
 class Channel:
     """Request ids, deadlines and the one reader of a connection. The first thing out of order breaks the channel for good."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, relieve: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
+        """`relieve` ends the programs of the sandbox from outside, and returns whether they can be why an answer is late."""
         self.name = name
+        self._relieve = relieve
         self._reader = reader
         self._writer = writer
         self._calls: dict[int, _Call] = {}
@@ -69,7 +78,8 @@ class Channel:
 
         Raises `FileNotFoundError` or `ValueError` for what the server refuses, `SandboxTimeout` when no reply comes in
         `timeout_s`, `SandboxError` when the sandbox is gone or answers nonsense. A call that is cancelled or late breaks
-        the channel, because its reply would be mistaken for nobody's.
+        the channel, because its reply would be mistaken for nobody's. If programs of the sandbox kept the server from answering, they
+        are ended, and the server gets `RELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")
@@ -77,13 +87,19 @@ class Channel:
         number = self._number
         data = frames.encode({"id": number, "op": operation, **(arguments or {})}, body)
         call = self._expect(number, schema, max_body)
+        start = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(timeout_s) as call.deadline:
-                self._writer.write(data)
-                await self._writer.drain()
-                return await call.done
+            try:
+                async with asyncio.timeout(timeout_s) as call.deadline:
+                    self._writer.write(data)
+                    return await self._reply(call)
+            except TimeoutError:
+                extra_s = RELIEVED_S if self._relieve is not None and await self._relieve() else UNRELIEVED_S
+            async with asyncio.timeout(extra_s) as call.deadline:
+                return await self._reply(call)
         except TimeoutError:
-            raise self._break(SandboxTimeout(f"sandbox {self.name}: no answer to {operation} in {timeout_s:.1f} s")) from None
+            waited_s = asyncio.get_running_loop().time() - start
+            raise self._break(SandboxTimeout(f"sandbox {self.name}: no answer to {operation} in {waited_s:.1f} s")) from None
         except OSError as error:
             if isinstance(error, FileNotFoundError):
                 raise
@@ -93,6 +109,10 @@ class Channel:
             raise
         finally:
             self._calls.pop(number, None)
+
+    async def _reply(self, call: _Call) -> Reply:
+        await self._writer.drain()
+        return await asyncio.shield(call.done)
 
     def stop_clocks(self) -> None:
         """Calls in flight wait without a deadline until `start_clocks`: the sandbox is paused."""

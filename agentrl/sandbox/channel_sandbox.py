@@ -15,9 +15,9 @@ from agentrl.sandbox.channel import Channel
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0
-"""How much longer than a program's own limit the layer may take to say so."""
-FILE_S = 30.0
+GRACE_S = 5.0
+"""How much longer than a program's own limit the exec server may take to report it before the program is ended from outside."""
+FILE_S = 25.0
 HANG_UP_S = 3.0
 
 Destroy = Callable[[bool], Awaitable[None]]

@@ -45,6 +45,7 @@ from agentrl.sandbox.inside.keeper import EGRESS_FD
 from agentrl.sandbox.inside.room import NAMESPACES, PERIOD_US
 from agentrl.sandbox.lease import lease, mark_folder, remove_folder, runtime_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.links import accept
+from agentrl.sandbox.residents import Residents
 from agentrl.sandbox.shared import CannotShare, Container, Containers, Keeper, Room
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class DockerBackend(ChannelBackend):
             listener = egress.EgressListener.where_wanted(name, spec, folder)
             if listener is not None:
                 undo.callback(listener.abandon)
-            link = await self._connect(name, self._container(name, spec, image, folder), folder, image.program)
+            options = allowance.server_options(name, spec)
+            link = await self._connect(name, self._container(spec, image, folder, options), folder, image.program)
             reader, writer = await asyncio.open_unix_connection(sock=link, limit=STREAM_BYTES)
             undo.pop_all()
 
@@ -163,7 +165,7 @@ class DockerBackend(ChannelBackend):
             else:
                 await self._discard(name)
 
-        channel = Channel(reader, writer, name=name)
+        channel = Channel(reader, writer, name=name, relieve=Residents.of(options, 0).end_programs)
         return await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
 
     # A container for several sandboxes ---------------------------------------------------------------------------------
@@ -184,7 +186,8 @@ class DockerBackend(ChannelBackend):
                 ours.setblocking(False)
                 reader, writer = await asyncio.open_unix_connection(sock=ours, limit=STREAM_BYTES)  # closes `ours` when it fails
                 undo.callback(writer.close)
-                room = _hand_over(keeper, self._room(name, spec), theirs, folder / egress.LINK if listener else None, image.instead)
+                described = self._room(name, spec)
+                room = _hand_over(keeper, described, theirs, folder / egress.LINK if listener else None, image.instead)
             undo.pop_all()
 
         async def destroy(ended: bool) -> None:
@@ -197,7 +200,7 @@ class DockerBackend(ChannelBackend):
                 self._shared.give_back(container)
                 await asyncio.to_thread(remove_folder, folder)
 
-        channel = Channel(reader, writer, name=name)
+        channel = Channel(reader, writer, name=name, relieve=Residents.of(described["options"], 0).end_programs)
         try:
             sandbox = await self._greeted(ChannelSandbox(name, spec, channel, destroy), channel, listener)
         except SandboxError as error:
@@ -309,9 +312,8 @@ class DockerBackend(ChannelBackend):
         except (DockerException, requests.RequestException) as error:
             raise engine.fault(error) from error
 
-    def _container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
-        """The body of the daemon's create request."""
-        options = allowance.server_options(name, spec)
+    def _container(self, spec: SandboxSpec, image: ReadyImage, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+        """The body of the daemon's create request. `options` are the exec server's."""
         mounts = {"/agentrl": folder, **allowance.describe(folder, options)}
         shared = spec.runtime in SHARING
         if not shared:  # one with a kernel of its own shows that kernel's cores, and has terminals and buffers for itself

@@ -28,8 +28,9 @@ KEEPER_BYTES = 64 << 20
 """Memory that a container has besides its sandboxes'."""
 IDLE = 8
 """Containers without a sandbox that are kept for the next one; the one unused for longest goes first."""
-ENDING_S = 10.0
-"""How long a sandbox may take to be gone once its first process has been killed; then its container is given up."""
+ENDING_S = 60.0
+"""How long a sandbox may take to be gone once its first process has been killed; then its container takes no further sandbox."""
+AGAIN_S = 0.1
 PACKET = 1 << 17
 _SHORT_OF = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
 
@@ -59,6 +60,7 @@ class Keeper:
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
         self.gone = asyncio.Event()
+        self.retired = False  # takes no further sandbox, and leaves those alone that it has
         self.cannot = ""
         self._link = link
         self._rooms: dict[int, Room] = {}
@@ -78,7 +80,8 @@ class Keeper:
     def open(self, room: Mapping[str, Any], handed: Mapping[str, int]) -> Room:
         """Has a sandbox made that is handed these descriptors. What comes of it is seen at its own connection. Raises `SandboxError`."""
         made = Room(next(self._numbers))
-        self._ask({"op": "open", "id": made.id, "handed": list(handed), **room}, list(handed.values()))
+        if not self._asked({"op": "open", "id": made.id, "handed": list(handed), **room}, list(handed.values())):
+            raise SandboxError(f"container {self.name} has too many requests to answer")
         self._rooms[made.id] = made
         return made
 
@@ -90,12 +93,15 @@ class Keeper:
         if room.ended.is_set():
             return
         try:
-            self._ask({"op": "end", "id": room.id}, [])
             async with asyncio.timeout(ENDING_S):
+                while not self._asked({"op": "end", "id": room.id}, []):
+                    await asyncio.sleep(AGAIN_S)
                 await room.ended.wait()
         except TimeoutError:
-            self.close()
-            raise SandboxError(f"a sandbox in container {self.name} does not end; the container is given up") from None
+            self.retired = True
+            raise SandboxError(
+                f"a sandbox in container {self.name} did not end in {ENDING_S:.0f} s; the container ends with the last of the others"
+            ) from None
 
     def close(self) -> None:
         """Hangs up, which ends the container. Idempotent."""
@@ -108,14 +114,18 @@ class Keeper:
                 room.ended.set()
             self._rooms.clear()
 
-    def _ask(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    def _asked(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
+        """Sends a request; False if the keeper has not read enough of the earlier ones, such as for want of CPU time."""
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} is gone")
         try:
             socket.send_fds(self._link, [json.dumps(request).encode()], descriptors)
-        except OSError as error:  # a keeper that does not take a few packets is no use any more
+        except BlockingIOError:
+            return False
+        except OSError as error:
             self.close()
             raise SandboxError(f"container {self.name} takes no request: {error}") from error
+        return True
 
     def _read(self) -> None:
         try:
@@ -158,9 +168,12 @@ class Container:
 
     @property
     def failed(self) -> bool:
+        """Whether it takes no further sandbox."""
         if not self.starting.done():
             return False
-        return self.starting.cancelled() or self.starting.exception() is not None or self.starting.result().gone.is_set()
+        if self.starting.cancelled() or self.starting.exception() is not None:
+            return True
+        return self.starting.result().gone.is_set() or self.starting.result().retired
 
     @property
     def has_room(self) -> bool:

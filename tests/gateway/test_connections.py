@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -89,3 +92,106 @@ async def test_a_request_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> N
             writer.write(bytes([byte]))
         assert (await reader.readline()).startswith(b"HTTP/1.1 4"), "the body came slowly, and was read and answered"
         writer.close()
+
+
+# Bytes before a key has been checked -----------------------------------------------------------------------------------
+
+PARSERS = [name for name in ("h11", "httptools") if find_spec(name) is not None]
+"""Those that are installed: httptools comes with vLLM."""
+MOST_TAKEN = 8 << 20
+"""What the kernel buffers of a connection, its stream and one read of the event loop hold together."""
+CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+ENDLESS = {
+    "a header without end": (b"GET / HTTP/1.1\r\nHost: h\r\nX: ", b"x" * 65536),
+    "a header's name without end": (b"GET / HTTP/1.1\r\nHost: h\r\n", b"x" * 65536),
+    "headers without end": (b"GET / HTTP/1.1\r\nHost: h\r\n", b"a: b\r\n" * 10000),
+    "a target without end": (b"GET /", b"x" * 65536),
+    "a method without end": (b"", b"G" * 65536),
+    "empty lines without end": (b"", b"\r\n" * 32768),
+    "trailers without end": (CHUNKED + b"\r\n1\r\n \r\n0\r\n", b"a: b\r\n" * 10000),
+    "a chunk's extension without end": (CHUNKED + b"\r\n1;", b"x" * 65536),
+    "a chunk's size without end": (CHUNKED + b"\r\n", b"0" * 65536),
+}
+
+
+@pytest.fixture(params=PARSERS)
+def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The gateway's server reads with this parser."""
+    name, kind = {"h11": ("h11_impl", "H11Protocol"), "httptools": ("httptools_impl", "HttpToolsProtocol")}[request.param]
+    base = getattr(import_module(f"uvicorn.protocols.http.{name}"), kind)
+    monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: connections.bounded_protocol(base))
+    return str(request.param)
+
+
+async def taken_of(url: str, start: bytes, piece: bytes, total: int = 64 << 20) -> tuple[int, bytes]:
+    """How many bytes a connection takes of `start` and then of `piece` after `piece`, and what it answers."""
+    reader, writer = await opened(url)
+    sent, answer = len(start), b""
+    with contextlib.suppress(ConnectionError, TimeoutError):  # one that is closed, or not read any more
+        writer.write(start)
+        while sent < total and not reader.at_eof():
+            writer.write(piece)
+            async with asyncio.timeout(3):
+                await writer.drain()
+            sent += len(piece)
+        async with asyncio.timeout(3):
+            answer = await reader.read(4096)
+    writer.transport.abort()
+    return sent, answer
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+async def test_what_is_no_body_has_a_bound_with_each_parser(parser: str, case: str) -> None:
+    gateway: Any = Gateway()
+    async with gateway.session(Nobody()) as key:
+        sent, answer = await taken_of(gateway.url, *ENDLESS[case])
+        assert sent < MOST_TAKEN
+        assert not answer or answer.split()[1] in (b"400", b"401", b"431"), answer
+        reader, writer = await opened(gateway.url)  # others are served
+        writer.write(request(key))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_head_behind_a_request_that_is_being_answered_has_the_same_bound(parser: str) -> None:
+    class Slow(Nobody):
+        async def ask(self, asked: Any, gone: asyncio.Event) -> Any:
+            await gone.wait()
+            return None, lambda: None
+
+    gateway: Any = Gateway()
+    async with gateway.session(Slow()) as key:
+        text = b'{"model": "policy", "messages": [{"role": "user", "content": "x"}]}'
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(text)}\r\n\r\n"
+        start = head.encode() + text + b"GET / HTTP/1.1\r\nHost: h\r\nX: "
+        for piece in (b"a: b\r\n" * 10000, b"x" * 65536):
+            assert (await taken_of(gateway.url, start, piece))[0] < MOST_TAKEN
+
+
+async def test_requests_in_a_row_have_a_bound(parser: str) -> None:
+    """A quarter of a megabyte holds 14,000 of the shortest ones, each of which a parser may turn into objects before the first is answered."""
+    gateway: Any = Gateway()
+    async with gateway.session(Nobody()):
+        reader, writer = await opened(gateway.url)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n" * 14000)
+        answers = 0
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(20):
+                while await reader.readline():
+                    answers += 1
+        assert answers < 14000
+        writer.close()
+
+
+async def test_a_large_head_and_a_body_in_small_chunks_are_taken(parser: str) -> None:
+    gateway: Any = Gateway()
+    async with gateway.session(Nobody()) as key:
+        long = "".join(f"X-{number}: {'y' * 900}\r\n" for number in range(60))
+        for body in (b"1\r\n \r\n" * 50_000, b"400\r\n" + b" " * 1024 + b"\r\n", (b"400\r\n" + b" " * 1024 + b"\r\n") * 500):
+            reader, writer = await opened(gateway.url)
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\n{long}Transfer-Encoding: chunked\r\n\r\n"
+            )
+            writer.write(head.encode() + body + b"0\r\n\r\n")
+            assert (await reader.readline()).split()[1] == b"400", "an empty text is no JSON, and was read to its end"
+            writer.close()

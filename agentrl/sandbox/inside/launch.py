@@ -101,7 +101,8 @@ class Launcher:
         os.write(self.victim, VICTIM)
         try:
             take_ids(agent, agent, server)  # with the server's as the third, this process's limits stay out of reach
-            return spawned(argument, has_stdin)
+            self.users.lower_priority()
+            return spawned(argument, has_stdin, self.users.policy())
         finally:
             take_ids(server, server, server)
             os.write(self.victim, self.spared)
@@ -142,10 +143,11 @@ def take_ids(real: int, effective: int, saved: int) -> None:
             os._exit(70)  # it is nobody then that it should be
 
 
-def spawned(argument: Argument, has_stdin: bool) -> int:
+def spawned(argument: Argument, has_stdin: bool, policy: int) -> int:
     """Process id of a program that this thread starts; by becoming the program, its process gives up the third id and all rights."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     path = next(place for place in candidates(argv[0], environment) if os.access(place, os.X_OK))
     actions = [] if has_stdin else [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
-    return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True)
+    scheduler = (policy, os.sched_param(0))
+    return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True, scheduler=scheduler)

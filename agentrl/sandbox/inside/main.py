@@ -19,7 +19,7 @@ from agentrl.sandbox.inside.bounds import set_bounds
 from agentrl.sandbox.inside.child import look_like_an_interpreter
 from agentrl.sandbox.inside.keeper import Keeper
 from agentrl.sandbox.inside.server import Server
-from agentrl.sandbox.inside.users import ENVIRONMENT, Users, leave_root, restrict
+from agentrl.sandbox.inside.users import ENVIRONMENT, leave_root, own_user, restrict
 from agentrl.sandbox.inside.wire import Link
 
 TYPE_CHECKING = False
@@ -65,7 +65,7 @@ def serve(options: Request, sock: socket.socket) -> None:
     """Turns this process, the first of its sandbox, into the exec server; returns when that has failed."""
     if os.geteuid() == 0:
         set_bounds(options)
-    users = leave_root(options) if os.geteuid() == 0 else Users(os.geteuid(), os.geteuid(), options["open_files"])
+    users = leave_root(options) if os.geteuid() == 0 else own_user(options)
     restrict(options)
     heed_image()
     if "network" in options:

@@ -105,6 +105,8 @@ class Program:
         """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()
+            if self.ended >= self.deadline and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+                self.timed_out = True  # killed from outside, where this process got no CPU time to do it
             self.never_began = as_server and os.WIFEXITED(status)
 
     def close(self) -> None:

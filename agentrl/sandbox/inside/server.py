@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DRAIN_S = 0.2
 """How long output is still read after a program has ended while something it left behind keeps the pipe open."""
-GONE_S = 5.0
-"""How long killed processes may take to disappear; then the server ends, and the kernel ends them."""
+GONE_S = 60.0
+"""How long killed processes may take to disappear, without CPU time; then the server ends. The driver waits less."""
 LONGEST_WAIT_S = 3600.0
 """`poll` counts milliseconds in 31 bits."""
 EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
@@ -174,7 +174,8 @@ class Server:
                 with contextlib.suppress(KeyError):  # it has said what it had to say
                     self.poll.unregister(teller.control)
             program.close()
-        if program.timed_out or program.overdrawn:  # everything was killed, the waiting child too, and may take a while to die
+        if program.timed_out or program.overdrawn:  # everything is killed, the waiting child too, and may take a while to die
+            kill_everything(signal.SIGKILL)
             self.await_gone()
         fields, output = program.reply()
         if program.never_began:

@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "TMPDIR": "/tmp",
 }
 SERVER_FILES = 256
+NICE = 5
+"""Of programs of a sandbox without a control group: a third of the CPU time of a process with the usual priority."""
 VICTIM = b"1000"
 """The mark of programs: without memory they go, not the server. What has it from a process with SYS_RESOURCE cannot take it back."""
 CAPABILITY_VERSION_3 = 0x20080522
@@ -53,8 +55,9 @@ def set_capabilities(numbers: Sequence[int]) -> None:
 class Users:
     """Who the server is and who its programs are; the same where no second user is to be had."""
 
-    def __init__(self, server: int, agent: int, open_files: int) -> None:
-        self.server, self.agent, self.open_files = server, agent, open_files
+    def __init__(self, server: int, agent: int, open_files: int, *, grouped: bool) -> None:
+        """`grouped`: this sandbox has a control group of its own for CPU time."""
+        self.server, self.agent, self.open_files, self.grouped = server, agent, open_files, grouped
 
     @contextlib.contextmanager
     def as_agent(self) -> Iterator[None]:
@@ -74,6 +77,20 @@ class Users:
         """Whether a process of this user is known not to be the agent's."""
         return user == self.server != self.agent
 
+    def policy(self) -> int:
+        """Scheduling policy of programs. The server is scheduled before them, so that it can end what takes all CPU time.
+
+        Within a control group of their own, programs compete with their server alone, so the idle policy costs them nothing. Without a
+        group they also compete with the driver and the learner, and get `NICE` instead, which leaves them a share. A program can undo
+        neither: that takes `RLIMIT_NICE`, which is 0, or a capability.
+        """
+        return os.SCHED_IDLE if self.grouped else os.SCHED_OTHER
+
+    def lower_priority(self) -> None:
+        """Lowers the priority of this thread, and of the programs that it starts, if it has no control group (see `policy`)."""
+        if not self.grouped:
+            os.setpriority(os.PRIO_PROCESS, 0, NICE)
+
     def limit_program(self) -> None:
         """What holds for this process, a forked child, from before it becomes the agent's."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
@@ -87,6 +104,8 @@ class Users:
 
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""
+        self.lower_priority()
+        os.sched_setscheduler(0, self.policy(), os.sched_param(0))
         if self.server != self.agent:
             os.setresgid(self.agent, self.agent, self.agent)
             os.setresuid(self.agent, self.agent, self.agent)
@@ -99,6 +118,11 @@ def mapped(user: int) -> bool:
     with open("/proc/self/uid_map") as file:
         ranges = [line.split() for line in file]
     return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
+
+
+def own_user(options: Request) -> Users:
+    """The users of a sandbox that was not started by root: one."""
+    return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
 
 
 def leave_root(options: Request) -> Users:
@@ -117,7 +141,7 @@ def leave_root(options: Request) -> Users:
     os.setresgid(server, server, server)
     os.setresuid(server, server, server)
     set_capabilities(options["rights"])
-    return Users(server, agent, options["open_files"])
+    return Users(server, agent, options["open_files"], grouped=options["grouped"])
 
 
 class FilterProgram(ctypes.Structure):

@@ -83,7 +83,7 @@ class Desk:
         link = _HeldLink(frames.encode({"id": 1, "op": operation, **arguments}, body))
         server = object.__new__(self._module.Server)  # its constructor starts processes
         user = os.geteuid()
-        server.link, server.users = link, Users(user, user, 64)
+        server.link, server.users = link, Users(user, user, 64, grouped=True)
         server.paused_at = 0.0 if operation == "snapshot" else None
         server.answer(link.request())
         must(not link.said.read(1), "the server leaves a part of a request unread")
