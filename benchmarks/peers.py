@@ -145,6 +145,7 @@ def started(setting: Setting, sides: tuple[str, ...], options: dict[str, object]
         base = {**options, "rollouts": "together"} if "trl-together" in sides else options
         tuned, tried = trl.tune(setting, 0, base, work / "tune", steps=given.tune)
         options = {**tuned, "rollouts": options["rollouts"]}
+    trl.check_options(setting, options)
     return Comparison(
         setting=setting.record(),
         sides=sides,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,10 @@ from typing import Any
 import numpy as np
 import psutil
 
+from agentrl.files import write
+
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
 LOOP = ("agentrl/agent", "agentrl/learner", "agentrl/model", "agentrl/objective", "agentrl/reward", "agentrl/rollout", "agentrl/run")
 LOOP += ("agentrl/sandbox", "agentrl/serving", "agentrl/version", "agentrl/weights")
 """The code that a training run measures."""
@@ -33,6 +38,19 @@ def origin(command: str, code: Sequence[str], seeds: Sequence[int] = ()) -> dict
         "commit": commit(),
         "code": {path: digest(path) for path in code},
     }
+
+
+def keep(name: str, origin: Mapping[str, Any], **data: Any) -> Path:
+    """Writes `docs/results/NAME.json`: the fields of `origin`, and what was measured."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps({"origin": dict(origin), **data}, indent=1) + "\n")
+    return path
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and range, and of how many values."""
+    return {"n": len(values), "median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
 def changed(code: Mapping[str, str]) -> list[str]:
@@ -81,11 +99,12 @@ def machine() -> dict[str, Any]:
 
 
 def shown(machines: Iterable[Mapping[str, Any]]) -> str:
-    """One sentence part that describes the machines of several runs, with the range of what differs between them."""
+    """The machines of several runs in a line, with the range of their speed and load. Old results do not have these two."""
     some = list(machines)
     names = " and ".join(sorted({f"{one['cores']} cores ({one['processor']}), {one['memory_gib']} GiB" for one in some}))
-    speeds = [one["gflops"] for one in some]
-    busy = [one["busy_cores"] for one in some]
+    if not all({"gflops", "busy_cores"} <= one.keys() for one in some):
+        return f"{names}; speed and load not recorded"
+    speeds, busy = [one["gflops"] for one in some], [one["busy_cores"] for one in some]
     return f"{names}; {span(speeds)} GFLOPS, {span(busy, '.1f')} cores busy with other work before each run"
 
 

@@ -73,6 +73,14 @@ def options_of(given: list[str]) -> dict[str, Any]:
     return made
 
 
+def check_options(setting: Setting, options: dict[str, Any]) -> None:
+    """Raises `UserError` for a micro-batch that does not divide a step."""
+    rollout = setting.made(seed=0).rollout
+    episodes = rollout.group_size * rollout.groups_per_step
+    if options["micro_batch"] and episodes % options["micro_batch"]:
+        raise UserError(f"micro_batch={options['micro_batch']} does not divide the {episodes} episodes of a step", fix="choose a divisor")
+
+
 _NO_STEP = {"step": 0, "sampled": 0, "trained": 0, "episodes": 0, "faults": 0, "parts": {}}
 
 

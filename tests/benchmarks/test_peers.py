@@ -266,6 +266,12 @@ def test_a_setting_of_the_peers_that_there_is_not_is_told(given: str, told: str)
         trl.options_of([given])
 
 
+def test_a_micro_batch_that_does_not_divide_a_step_is_refused_before_anything_runs() -> None:
+    trl.check_options(SETTING, dict(trl.OPTIONS))
+    with pytest.raises(UserError, match="micro_batch=32 does not divide the 16 episodes"):
+        trl.check_options(replace(SETTING, overrides=("rollout.groups_per_step=2",)), dict(trl.OPTIONS))
+
+
 def test_settings_of_the_peers_are_read() -> None:
     options = trl.options_of(["threads=1", "cache=static", "gradient_checkpointing=true"])
     assert (options["threads"], options["cache"], options["gradient_checkpointing"]) == (1, "static", True)
