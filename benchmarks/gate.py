@@ -14,10 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentrl.compare.rule import Rule
 from agentrl.compare.simulation import block_rate, block_rate_in_a_run
+from benchmarks import stored
 
 STATED = {"0.95 -> 0.85 in every case": 0.8, "a tenth of the cases lost, 0.95 elsewhere": 0.95}
 """Power for a drop of ten points with 50 cases, 4 repeats, 24 further attempts and alpha 0.05; of the others the table says it."""
@@ -53,6 +58,7 @@ def main() -> int:
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--evaluations", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", action="store_true", help="also write the rates to docs/results")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     given = parser.parse_args()
     rule = Rule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
@@ -69,6 +75,11 @@ def main() -> int:
     wrong = [name for name, rate in found.items() if name.startswith("unchanged") and rate > most]
     wrong += [name for name, least in STATED.items() if standard and found[name] < least]
     zero = 1 - 0.95**given.cases
+    if given.store:
+        command = shlex.join(["python", "benchmarks/gate.py", *(word for word in sys.argv[1:] if word != "--store")])
+        settings = {name: getattr(given, name) for name in ("cases", "repeats", "confirm", "alpha", "evaluations")}
+        origin = stored.origin(command, ["agentrl/compare", "benchmarks/gate.py"], [given.seed])
+        stored.keep(f"gate-{given.cases}x{given.repeats}", origin, **settings, blocked=found)
     if given.json:
         print(json.dumps({"blocked": found, "zero_tolerance": zero, "wrong": wrong, **vars(given)}))
         return bool(wrong)

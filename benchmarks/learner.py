@@ -5,9 +5,10 @@
     python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
 The same random Qwen3 model, samples, advantages and thread count; forward, backward and optimizer step are timed, generation is not.
-With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is left out. Contenders take turns
-within each repetition. TRL runs with what is fastest here: no reference model, one batch when it fits, its fused output head. Every
-contender gets its samples sorted and batched the way that pads least. Gradients are compared before anything is timed: the figures
+With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is excluded. Contenders take turns
+within each repetition. TRL runs with what is fastest here: no reference model, its fused output head, and of the batches of 1, 2, 4, ...
+samples, and of those that fit the token budget, the one that is fastest on each case. Every contender gets its samples sorted and batched
+the way that pads least. --store keeps every time as JSON. Gradients are compared before anything is timed: the figures
 mean nothing unless all compute the same update. Last comes the memory of the output head at a vocabulary of 151,936, each way in a
 process of its own (not with --model or --only).
 """
@@ -15,6 +16,7 @@ process of its own (not with --model or --only).
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shlex
@@ -32,14 +34,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from agentrl.learner.forest_attention import register
-from agentrl.learner.logprobs import LOGITS_AT_ONCE, LogprobHead, TokenScorer
-from agentrl.learner.packing import micro_batch, plan
-from agentrl.objective.combined import TrainedTokens, policy_loss
-from agentrl.recipe import ObjectiveConfig
-from agentrl.records import Sample
-from agentrl.testing.tiny_model import make_tokenizer
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
+from agentrl.files import write  # noqa: E402
+from agentrl.learner.forest_attention import register  # noqa: E402
+from agentrl.learner.logprobs import LOGITS_AT_ONCE, LogprobHead, TokenScorer  # noqa: E402
+from agentrl.learner.packing import micro_batch, plan  # noqa: E402
+from agentrl.objective.combined import TrainedTokens, policy_loss  # noqa: E402
+from agentrl.recipe import ObjectiveConfig  # noqa: E402
+from agentrl.records import Sample  # noqa: E402
+from agentrl.testing.tiny_model import make_tokenizer  # noqa: E402
+from benchmarks import stored  # noqa: E402
+
+CODE = ("agentrl/learner", "agentrl/objective", "agentrl/model", "benchmarks/learner.py")
 CPU = torch.device("cpu")
 VOCABULARY = 640
 SIZES = {"small": (128, 4, 4, 2, 384), "base": (512, 8, 8, 4, 1536)}  # hidden, layers, heads, key heads, mlp
@@ -177,11 +185,12 @@ def make_model(size: str, attention: str) -> Any:
     return Qwen3ForCausalLM(config).train()
 
 
-def by_length(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Batches of similar length with at most `BUDGET` padded tokens."""
+def by_length(samples: Sequence[Sample], most: int | None = None) -> list[list[Sample]]:
+    """Batches of similar length with at most `BUDGET` padded tokens and `most` samples; None means any number of samples."""
     batches: list[list[Sample]] = []
     for one in sorted(samples, key=lambda one: -len(one.token_ids)):
-        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].token_ids) <= BUDGET:
+        room = batches and (len(batches[-1]) + 1) * len(batches[-1][0].token_ids) <= BUDGET
+        if room and (most is None or len(batches[-1]) < most):
             batches[-1].append(one)
         else:
             batches.append([one])
@@ -236,6 +245,7 @@ class Trl:
     """GRPOTrainer's own loss and backward pass, on batches of the shape that it makes: prompts padded left, completions right."""
 
     name = "TRL GRPOTrainer"
+    most: int | None = None  # samples of a batch
 
     def __init__(self, size: str) -> None:
         from datasets import Dataset
@@ -267,13 +277,28 @@ class Trl:
         self.trainer.current_gradient_accumulation_steps = 1
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
 
+    def tune(self, case: Case, clock: Callable[[], float], repeat: int) -> dict[str, list[float]]:
+        """Sets the batch that is fastest on a case; the seconds of each. Batches of equal composition are timed once."""
+        tried: dict[str, list[float]] = {}
+        sizes: dict[int, int | None] = {len(by_length(case.samples, most)): most for most in (None, *_powers(len(case.samples)))}
+        for most in sorted(sizes.values(), key=lambda most: most or len(case.samples)):
+            self.most = most
+            once(self, case, clock)
+            tried[self.batch] = [once(self, case, clock) for _ in range(repeat)]
+            say(f"{case.name}: {self.name}, {self.batch}: {statistics.median(tried[self.batch]):.3f} s")
+        self.most = min(sizes.values(), key=lambda most: statistics.median(tried[_batch(most)]))
+        return tried
+
+    @property
+    def batch(self) -> str:
+        return _batch(self.most)
+
     def tokens(self, case: Case) -> int:
-        return sum(
-            self._inputs(rows)["prompt_ids"].numel() + self._inputs(rows)["completion_ids"].numel() for rows in by_length(case.samples)
-        )
+        inputs = [self._inputs(rows) for rows in by_length(case.samples, self.most)]
+        return sum(one["prompt_ids"].numel() + one["completion_ids"].numel() for one in inputs)
 
     def backward(self, case: Case) -> None:
-        for rows in by_length(case.samples):
+        for rows in by_length(case.samples, self.most):
             inputs = self._inputs(rows)
             share = (inputs["completion_mask"] * inputs["tool_mask"]).sum() / case.trained  # its loss is a mean over the batch
             (self.trainer.compute_loss(self.trainer.model, inputs) * share).backward()
@@ -299,6 +324,14 @@ class Trl:
             made["old_per_token_logps"][n, :length] = torch.tensor(row.logprobs[start:])
         made["advantages"] = torch.tensor([row.advantages[start] for row, start in zip(rows, starts, strict=True)])
         return made
+
+
+def _batch(most: int | None) -> str:
+    return f"batches of {BUDGET:,} tokens" if most is None else f"batches of {most}"
+
+
+def _powers(count: int) -> list[int]:
+    return [2**n for n in range(count.bit_length()) if 2**n <= count]
 
 
 def padded(rows: Sequence[Sample], fill: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -382,21 +415,20 @@ def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
                 raise SystemExit(f"{case.name}: the gradient of {contender.name} differs from ours by {gap:.2g}")
 
 
-def table(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float]) -> str:
+def measured(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float]) -> list[dict[str, Any]]:
+    """The seconds of each contender on each case, in turns, with what they computed. Exits if the contenders' gradients differ."""
     shape = shape_of(size)
-    ours = Ours(size)
-    contenders: list[Any] = [ours, Trl(size)]
+    ours, trl = Ours(size), Trl(size)
+    contenders: list[Any] = [ours, trl]
     if size in SIZES:
         contenders.append(Padded(size))
     else:
         say(f"{size}: logprobs of sampling")
         made = [on_policy(case, ours.scorer) for case in made]
     check_same_update(contenders, made)
-    lines = [
-        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours | FLOP bound | reached |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    results = []
     for case in made:
+        tried = trl.tune(case, clock, max(1, repeat // 3))
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for contender in contenders:
             once(contender, case, clock)
@@ -404,17 +436,41 @@ def table(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float
             say(f"{case.name}: turn {turn + 1} of {repeat}")
             for contender in contenders:
                 times[contender.name].append(once(contender, case, clock))
-        for contender in contenders:
-            values = times[contender.name]
-            median = statistics.median(values)
-            ratio = statistics.median(theirs / mine for theirs, mine in zip(values, times[contenders[0].name], strict=True))
-            limit = bound(case, shape) if contender.name == "padded loop" else None
-            shown = (f"{limit:.2f}", f"{ratio / limit:.0%}") if limit else ("", "")
+        results.append(
+            {
+                "case": case.name,
+                "trained": case.trained,
+                "tokens": {contender.name: contender.tokens(case) for contender in contenders},
+                "seconds": times,
+                "bound": bound(case, shape) if size in SIZES else None,
+                "batch": trl.batch,
+                "tried": tried,
+            }
+        )
+    return results
+
+
+def times_ours(result: dict[str, Any], name: str) -> list[float]:
+    """A contender's time over ours, by repetition."""
+    return [theirs / mine for theirs, mine in zip(result["seconds"][name], result["seconds"][Ours.name], strict=True)]
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| batch | | tokens computed | seconds, median (range) | trained tokens/s | times ours, median (range) | FLOP bound | reached |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for result in results:
+        for name, values in result["seconds"].items():
+            median, ratios = statistics.median(values), times_ours(result, name)
+            limit = result["bound"] if name == Padded.name else None
+            shown = (f"{limit:.2f}", f"{statistics.median(ratios) / limit:.0%}") if limit else ("", "")
             spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
-            first = case.name if contender is contenders[0] else ""
-            line = [first, contender.name, f"{contender.tokens(case):,}", spread, f"{case.trained / median:,.0f}", f"{ratio:.2f}", *shown]
+            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            first = result["case"] if name == Ours.name else ""
+            label = f"{name}, {result['batch']}" if name == Trl.name else name
+            line = [first, label, f"{result['tokens'][name]:,}", spread, f"{result['trained'] / median:,.0f}", ratio, *shown]
             lines.append("| " + " | ".join(line) + " |")
-            print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines)
 
 
@@ -478,6 +534,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
     parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
+    parser.add_argument("--store", type=Path, help="also write every time to this JSON file: docs/results/learner.json")
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -490,10 +547,13 @@ def main() -> None:
         subjects = {options.model: made}
     else:
         subjects = {size: [case for case in cases(0) if options.only in case.name] for size in options.size}
-    tables = {subject: table(subject, options.repeat, made=made, clock=clock) for subject, made in subjects.items()}
-    parts = [f"## Model `{Path(subject).name}`\n\n{shape_of(subject)}\n\n{made}" for subject, made in tables.items()]
-    text = "\n\n".join(parts if options.only or options.model else [*parts, f"## Memory\n\n{head_table()}"])
     command = shlex.join(["python", "benchmarks/learner.py", *sys.argv[1:]])
+    origin = stored.origin(command, CODE, seeds=[0])
+    results = {Path(name).name: measured(name, options.repeat, made=made, clock=clock) for name, made in subjects.items()}
+    if options.store:
+        write(options.store, json.dumps({"origin": origin, "clock": options.clock, "models": results}, indent=1) + "\n")
+    parts = [f"## Model `{name}`\n\n{table(result)}" for name, result in results.items()]
+    text = "\n\n".join(parts if options.only or options.model else [*parts, f"## Memory\n\n{head_table()}"])
     page = f"# One learner update, side by side\n\nCommand: `{command}`. Float32; {os.cpu_count()} cores.\n\n{text}\n"
     print(page)
     if options.out:

@@ -1,31 +1,37 @@
-"""Ours and TRL's GRPOTrainer side by side: the same base model, tasks, verifier, sandboxes, evaluation and machine, seeds in turns.
+"""Time to a held-out success: agentrl and TRL's GRPOTrainer in alternation, same base model, tasks, verifier, sandboxes and evaluation.
 
-    python benchmarks/peers.py --mode multi                              # the shipped policy; three seeds of ours, two of TRL's
-    python benchmarks/peers.py --mode multi --wait 0.2..2                # programs take their time, as builds do
-    python benchmarks/peers.py --mode single --seeds 0 1 2 --peer-seeds 0 1
-    python benchmarks/peers.py --recipe recipes/smollm2.py --mode multi --minutes 40 --heldout 64
-    python benchmarks/peers.py --mode multi --wait 0.2..2 --sides trl-together    # TRL's trainer with a rollout function of ours
-    python benchmarks/peers.py --mode multi --tune                       # two steps of TRL under each setting of its own
-    python benchmarks/peers.py --recipe recipes/smollm2.py --mode multi --tune 1 --peer micro_batch=4 --set rollout.groups_per_step=1
-    python benchmarks/peers.py --markdown                                # writes the tables of docs/peers.md; runs nothing
+    python benchmarks/peers.py --mode multi --wait 0.2..2        # programs take their time, as builds do
+    python benchmarks/peers.py --mode multi                      # several turns, programs without a wait
+    python benchmarks/peers.py --mode single                     # one turn
+    python benchmarks/peers.py --recipe recipes/smollm2.py --mode single --heldout 64 --minutes 60 --tune 1
+    python benchmarks/peers.py --markdown                        # writes the tables of docs/peers.md from the results; runs nothing
 
-Each side trains until its held-out success reaches --target, or until --minutes are over. A run's result is a JSON file in --out; running
-again makes only those that are missing, so an interrupted benchmark goes on where it stopped (a run that was cut off begins again: half a
-run has no time). What is compared, and what is not counted, is in docs/peers.md.
+First the peer's settings are timed (--tune), and it gets the fastest. Then --pairs rounds run: one run of each side with the same seed,
+one after another. Each side trains until its held-out success reaches --target, or until --minutes are over. The side `trl-together` is
+TRL with the concurrent rollout function of this repository, which is faster than what TRL ships (`trl`).
+
+A comparison is published in --out only if it has at least three rounds that one machine ran in one go. The unfinished one is in --runs;
+the same command continues it if it was interrupted for less than 15 minutes, and otherwise starts again. docs/peers.md says what is
+compared and what is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from itertools import zip_longest
+import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # as the command line does: recipes and families are imported from the project root
 
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
-from benchmarks.contest import ours, outcome, tables, trl  # noqa: E402
+from agentrl.run.measure import package_versions  # noqa: E402
+from benchmarks import stored  # noqa: E402
+from benchmarks.contest import comparison, ours, tables, trl  # noqa: E402
+from benchmarks.contest.comparison import Comparison  # noqa: E402
+from benchmarks.contest.outcome import SIDES, Outcome  # noqa: E402
 from benchmarks.contest.setting import MODES, Setting  # noqa: E402
 from benchmarks.contest.watch import Progress  # noqa: E402
 
@@ -36,36 +42,33 @@ def interval(text: str) -> tuple[float, float]:
     """`0.2..2` or `0.5`: seconds."""
     low, dots, high = text.partition("..")
     try:
-        found = (float(low), float(high if dots else low))
+        bounds = (float(low), float(high if dots else low))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no interval of seconds such as 0.2..2") from None
-    if not 0.0 <= found[0] <= found[1] or found[1] > 3600.0:
+    if not 0.0 <= bounds[0] <= bounds[1] or bounds[1] > 3600.0:
         raise argparse.ArgumentTypeError(f"{text!r}: seconds go from a smaller number to a larger one, and neither is negative")
-    return found
+    return bounds
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="recipes/quickstart.py", help="whose tasks, model and settings both sides take")
+    parser.add_argument("--recipe", default="recipes/quickstart.py", help="tasks, model and settings of both sides")
     parser.add_argument("--model", default="", help="another base model: a folder")
-    parser.add_argument("--mode", choices=MODES, default="multi", help="single: no tool answers, a program that is handed in is judged")
+    parser.add_argument("--mode", choices=MODES, default="multi", help="single: no tool answers, a submitted program is judged")
     parser.add_argument("--wait", type=interval, default=(0.0, 0.0), metavar="LOW..HIGH", help="seconds that every program sleeps first")
     parser.add_argument("--target", type=float, default=0.9, help="held-out success to reach (default 0.9)")
     parser.add_argument("--every", type=int, default=4, help="steps between evaluations (default 4)")
     parser.add_argument("--heldout", type=int, default=160, help="tasks in each evaluation (default 160)")
     parser.add_argument("--minutes", type=float, default=40.0, help="of training for one run at most (default 40)")
     parser.add_argument("--backend", default="auto", help="sandboxes: auto, docker or bubblewrap")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="of our runs (default 0 1 2)")
-    parser.add_argument("--peer-seeds", type=int, nargs="*", default=[0, 1], help="of TRL's (default 0 1)")
+    parser.add_argument("--pairs", type=int, default=3, help="rounds; seeds 0, 1, 2, ... (default 3, the least that is published)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[], help="default: all that the mode has")
+    parser.add_argument("--peer", action="append", default=[], metavar="KEY=VALUE", help=f"where tuning starts: {', '.join(trl.OPTIONS)}")
     parser.add_argument(
-        "--sides", nargs="+", choices=outcome.SIDES, default=["ours", "trl"], help="trl-together: with our rollout function"
+        "--tune", type=int, default=2, metavar="STEPS", help="of each setting of the peer that is timed; 0: --peer as it is"
     )
-    parser.add_argument("--peer", action="append", default=[], metavar="KEY=VALUE", help=f"a setting of TRL's: {', '.join(trl.OPTIONS)}")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "peers", help="where results are kept")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "peers", help="where runs work")
-    parser.add_argument("--again", action="store_true", help="make runs that there are results of once more")
-    parser.add_argument("--note", default="", help="a sentence about the machine that the results keep, such as: other work ran meanwhile")
-    parser.add_argument("--tune", type=int, nargs="?", const=2, metavar="STEPS", help="try TRL's own settings, so many steps each (2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "peers", help="folder of published comparisons")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "peers", help="folder of the runs")
     parser.add_argument("--markdown", action="store_true", help="write the tables of docs/peers.md from the results, and stop")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a recipe override for both sides: learner.lr=1e-5")
     return parser.parse_args(given)
@@ -86,10 +89,15 @@ def setting_of(given: argparse.Namespace) -> Setting:
     )
 
 
-def turns(sides: list[str], seeds: list[int], peer_seeds: list[int]) -> list[tuple[str, int]]:
-    """Sides and seeds in the order in which they run: ours, theirs, ours, ... so that no side has the quiet hours for itself."""
-    rounds = zip_longest(*(seeds if side == "ours" else peer_seeds for side in sides))
-    return [(side, seed) for seeds_of_all in rounds for side, seed in zip(sides, seeds_of_all, strict=True) if seed is not None]
+def sides_of(given: argparse.Namespace) -> tuple[str, ...]:
+    """The sides of a round in their order, ours first. Raises `UserError` for sides that cannot be compared."""
+    possible = SIDES if given.mode == "multi" else ("ours", "trl")
+    chosen = tuple(side for side in possible if side in (given.sides or possible))
+    if set(given.sides) - set(chosen):
+        raise UserError("a single turn makes no calls that could run concurrently", fix="remove trl-together from --sides")
+    if chosen[0] != "ours" or len(chosen) < 2:
+        raise UserError(f"--sides {' '.join(given.sides)} is no pair", fix="give ours and at least one of the peer's")
+    return chosen
 
 
 def main(given: argparse.Namespace) -> None:
@@ -97,45 +105,79 @@ def main(given: argparse.Namespace) -> None:
         tables.page(PAGE, given.out)
         print(f"wrote {PAGE}")
         return
-    setting, options = setting_of(given), trl.options_of(given.peer)
-    if given.mode == "single" and "trl-together" in given.sides:
-        raise UserError("a single turn has no calls to make together", fix="leave trl-together out")
-    setting.made(seed=0)  # what is wrong with it is told before anything runs
+    if given.pairs < 1 or given.tune < 0:
+        raise UserError("--pairs must be at least 1 and --tune at least 0", fix="see --help")
+    setting, sides, options = setting_of(given), sides_of(given), trl.options_of(given.peer)
+    setting.made(seed=0)  # reports a wrong setting before anything runs
     work = given.runs.resolve() / setting.name
-    if given.tune is not None:
-        if given.tune < 1:
-            raise UserError(f"--tune {given.tune} tries nothing", fix="give a number of steps, or none for two")
-        trl.tune(setting, (given.peer_seeds or [0])[0], options, work, given.out / f"{setting.name}-tried.json", steps=given.tune)
-        return
-    todo = turns(given.sides, given.seeds, given.peer_seeds)
-    if not given.again:
-        todo = [(side, seed) for side, seed in todo if outcome.missing(given.out, setting.name, setting.record(), side, seed)]
-    print(f"{setting.name}: {len(todo)} runs to make, at most {len(todo) * setting.minutes:.0f} min of training", file=sys.stderr)
-    failed = [
-        told for number, (side, seed) in enumerate(todo) if (told := one(given, setting, options, work, side, seed, len(todo) - number))
-    ]
-    if failed:
-        raise InfrastructureError(f"{len(failed)} of {len(todo)} runs failed:\n" + "\n".join(failed))
-    print(tables.tables(given.out))
+    draft = work / "comparison.json"
+    current = begun(draft, setting, sides, options, given) or started(setting, sides, options, given, work)
+    comparison.save(current, draft)
+    for seed in range(len(current.rounds), given.pairs):
+        current = current.with_round(tuple(one(setting, current.options, work, side, seed) for side in sides))
+        comparison.save(current, draft)
+    print(tables.summary({setting.name: current}) + "\n\n" + tables.group(setting.name, current))
+    comparison.publish(current, given.out / f"{setting.name}.json")
 
 
-def one(given: argparse.Namespace, setting: Setting, options: dict[str, object], work: Path, side: str, seed: int, left: int) -> str:
-    """Makes one run and keeps its result; what went wrong, if something did, so that the other runs are made all the same."""
-    progress = Progress(f"{side}, seed {seed} ({left} to go)", setting.minutes)
-    folder = work / f"{side}-seed{seed}"
-    try:
-        if side == "ours":
-            made = ours.run(setting, seed, folder, progress)
-        else:
-            played = {"rollouts": "together"} if side == "trl-together" else {}
-            made = trl.run(side, setting, seed, folder, progress, {**options, **played})
-    except InfrastructureError as error:
-        progress.say(f"failed: {error}")
-        return f"{side}, seed {seed}: {error}"
-    path = outcome.save(outcome.with_note(made, given.note), given.out, setting.name)
-    arrived = f"arrived after {made.arrived_s / 60:.1f} min" if made.arrived_s is not None else f"had not arrived ({made.ended})"
-    progress.say(f"{arrived}, {made.steps} steps, peak {made.peak_gib:.1f} GiB; {path}")
-    return ""
+def begun(
+    draft: Path, setting: Setting, sides: tuple[str, ...], options: dict[str, object], given: argparse.Namespace
+) -> Comparison | None:
+    """The unfinished comparison of the same command and code, unless this machine has restarted or done other work since."""
+    if not draft.exists():
+        return None
+    found = comparison.load(draft)
+    wanted = (setting.record(), sides, command(setting, sides, given), stored.boot())
+    same = (found.setting, found.sides, found.origin["command"], found.boot) == wanted and not stored.changed(found.origin["code"])
+    recent = bool(found.rounds) and time.time() - found.rounds[-1][-1].finished < comparison.MOST_GAP_S
+    if same and recent and len(found.rounds) < given.pairs:
+        print(f"continuing {draft}: {len(found.rounds)} of {given.pairs} rounds", file=sys.stderr)
+        return found
+    return None
+
+
+def started(setting: Setting, sides: tuple[str, ...], options: dict[str, object], given: argparse.Namespace, work: Path) -> Comparison:
+    """A comparison without rounds, after the peer's settings were timed."""
+    code = [*stored.LOOP, "benchmarks/contest", setting.recipe]
+    origin = stored.origin(command(setting, sides, given), code, range(given.pairs))
+    tried: list[dict[str, object]] = []
+    if given.tune:
+        base = {**options, "rollouts": "together"} if "trl-together" in sides else options
+        tuned, tried = trl.tune(setting, 0, base, work / "tune", steps=given.tune)
+        options = {**tuned, "rollouts": options["rollouts"]}
+    trl.check_options(setting, options)
+    return Comparison(
+        setting=setting.record(),
+        sides=sides,
+        options=options,
+        tried=tuple(tried),
+        origin=origin,
+        versions=package_versions(),
+        boot=stored.boot(),
+    )
+
+
+def command(setting: Setting, sides: tuple[str, ...], given: argparse.Namespace) -> str:
+    """The command that repeats the comparison."""
+    more = ["--sides", *sides, "--pairs", str(given.pairs), "--tune", str(given.tune)]
+    return setting.command(*more, *(word for item in given.peer for word in ("--peer", item)))
+
+
+def one(setting: Setting, options: dict[str, object], work: Path, side: str, seed: int) -> Outcome:
+    """One run, with the state of the machine just before it."""
+    progress = Progress(f"{side}, seed {seed}", setting.minutes)
+    folder, machine, began = work / f"{side}-seed{seed}", stored.machine(), time.time()
+    if side == "ours":
+        made = ours.run(setting, seed, folder, progress)
+    else:
+        made = trl.run(side, setting, seed, folder, progress, {**options, "rollouts": trl.rollouts_of(side)})
+    arrived = (
+        f"reached the target after {made.arrived_s / 60:.1f} min" if made.arrived_s is not None else f"did not reach it ({made.ended})"
+    )
+    progress.say(
+        f"{arrived}, {made.steps} steps, peak {made.peak_gib:.1f} GiB; {machine['gflops']} GFLOPS, {machine['busy_cores']} cores busy"
+    )
+    return replace(made, machine=machine, began=began, finished=time.time())
 
 
 if __name__ == "__main__":
@@ -144,4 +186,4 @@ if __name__ == "__main__":
     except (UserError, InfrastructureError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on with the runs that are missing")
+        sys.exit("stopped; the same command within 15 minutes continues after the last whole round")

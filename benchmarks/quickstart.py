@@ -25,6 +25,10 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import stored  # noqa: E402
+
 RECIPE = ROOT / "recipes" / "quickstart.py"
 TARGETS = (
     "Targets: held-out rises by >= 0.30 and ends >= 0.90 on every seed; real tables end >= 0.75; "
@@ -94,6 +98,12 @@ def tree_bytes(pid: int) -> int:
     return total
 
 
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """What is stored of a run."""
+    rates = {key: outcome.summary[key] for key in ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")}
+    return {"seed": outcome.seed, "minutes": outcome.wall_s / 60, "peak_gib": outcome.peak_gib, **rates}
+
+
 def rate(summary: dict[str, Any], key: str) -> str:
     found = summary[key]
     return f"{found['value']:.2f} [{found['ci_low']:.2f}, {found['ci_high']:.2f}]"
@@ -152,16 +162,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "benchmark", help="where the run folders go")
-    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
+    parser.add_argument("--out", type=Path, help="also write the table to this Markdown file, and the figures to docs/results")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
     args = parser.parse_args()
+    command = f"python benchmarks/quickstart.py --seeds {' '.join(map(str, args.seeds))} {' '.join(args.overrides)}".strip()
+    origin = stored.origin(command, [*stored.LOOP, "recipes/quickstart.py", "sandboxes/tables"], args.seeds)
     outcomes = [run_seed(seed, args.runs, args.overrides) for seed in args.seeds]
     versions = ", ".join(f"{name} {number}" for name, number in outcomes[0].summary["versions"].items())
     memory = psutil.virtual_memory().total / 2**30
     python = platform.python_version()
     machine = f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}, Python {python}"
     backend = outcomes[0].summary["sandbox_backend"]
-    command = f"python benchmarks/quickstart.py --seeds {' '.join(map(str, args.seeds))} {' '.join(args.overrides)}".strip()
     text = "\n\n".join(
         [
             "# Quickstart results",
@@ -176,6 +187,7 @@ def main() -> None:
     print(text)
     if args.out:
         args.out.write_text(text + "\n")
+        stored.keep("quickstart", origin, runs=[figures(outcome) for outcome in outcomes])
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,12 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from agentrl.files import write  # noqa: E402
+from benchmarks import stored  # noqa: E402
 from benchmarks.contest.ours import parts  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
 
@@ -49,7 +46,7 @@ class Outcome:
     wall_s: float
     peak_gib: float
     note: str
-    machine: str
+    origin: dict[str, Any]  # of `benchmarks.stored.origin`
     parts: dict[str, float]
     summary: dict[str, Any]
     phases: dict[str, Any]
@@ -81,11 +78,6 @@ class Outcome:
         return found
 
 
-def machine() -> str:
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
-
-
 def evaluated(folder: Path, *options: str) -> dict[str, Any]:
     """What the model gives without the tool, by split; read where it has been asked before."""
     path = folder / "no_tool.json"
@@ -108,8 +100,10 @@ def run_seed(recipe: str, seed: int, runs: Path, out: Path, note: str, overrides
     outcome = folder / "benchmark.json"
     if not outcome.exists():
         resume = ["--resume"] if (folder / "recipe.json").exists() else []
+        command = f"python benchmarks/real_model.py --recipe {recipe} --seeds {seed}"
+        origin = stored.origin(command, [*stored.LOOP, recipe, "sandboxes/reasoning"], [seed])
         wall_s, peak = timed([sys.executable, recipe, f"seed={seed}", *overrides, "--run-dir", str(folder), *resume])
-        said = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "machine": machine()}
+        said = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "origin": origin}
         outcome.write_text(json.dumps({**said, "resumed": bool(resume)}))
     evaluated(folder, "--model", str(folder / "model"))
     write(kept_as(out, recipe, seed), json.dumps(asdict(read(folder)), indent=1) + "\n")
@@ -133,7 +127,7 @@ def read(folder: Path) -> Outcome:
         wall_s=measured["wall_s"],
         peak_gib=measured["peak_gib"],
         note=measured["note"] + ("; interrupted and resumed, minutes are of the last part" if measured["resumed"] else ""),
-        machine=measured["machine"],
+        origin=measured["origin"],
         summary={name: summary[name] for name in SUMMARY},
         phases={phase: phases[phase] for phase in ("before", "after")},
         parts=parts(folder, steps, None),
@@ -234,7 +228,8 @@ def page(outcomes: list[Outcome], base: dict[str, Any]) -> str:
     notes = sorted({one.note for one in outcomes if one.note})
     versions = ", ".join(f"{name} {number}" for name, number in outcomes[0].summary["versions"].items())
     lines = [
-        f"Made by `python benchmarks/real_model.py`. Machine: {outcomes[0].machine}; sandbox: {outcomes[0].summary['sandbox_backend']}. "
+        f"Made by `python benchmarks/real_model.py`. Machines: {stored.shown(one.origin['machine'] for one in outcomes)}; "
+        f"sandbox: {outcomes[0].summary['sandbox_backend']}. "
         f"{versions}. {' '.join(notes)}".strip(),
         "Greedy, one attempt a problem; 95% Wilson intervals for rows of several kinds. Each seed draws problems of its own.",
         success(outcomes),

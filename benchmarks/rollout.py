@@ -5,12 +5,12 @@
 
 turns   CPU time and latency of a turn beside package `verifiers` 0.4, both driving the same scripted model server with the same tool, in
         turns; the peer's environment is made in --work on first use (pip).
-crowd   4,000 episodes whose turns wait 10 to 30 s for the server, in one process on one core, beside 100 of them: the p99 turn latency.
+crowd   4,000 episodes whose turns wait 10 to 30 s for the server, in one process on one core, and 100 of them: the driver's own latency.
 idle    Memory of the process while up to 4,000 episodes wait for a completion, five turns behind them.
 prefix  Prompt tokens that a vLLM server takes from its prefix cache, beside what could be shared at all (minutes; needs vLLM).
 
-The tool is a function on the host, so that no sandbox is measured. Results are kept in --work as JSON; parts that are measured replace
-theirs, there and on the page. Exit status 1 where a figure misses what is asked of it.
+The tool is a function on the host, so that no sandbox is measured. Results are stored in docs/results, and every value of all parts in
+--work; a part that is measured replaces its section of the page. Exit status 1 if a figure misses its target.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ sys.path.insert(0, str(ROOT))
 
 from agentrl.causes import short  # noqa: E402
 from agentrl.errors import InfrastructureError, UserError  # noqa: E402
+from benchmarks import stored  # noqa: E402
 from benchmarks.load import script as scripted  # noqa: E402
 from benchmarks.load.ours import schema  # noqa: E402
-from benchmarks.load.tables import merged, page  # noqa: E402
+from benchmarks.load.tables import compared, merged, page  # noqa: E402
 
 PARTS = ("turns", "crowd", "idle", "prefix")
 PEER = "verifiers==0.4.0"
+CODE = ("agentrl/agent", "agentrl/rollout", "agentrl/serving", "agentrl/processes.py", "benchmarks/load")
 TURNS = 8
 CROWD, FEW, DELAY_S, RAMP_S, WINDOW_S = 4000, 100, (10.0, 30.0), 20.0, 30.0
 IDLE, IDLE_AFTER = (500, 1000, 2000, 4000), 5
@@ -159,11 +161,13 @@ def main() -> int:
     given.work.mkdir(parents=True, exist_ok=True)
     kept = given.work / "results.json"
     results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    machine = f"{len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    machine = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     for part in given.only:
+        origin = stored.origin(f"python benchmarks/rollout.py --only {part}", CODE)
         for found in {"turns": turns, "crowd": crowd, "idle": idle, "prefix": prefix}[part](given):
-            results[part] = {**found, "machine": machine, "note": given.note}
+            results[part] = {**found, "machine": f"{machine}; {stored.shown([origin['machine']])}", "note": given.note}
             kept.write_text(json.dumps(results, indent=1))
+            stored.keep(f"rollout-{part}", origin, **(compared(found) if part == "turns" else found))
     text, met = page(results)
     print(text)
     begin, end = "<!-- made by benchmarks/rollout.py: begin -->", "<!-- made by benchmarks/rollout.py: end -->"

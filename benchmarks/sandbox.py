@@ -28,6 +28,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
@@ -35,6 +37,7 @@ from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, cgroups,
 from agentrl.sandbox.images import load_image
 from agentrl.sandbox.lease import lease
 from agentrl.sandbox.shared import IDLE
+from benchmarks import stored
 
 CODE = "import csv, json\nprint(sum(range(100)))"
 OPEN_S = 120.0
@@ -370,6 +373,7 @@ async def main() -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a page")
     options = parser.parse_args()
     spec, results = SandboxSpec(image=options.image), Results()
+    origin = stored.origin(shlex.join(["python", *sys.argv]), ["agentrl/sandbox", "benchmarks/sandbox.py"])
     async with contextlib.AsyncExitStack() as stack:
         backends: list[Backend] = []
         for name in options.backend or ("docker", "bubblewrap"):
@@ -390,6 +394,8 @@ async def main() -> None:
             await crowds(backend, spec, options, results)
     if options.markdown is not None:
         options.markdown.write_text(page(results), encoding="utf-8")
+        measured = {operation: {name: stored.summary(some) for name, some in sides.items()} for operation, sides in results.seconds.items()}
+        stored.keep("sandbox", origin, seconds=measured)
     raise SystemExit(1 if results.failed else 0)
 
 

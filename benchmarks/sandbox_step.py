@@ -16,10 +16,13 @@ import io
 import os
 import platform
 import statistics
+import sys
 import tarfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentrl.protocols import SandboxBackend
 from agentrl.recipe import TasksConfig
@@ -27,6 +30,7 @@ from agentrl.records import SandboxSpec, Split, Task
 from agentrl.sandbox import WarmPool, select_backend
 from agentrl.sandbox.images import load_image
 from agentrl.task import open_family
+from benchmarks import stored
 
 TIMEOUT_S = 120.0
 Episode = Callable[[Task], Awaitable[None]]
@@ -135,6 +139,8 @@ async def main() -> None:
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     root = Path.cwd()
+    command = f"python benchmarks/sandbox_step.py --episodes {options.episodes} --parallel {options.parallel} --repeat {options.repeat}"
+    origin = stored.origin(command, ["agentrl/sandbox", "benchmarks/sandbox_step.py"])
     family = open_family(TasksConfig(family="sandboxes.tables:Tables"), seed=0)
     tasks = [family.task(Split.TRAIN, index) for index in range(options.episodes)]
     programs = {task.id: family.gold(task) for task in tasks}
@@ -159,6 +165,8 @@ async def main() -> None:
     print("\n" + text)
     if options.markdown:
         options.markdown.write_text(text)
+        measured = {name: [stored.summary([way[part] for way in ways]) for part in (0, 1)] for name, ways in results.items()}
+        stored.keep("sandbox-step", origin, ways={name: {"wall_s": wall, "cpu_s": cpu} for name, (wall, cpu) in measured.items()})
 
 
 if __name__ == "__main__":

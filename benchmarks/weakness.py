@@ -45,6 +45,7 @@ from agentrl.files import read_json_lines, write  # noqa: E402
 from agentrl.observe.drift import alarms  # noqa: E402
 from agentrl.records import Split, Task  # noqa: E402
 from agentrl.reward.audit import AUDIT  # noqa: E402
+from benchmarks import stored  # noqa: E402
 from benchmarks.weakness_recipe import KIND, whole_part  # noqa: E402
 from sandboxes.tables import Tables  # noqa: E402
 from sandboxes.tables.demonstrations import Act, call, demonstrate  # noqa: E402
@@ -368,6 +369,10 @@ def main() -> int:
         parser.error("--short shows that every phase works, and makes no table for --out")
     size, work = (SHORT, given.work / "short") if given.short else (Size(), given.work)
     overrides = (*size.overrides, *given.overrides)
+    seeds = " ".join(map(str, given.seeds))
+    origin = stored.origin(
+        f"python benchmarks/weakness.py --seeds {seeds}", [*stored.LOOP, "agentrl/failure", "agentrl/practice"], given.seeds
+    )
     experiments = [Experiment(seed=seed, folder=work.resolve() / f"seed{seed}", overrides=overrides, size=size) for seed in given.seeds]
     for one in experiments:
         run_phases(one, given.phases)
@@ -376,7 +381,6 @@ def main() -> int:
     if given.short:
         print(table(experiments))
         return 0
-    seeds = " ".join(map(str, given.seeds))
     phases = inspect.cleandoc((__doc__ or "").partition("--work:\n\n")[2].partition("\n\nA phase")[0])
     text = "\n\n".join(
         [
@@ -396,6 +400,8 @@ def main() -> int:
     print(text)
     if given.out:
         write(given.out, text + "\n")
+        rates = ("before", "after", "final")
+        stored.keep("weakness", origin, runs=[{"seed": one.seed, **{phase: one.done(phase) for phase in rates}} for one in experiments])
     return int(any(missed({phase: one.done(phase) for phase in PHASES}) for one in experiments))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -9,9 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
-from agentrl.processes import age_s, die_with_parent, raise_file_limit
+from agentrl.processes import age_s, die_with_parent, raise_file_limit, rare_collections
+from tests.waiting import until
 
 
 def _start_a_child(told: multiprocessing.Queue[int]) -> None:
@@ -54,3 +57,33 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_full_collections_are_rare_and_still_free_what_refers_to_itself() -> None:
+    """Objects that outlive the younger generations do not start a full collection; the timer and the end of the context do."""
+    generations: list[int] = []
+
+    def seen(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            generations.append(info["generation"])
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+
+    before = gc.get_threshold()
+    gc.callbacks.append(seen)
+    try:
+        async with rare_collections(every_s=3600.0):
+            generations.clear()
+            kept = [[Cycle()] for _ in range(200_000)]  # without the context: several full collections
+            assert 1 in generations and 2 not in generations
+            lost = weakref.ref(cycle := Cycle())
+            del cycle
+        assert generations.count(2) == 1 and lost() is None and gc.get_threshold() == before
+        async with rare_collections(every_s=0.01):
+            generations.clear()
+            await until(lambda: generations.count(2) >= 2)
+    finally:
+        gc.callbacks.remove(seen)
+    assert len(kept) == 200_000

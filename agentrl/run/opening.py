@@ -20,7 +20,7 @@ from agentrl.failure.withholding import Withholding
 from agentrl.files import sha256_file
 from agentrl.learner.process import LearnerProcess
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.processes import raise_file_limit
+from agentrl.processes import raise_file_limit, rare_collections
 from agentrl.protocols import (
     CacheUse,
     ExperienceStore,
@@ -119,7 +119,7 @@ async def opened(
     steps = steps or StepGroups.of(recipe.rollout)
     raise_file_limit()
     faults = fault_rate(recipe)
-    async with closing_in_turn(run_dir) as stack:
+    async with rare_collections(), closing_in_turn(run_dir) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=run_dir.name, root=root)
         stack.push_async_callback(sandboxes.close)
         await check_copies(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)

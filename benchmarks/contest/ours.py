@@ -12,9 +12,8 @@ from typing import Any
 
 from agentrl.errors import InfrastructureError
 from agentrl.files import read_json_lines
-from agentrl.run.measure import package_versions
 from benchmarks.contest.evaluation import evaluated, read, tail
-from benchmarks.contest.outcome import Outcome, Point, machine
+from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import ROOT, Setting
 from benchmarks.contest.watch import Progress, Watched, poll, running
 
@@ -94,8 +93,6 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
     outcome = Outcome(
         side="ours",
         seed=seed,
-        setting=setting.record(),
-        command=setting.command("--sides", "ours", "--seeds", str(seed)),
         ended="arrived" if arrived else "steps" if alone else "time",
         arrived_s=arrived.clock_s if arrived else None,
         clock_s=follower.clock(ended_s),
@@ -108,8 +105,6 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         faults=_total(lines, "episodes_left_out"),
         peak_gib=watched.peak_bytes / 2**30,
         parts=parts(folder, lines, arrived.step if arrived else None) if lines else {},
-        machine=machine(),
-        versions=package_versions(),
     )
     progress.say(f"{outcome.ended} after {outcome.steps} steps and {outcome.clock_s / 60:.1f} min; evaluating what it left")
     if (folder / "model").is_dir():

@@ -6,15 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.files import read_json_lines
-from agentrl.run.measure import package_versions
 from benchmarks.contest.evaluation import evaluated, tail
-from benchmarks.contest.outcome import Outcome, Point, machine
+from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import ROOT, Setting
 from benchmarks.contest.watch import Progress, Watched, poll, running
 
@@ -32,22 +32,24 @@ OPTIONS: dict[str, Any] = {
 """What of TRL's settings is ours to choose on this machine, where `--peer` says nothing else. `micro_batch` 0: a whole step at once."""
 
 ROLLOUTS = ("environment", "together")
-"""How several turns are played: as TRL does, or by a function of ours that makes the calls of all episodes at once."""
+"""How several turns are played: as TRL does, or by `benchmarks.contest.together`, which makes the calls of all episodes at once."""
 
-CANDIDATES: tuple[dict[str, Any], ...] = (
-    {},
+
+def rollouts_of(side: str) -> str:
+    """The value of `rollouts` for one of `outcome.SIDES`."""
+    return "together" if side == "trl-together" else "environment"
+
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+OTHERS: tuple[dict[str, Any], ...] = (
     {"threads": 1},
-    {"micro_batch": 1},
-    {"micro_batch": 2},
-    {"micro_batch": 4},
-    {"micro_batch": 8},
-    {"micro_batch": 0},
     {"gradient_checkpointing": True},
     {"cache": "static"},
     {"continuous_batching": True},
     {"vllm": True},
-    {"rollouts": "together"},
 )
+"""What is tried with the fastest micro-batch."""
+_TUNING_GROUPS = 4  # of a step, so that a step of tuning is short
 
 
 def options_of(given: list[str]) -> dict[str, Any]:
@@ -71,11 +73,12 @@ def options_of(given: list[str]) -> dict[str, Any]:
     return made
 
 
-def words_of(options: dict[str, Any]) -> list[str]:
-    """The command-line words for what differs from `OPTIONS`; how turns are played is said by the side."""
-    changed = {key: value for key, value in options.items() if value != OPTIONS[key] and key != "rollouts"}
-    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changed.items()}
-    return [word for key, value in shown.items() for word in ("--peer", f"{key}={value}")]
+def check_options(setting: Setting, options: dict[str, Any]) -> None:
+    """Raises `UserError` for a micro-batch that does not divide a step."""
+    rollout = setting.made(seed=0).rollout
+    episodes = rollout.group_size * rollout.groups_per_step
+    if options["micro_batch"] and episodes % options["micro_batch"]:
+        raise UserError(f"micro_batch={options['micro_batch']} does not divide the {episodes} episodes of a step", fix="choose a divisor")
 
 
 _NO_STEP = {"step": 0, "sampled": 0, "trained": 0, "episodes": 0, "faults": 0, "parts": {}}
@@ -129,7 +132,7 @@ def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, 
         watched.finish(grace_s=5.0)
     if alone and (watched.process.returncode != 0 or not followed.last):
         raise InfrastructureError(f"the peer's run of seed {seed} ended with {watched.process.returncode}: {tail(work / 'worker.log', 20)}")
-    return _outcome(side, followed, seed, options, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
+    return _outcome(side, followed, seed, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
 
 
 def started(setting: Setting, seed: int, work: Path, options: dict[str, Any], *, every: int, more: tuple[str, ...] = ()) -> Any:
@@ -160,7 +163,7 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
         return  # it has ended, as its exit status will say
 
 
-def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
+def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
     setting, last = followed.setting, followed.last or _NO_STEP
     step = int(last["step"])
     after = followed.curve[-1] if followed.curve and followed.curve[-1].step == step else None
@@ -171,8 +174,6 @@ def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], 
     return Outcome(
         side=side,
         seed=seed,
-        setting=setting.record(),
-        command=setting.command("--sides", side, "--peer-seeds", str(seed), *words_of(options)),
         ended="arrived" if arrived else "steps" if alone else "time",
         arrived_s=arrived.clock_s if arrived else None,
         clock_s=arrived.clock_s if arrived else float(last["clock_s"]) if alone else clock_s,
@@ -185,40 +186,60 @@ def _outcome(side: str, followed: Followed, seed: int, options: dict[str, Any], 
         faults=last["faults"],
         peak_gib=peak_gib,
         parts=last["parts"],
-        settings=options,
-        machine=machine(),
-        versions=package_versions(),
     )
 
 
-def candidates(base: dict[str, Any]) -> list[dict[str, Any]]:
-    """What `--tune` changes about `base`: each of `CANDIDATES` that is something else than it has."""
-    return [change for change in CANDIDATES if not change or any(base[key] != value for key, value in change.items())]
+def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Times the peer's settings on small steps without waits: each micro-batch, then `OTHERS` with the fastest.
 
+    Returns:
+        `base` with the fastest settings, and every attempt with its seconds. An attempt that fails has its reason.
 
-def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, out: Path, *, steps: int) -> list[dict[str, Any]]:
-    """Seconds of a step under every candidate, kept in `out` beside the results; a candidate that fails is kept with its reason."""
+    Raises:
+        InfrastructureError: no micro-batch made a step.
+    """
+    recipe = setting.made(seed)
+    groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
+    episodes = groups * recipe.rollout.group_size
+    more = (f"steps={steps}", f"rollout.groups_per_step={groups}")
+    quick = replace(setting, wait=(0.0, 0.0))
     tried: list[dict[str, Any]] = []
-    host = machine()
-    for number, change in enumerate(candidates(base)):
-        options, folder = {**base, **change}, work / f"try-{number}"
-        late = False
-        with started(setting, seed, folder, options, every=0, more=(f"steps={steps}",)) as watched:
-            try:
-                watched.process.wait(setting.minutes * 60)
-            except subprocess.TimeoutExpired:
-                late = True
-                watched.finish(grace_s=5.0)
-        events = read_json_lines(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
-        made = [event for event in events if event["event"] == "step"]
-        parts = made[-1]["parts"] if made else {}
-        seconds = (sum(parts.values()) - parts["start"]) / len(made) if made else None
-        peak = watched.peak_bytes / 2**30
-        tried.append({"change": change, "steps": len(made), "seconds_a_step": seconds, "parts": parts, "peak_gib": peak})
-        if late or not made:
-            why = f"no {steps} steps in {setting.minutes:g} min" if late else tail(folder / "worker.log").strip().rpartition("\n")[2]
-            tried[-1]["failed"] = why
-        print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"setting": setting.record(), "base": base, "machine": host, "tried": tried}, indent=1) + "\n")
-    return tried
+
+    def fastest(changes: Iterable[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+        first = len(tried)
+        for change in changes:
+            tried.append(_try(quick, seed, options, change, work / f"try-{len(tried)}", more))
+            print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
+        timed = [one for one in tried[first:] if one["seconds_a_step"] is not None]
+        return min(timed, key=lambda one: float(one["seconds_a_step"]), default={"change": {}, "seconds_a_step": None})
+
+    best = fastest(({"micro_batch": size} for size in MICRO_BATCHES if episodes % size == 0), base)
+    if best["seconds_a_step"] is None:
+        raise InfrastructureError(f"no micro-batch of the peer made a step: {tried[-1].get('failed')}")
+    options = {**base, **best["change"]}
+    other = fastest((change for change in OTHERS if any(options[key] != value for key, value in change.items())), options)
+    if other["seconds_a_step"] is not None and other["seconds_a_step"] < best["seconds_a_step"]:
+        options |= other["change"]
+    return options, tried
+
+
+def _try(
+    setting: Setting, seed: int, options: dict[str, Any], change: dict[str, Any], folder: Path, more: tuple[str, ...]
+) -> dict[str, Any]:
+    """Seconds of a step with one setting of the peer changed."""
+    late = False
+    with started(setting, seed, folder, {**options, **change}, every=0, more=more) as watched:
+        try:
+            watched.process.wait(setting.minutes * 60)
+        except subprocess.TimeoutExpired:
+            late = True
+            watched.finish(grace_s=5.0)
+    events = read_json_lines(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+    made = [event for event in events if event["event"] == "step"]
+    parts = made[-1]["parts"] if made else {}
+    seconds = (sum(parts.values()) - parts["start"]) / len(made) if made else None
+    result = {"change": change, "steps": len(made), "seconds_a_step": seconds, "parts": parts, "peak_gib": watched.peak_bytes / 2**30}
+    if late or not made:
+        lines = [line for line in tail(folder / "worker.log").splitlines() if line.strip()]
+        result["failed"] = f"no step in {setting.minutes:g} min" if late else (lines or ["no log"])[-1][:200]
+    return result

@@ -23,6 +23,7 @@ from typing import Any
 
 from agentrl.agent import ChatFormat, TurnLoop, tool
 from agentrl.agent.typed import typed
+from agentrl.processes import rare_collections
 from agentrl.records import Completion, Episode, Limits, Message, SamplingParams, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sampling import Sampling
@@ -139,7 +140,15 @@ class Timed:
 
 
 async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
-    """So many episodes at once, begun one after the other over `ramp` seconds; turns count that end in the `window` seconds after."""
+    """So many episodes at once, begun one after the other over `ramp` seconds; turns count that end in the `window` seconds after.
+
+    As in a run, full garbage collections are rare (`agentrl.processes.rare_collections`): one is timed after the window.
+    """
+    async with rare_collections():
+        return await _crowd(url, script, given)
+
+
+async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
     client = TokenClient(url, weights=WeightsInService(0))
     policy = Timed(client, tuple(given.delay))
     groups, task = runner_of(policy, at_once=given.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
@@ -153,6 +162,9 @@ async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str
     await asyncio.sleep(given.window)
     took, waited = policy.took, policy.waiting
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    began = time.perf_counter()
+    gc.collect()
+    collection_s = time.perf_counter() - began
     policy.ended = True
     done = [job for job in running if job.done()]
     for job in running:
@@ -162,7 +174,7 @@ async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str
     for job in done:
         checked(job.result(), script)
     turn, added = (sorted(values) for values in zip(*took, strict=True))
-    found = {"episodes": given.episodes[0], "in_flight": waited, "turns": len(took), "cpu_share": cpu_share}
+    found = {"episodes": given.episodes[0], "in_flight": waited, "turns": len(took), "cpu_share": cpu_share, "collection_s": collection_s}
     return found | {f"{name}_{at}_s": quantile(values, at / 100) for name, values in (("turn", turn), ("added", added)) for at in (50, 99)}
 
 

@@ -52,3 +52,28 @@ def test_tokens_were_sampled_by_the_model_itself_and_both_loops_update_it_alike(
 def test_what_does_not_fit_is_told(folder: str, prompt: int, told: str) -> None:
     with pytest.raises(SystemExit, match=told):
         learner.folder_cases(folder, prompt, [64])
+
+
+def test_the_peer_is_timed_with_its_fastest_batch_on_each_case() -> None:
+    """A clock that only batches of two do not move makes them the fastest; gradients are the same whatever the batch."""
+    case, trl = learner.group(30, 8, vocabulary=640), learner.Trl(MODEL)
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0 if trl.most != 2 else 0.5
+        return now
+
+    tried = trl.tune(case, clock, repeat=1)
+    assert trl.most == 2 and trl.batch == "batches of 2"
+    assert list(tried) == ["batches of 1", "batches of 2", "batches of 4", "batches of 8"]
+    small = learner.gradient(trl, case)
+    trl.most = None
+    torch.testing.assert_close(small, learner.gradient(trl, case), atol=1e-5, rtol=1e-4)
+
+
+def test_a_ratio_is_taken_within_each_turn() -> None:
+    seconds = {"agentrl": [1.0, 2.0, 4.0], "TRL GRPOTrainer": [3.0, 8.0, 8.0]}
+    result = {"case": "c", "trained": 8, "tokens": dict.fromkeys(seconds, 64), "seconds": seconds, "bound": None, "batch": "batches of 2"}
+    assert learner.times_ours(result, "TRL GRPOTrainer") == [3.0, 4.0, 2.0]
+    assert "TRL GRPOTrainer, batches of 2 | 64 | 8.000 (3.000 to 8.000) | 1 | 3.00 (2.00 to 4.00)" in learner.table([result])

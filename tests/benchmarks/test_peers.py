@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from agentrl.errors import InfrastructureError, UserError
-from benchmarks import peers
-from benchmarks.contest import ours, outcome, tables, trl
+from benchmarks import peers, stored
+from benchmarks.contest import comparison, ours, tables, trl
+from benchmarks.contest.comparison import Comparison
 from benchmarks.contest.ours import Follower
 from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import Setting
@@ -26,13 +27,15 @@ SETTING = Setting(recipe="recipes/quickstart.py", mode="multi", wait=(0.2, 2.0),
 RATE = {"value": 0.5, "ci_low": 0.4, "ci_high": 0.6, "n": 160}
 
 
-def made(side: str, seed: int, arrived_s: float | None, *, start: float = 30.0, setting: Setting = SETTING) -> Outcome:
+MACHINE = {"processor": "AMD EPYC", "cores": 2, "memory_gib": 24, "gflops": 120, "load": 0.1, "busy_cores": 0.0, "python": "3.11.7"}
+
+
+def made(side: str, seed: int, arrived_s: float | None, *, start: float = 30.0, number: int = 0, **changes: Any) -> Outcome:
+    """A run that began `number` times 1,000 s after the first one of its comparison."""
     last = Point(step=8, clock_s=arrived_s or 2400.0, value=0.95 if arrived_s else 0.6, ci_low=0.5, ci_high=0.99, n=160)
-    return Outcome(
+    outcome = Outcome(
         side=side,
         seed=seed,
-        setting=setting.record(),
-        command=f"python benchmarks/peers.py --sides {side}",
         ended="arrived" if arrived_s else "time",
         arrived_s=arrived_s,
         clock_s=arrived_s or 2400.0,
@@ -45,13 +48,53 @@ def made(side: str, seed: int, arrived_s: float | None, *, start: float = 30.0, 
         faults=1,
         peak_gib=3.25,
         parts={"start": start, "rollout": 80.0, "update": 16.0, "evaluation": 60.0 if side == "ours" else 0.0},
-        settings={} if side == "ours" else dict(trl.OPTIONS),
+        machine=MACHINE,
+        began=1000.0 * number,
+        finished=1000.0 * number + 900.0,
+    )
+    return replace(outcome, **changes)
+
+
+def compared(*times: tuple[float | None, float | None], setting: Setting = SETTING, peer: str = "trl") -> Comparison:
+    """A comparison whose rounds took so many seconds, ours and the peer's."""
+    rounds = [
+        (made("ours", seed, mine, number=2 * seed), made(peer, seed, theirs, number=2 * seed + 1))
+        for seed, (mine, theirs) in enumerate(times)
+    ]
+    return Comparison(
+        setting=setting.record(),
+        sides=("ours", peer),
+        options=dict(trl.OPTIONS),
+        tried=({"change": {"micro_batch": 4}, "steps": 2, "seconds_a_step": 7.5, "parts": {"update": 3.0}, "peak_gib": 1.0},),
+        origin={"command": "python benchmarks/peers.py", "seeds": [0, 1, 2], "machine": MACHINE, "commit": "0123456789ab", "code": {}},
+        versions={"trl": "1.16.0"},
+        boot="b",
+        rounds=tuple(rounds),
     )
 
 
-def test_sides_take_turns_and_no_seed_is_lost() -> None:
-    assert peers.turns(["ours", "trl"], [0, 1, 2], [0, 1]) == [("ours", 0), ("trl", 0), ("ours", 1), ("trl", 1), ("ours", 2)]
-    assert peers.turns(["trl"], [0, 1, 2], [4]) == [("trl", 4)]
+THREE = compared((300.0, 1650.0), (360.0, 1440.0), (330.0, 1980.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "sides"),
+    [
+        ("--mode multi", ("ours", "trl-together", "trl")),
+        ("--mode single", ("ours", "trl")),
+        ("--sides trl-together ours", ("ours", "trl-together")),
+    ],
+)
+def test_a_round_is_ours_first_then_the_peers_best(words: str, sides: tuple[str, ...]) -> None:
+    assert peers.sides_of(peers.arguments(words.split())) == sides
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("--mode single --sides ours trl-together", "no calls that could run"), ("--sides ours", "no pair"), ("--sides trl", "no pair")],
+)
+def test_sides_that_are_no_pair_are_refused(words: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        peers.sides_of(peers.arguments(words.split()))
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0.2..2", (0.2, 2.0)), ("0.5", (0.5, 0.5))])
@@ -102,83 +145,117 @@ def test_what_the_peer_has_no_equal_of_is_refused(key: str) -> None:
         replace(SETTING, overrides=tuple(key.split())).made(seed=0)
 
 
-def test_only_what_is_missing_is_made(tmp_path: Path) -> None:
-    record = SETTING.record()
-    assert outcome.missing(tmp_path, SETTING.name, record, "ours", 0)
-    path = outcome.save(made("ours", 0, 600.0), tmp_path, SETTING.name)
-    assert outcome.load(path) == made("ours", 0, 600.0)
-    assert not outcome.missing(tmp_path, SETTING.name, record, "ours", 0)
-    assert outcome.missing(tmp_path, SETTING.name, record, "trl", 0)
-    with pytest.raises(UserError, match=r"another setting: target 0\.9 there, 0\.8 now"):
-        outcome.missing(tmp_path, SETTING.name, replace(SETTING, target=0.8).record(), "ours", 0)
+def test_pairs_of_one_machine_in_one_go_are_published(tmp_path: Path) -> None:
+    comparison.publish(THREE, tmp_path / "one.json")
+    assert comparison.published(tmp_path) == {"one": THREE}
 
 
-def test_minutes_are_a_bound_and_no_other_run(tmp_path: Path) -> None:
-    """Who arrived within 40 minutes did within 70; who did not may, and is asked again."""
-    longer, shorter = (replace(SETTING, minutes=minutes).record() for minutes in (70.0, 30.0))
-    outcome.save(made("ours", 0, 600.0), tmp_path, SETTING.name)
-    outcome.save(made("trl", 0, None), tmp_path, SETTING.name)
-    outcome.save(made("trl", 1, 2000.0), tmp_path, SETTING.name)
-    assert not outcome.missing(tmp_path, SETTING.name, longer, "ours", 0)
-    assert outcome.missing(tmp_path, SETTING.name, longer, "trl", 0)
-    assert not outcome.missing(tmp_path, SETTING.name, shorter, "trl", 0), "not in 40 minutes is not in 30 either"
-    with pytest.raises(UserError, match=r"minutes 40\.0 there, 30\.0 now"):
-        outcome.missing(tmp_path, SETTING.name, shorter, "trl", 1)
-    outcome.save(made("trl", 0, None, setting=replace(SETTING, minutes=70.0)), tmp_path, SETTING.name)
-    assert "at most 40 or 70 min." in tables.tables(tmp_path)
+def _other_machine(one: Comparison) -> Comparison:
+    mine, theirs = one.rounds[1]
+    return replace(one, rounds=(one.rounds[0], (mine, replace(theirs, machine={**MACHINE, "processor": "Xeon"})), one.rounds[2]))
 
 
-def test_what_is_tried_for_the_peer_begins_with_what_it_was_given() -> None:
-    base = trl.options_of(["micro_batch=4"])
-    tried = trl.candidates(base)
-    assert tried[0] == {} and {"micro_batch": 4} not in tried and {"threads": 1} in tried
-    assert len(tried) == len(trl.CANDIDATES) - 1
+@pytest.mark.parametrize(
+    ("wanting", "told"),
+    [
+        (replace(THREE, rounds=THREE.rounds[:2]), "2 of at least 3 pairs"),
+        (replace(THREE, rounds=(*THREE.rounds[:2], THREE.rounds[2][:1])), "not one run of each side"),
+        (replace(THREE, rounds=(*THREE.rounds[:2], (THREE.rounds[2][0], THREE.rounds[1][1]))), "not one run of each side with one seed"),
+        (replace(THREE, rounds=(*THREE.rounds[:2], tuple(reversed(THREE.rounds[2])))), "not one run of each side"),
+        (_other_machine(THREE), "runs of several machines"),
+        (replace(THREE, rounds=(THREE.rounds[1], THREE.rounds[0], THREE.rounds[2])), "15 min between two runs"),
+        (replace(THREE, rounds=(*THREE.rounds[:2], tuple(replace(one, machine={}) for one in THREE.rounds[2]))), "without CPU model"),
+    ],
+)
+def test_what_is_not_pairs_of_one_machine_in_one_go_is_not_published(wanting: Comparison, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        comparison.publish(wanting, tmp_path / "one.json")
+    comparison.save(wanting, tmp_path / "one.json")  # as somebody might put it there by hand
+    with pytest.raises(UserError, match=told):
+        tables.tables(tmp_path)
 
 
-def test_each_run_says_how_fast_its_machine_was(tmp_path: Path) -> None:
-    machine = outcome.machine()
-    assert machine["gflops"] > 0
-    outcome.save(replace(made("ours", 0, 600.0), machine={"gflops": 123}), tmp_path, SETTING.name)
-    outcome.save(made("trl", 0, 1200.0), tmp_path, SETTING.name)
-    table = tables.tables(tmp_path)
-    assert "| 1 of 1024 | 123 |" in table and "| 1 of 1024 | - |" in table
+def test_a_fast_run_in_place_of_a_slow_one_is_not_published() -> None:
+    """A run that is repeated later lies outside of the one go, whatever its round."""
+    mine, theirs = THREE.rounds[1]
+    again = replace(mine, arrived_s=200.0, began=9000.0, finished=9200.0)
+    assert replace(THREE, rounds=(THREE.rounds[0], (again, theirs), THREE.rounds[2])).faults()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"curve": 3}', '{"curve": [], "after": null, "odd": 1}'])
+def test_a_ratio_has_its_number_and_range() -> None:
+    assert str(THREE.ratio("trl")) == "5.5 times (4.0 to 6.0, n=3)"
+    late = compared((300.0, None), (300.0, 1500.0), (300.0, None))
+    assert str(late.ratio("trl")) == "8.0 times (5.0 to 8.0, n=3, in 2 at least)"
+
+
+def test_no_ratio_rests_on_a_bound_of_ours() -> None:
+    late = compared((None, 1650.0), (360.0, 1440.0), (330.0, 1980.0))
+    with pytest.raises(ValueError, match="ours did not reach"):
+        late.ratio("trl")
+    assert "none: 1 of 3 runs of ours did not reach the target" in tables.summary({"one": late})
+
+
+def test_an_interrupted_comparison_is_continued_only_by_its_command_on_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = peers.arguments(["--wait", "0.2..2", "--backend", "bubblewrap", "--sides", "ours", "trl"])
+    sides, draft, options = peers.sides_of(given), tmp_path / "draft.json", trl.options_of([])
+    now = time.time()
+    rounds = [tuple(replace(one, began=now - 200, finished=now - 100) for one in THREE.rounds[0])]
+    one = replace(THREE, rounds=tuple(rounds), boot=stored.boot(), origin=THREE.origin | {"command": peers.command(SETTING, sides, given)})
+
+    def continued(some: Comparison) -> bool:
+        comparison.save(some, draft)
+        return peers.begun(draft, SETTING, sides, options, given) is not None
+
+    assert continued(one)
+    assert not continued(replace(one, boot="another"))
+    assert not continued(replace(one, origin=one.origin | {"command": "another"}))
+    assert not continued(replace(one, origin=one.origin | {"code": {"README.md": "another"}}))
+    assert not continued(replace(one, rounds=(tuple(replace(run, finished=now - 5000) for run in rounds[0]),)))
+
+
+def test_the_peer_gets_the_fastest_of_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches first, the other settings with the fastest of them; one that fails is kept with its reason."""
+    seconds = {"micro_batch": {1: 9.0, 2: 4.0, 4: 5.0, 8: 6.0, 16: 7.0, 32: 8.0}, "cache": {"static": 3.5}, "threads": {1: 6.0}}
+
+    def timed(setting: Setting, seed: int, options: dict[str, Any], change: dict[str, Any], *_: Any) -> dict[str, Any]:
+        [(key, value)] = change.items()
+        assert setting.wait == (0.0, 0.0) and (key == "micro_batch" or options["micro_batch"] == 2)
+        return {"change": change, "seconds_a_step": seconds.get(key, {}).get(value)}
+
+    monkeypatch.setattr(trl, "_try", timed)
+    chosen, tried = trl.tune(SETTING, 0, dict(trl.OPTIONS), tmp_path, steps=1)
+    assert chosen == {**trl.OPTIONS, "micro_batch": 2, "cache": "static"}
+    assert [one["change"] for one in tried] == [*({"micro_batch": size} for size in trl.MICRO_BATCHES), *trl.OTHERS]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rounds": 3}', '{"rounds": [], "sides": [], "tried": [], "odd": 1}'])
 def test_a_file_that_is_no_result_is_told(tmp_path: Path, text: str) -> None:
-    (tmp_path / "x-ours-seed0.json").write_text(text)
+    (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match="no result of this benchmark"):
-        outcome.all_in(tmp_path)
+        comparison.published(tmp_path)
 
 
 def test_the_page_gets_its_tables_and_keeps_its_words(tmp_path: Path) -> None:
     results, page = tmp_path / "peers", tmp_path / "peers.md"
-    for one in (made("ours", 0, 300.0), made("ours", 1, 360.0), made("ours", 2, 330.0), made("trl", 0, 1650.0), made("trl", 1, 1980.0)):
-        outcome.save(one, results, SETTING.name)
+    comparison.publish(THREE, results / f"{SETTING.name}.json")
     page.write_text(f"Before.\n{tables.BEGIN}\nold\n{tables.END}\nAfter.\n")
     tables.page(page, results)
     text = page.read_text()
     assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
-    assert "agentrl 5.5 min, TRL 30.2 min, **5.5 times** ours; without the start 5.0 and 29.8 min, 6.0 times. Of ours 1.0 min were" in text
-    assert "| TRL | 1 | 33.0 | arrived | 8 | 0.40 [0.30, 0.50] at step 4 | 0.95 [0.50, 0.99] |" in text
-    assert "| TRL | 30 | 10.0 | 0.0 | 0.0 | 2.0 |" in text, "seconds of a step"
+    assert "| quickstart-multi-wait-0.2-2 | TRL as it ships | **5.5 times (4.0 to 6.0, n=3)** | 6.0 times (4.3 to 6.5, n=3) |" in text
+    assert "| 2 | TRL as it ships | 33.0 | 8 | 0.40 [0.30, 0.50] at step 4 | 0.95 [0.50, 0.99] |" in text
+    assert "| 1 of 1024 | 120 | 0.1 | 0.0 |" in text, "the state of the machine, run by run"
+    assert "| TRL as it ships | 30 | 10.0 | 0.0 | 0.0 | 2.0 |" in text, "seconds of a step"
+    assert "| micro_batch=4 | 7.5 | 0.0 | 0.0 | 1.5 | 1.0 |" in text
     tables.page(page, results)
     assert page.read_text() == text
 
 
 def test_a_page_without_the_marks_is_left_alone(tmp_path: Path) -> None:
-    outcome.save(made("ours", 0, 300.0), tmp_path, SETTING.name)
-    (tmp_path / "peers.md").write_text("No place here.\n")
-    with pytest.raises(UserError, match="no place for the tables"):
-        tables.page(tmp_path / "peers.md", tmp_path)
-    assert (tmp_path / "peers.md").read_text() == "No place here.\n"
-
-
-def test_who_did_not_arrive_is_said() -> None:
-    mine, late = [made("ours", 0, 300.0)], [made("trl", 0, None), made("trl", 1, 1500.0)]
-    assert "TRL 32.5 min, at least (of 2 runs 1 did not arrive) **6.5 times** ours" in tables.verdict([*mine, *late], "trl")
-    assert "1 of 1 runs of ours did not arrive" in tables.verdict([made("ours", 0, None), *late], "trl")
-    assert tables.verdict(mine, "trl") == "TRL: still to be made."
+    (tmp_path / "peers.md").write_text("No marks here.\n")
+    with pytest.raises(UserError, match="no marks for the tables"):
+        tables.page(tmp_path / "peers.md", tmp_path / "peers")
+    assert (tmp_path / "peers.md").read_text() == "No marks here.\n"
 
 
 @pytest.mark.parametrize(
@@ -189,11 +266,15 @@ def test_a_setting_of_the_peers_that_there_is_not_is_told(given: str, told: str)
         trl.options_of([given])
 
 
-def test_settings_of_the_peers_are_read_and_written() -> None:
+def test_a_micro_batch_that_does_not_divide_a_step_is_refused_before_anything_runs() -> None:
+    trl.check_options(SETTING, dict(trl.OPTIONS))
+    with pytest.raises(UserError, match="micro_batch=32 does not divide the 16 episodes"):
+        trl.check_options(replace(SETTING, overrides=("rollout.groups_per_step=2",)), dict(trl.OPTIONS))
+
+
+def test_settings_of_the_peers_are_read() -> None:
     options = trl.options_of(["threads=1", "cache=static", "gradient_checkpointing=true"])
     assert (options["threads"], options["cache"], options["gradient_checkpointing"]) == (1, "static", True)
-    words = trl.words_of(options)
-    assert trl.options_of([word for word in words if word != "--peer"]) == options
 
 
 def test_our_run_is_followed_by_its_folder(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Runs of ours and the peer's in alternation on one machine: what may be published of them, and the ratios they give.
+
+A round is one run of each side with one seed. The ratio of a round is the peer's time over ours; ratios of several rounds are given
+with their number, median and range. Rounds of several machines, or of one machine at different times, do not make a comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.files import write
+from benchmarks.contest.outcome import Outcome, Point
+
+LEAST_ROUNDS = 3
+MOST_GAP_S = 900.0  # between two runs of one go
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Of the peer's time over ours. `n` rounds; in `censored` of them the peer did not reach the target, so that these are bounds."""
+
+    n: int
+    median: float
+    low: float
+    high: float
+    censored: int
+
+    def __str__(self) -> str:
+        least = f", in {self.censored} at least" if self.censored else ""
+        return f"{self.median:.1f} times ({self.low:.1f} to {self.high:.1f}, n={self.n}{least})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Rounds of one setting, and where they come from."""
+
+    setting: dict[str, Any]
+    sides: tuple[str, ...]
+    options: dict[str, Any]  # of the peer, in every round
+    tried: tuple[dict[str, Any], ...]  # settings of the peer that were timed before the rounds, on the same machine
+    origin: dict[str, Any]  # of `benchmarks.stored.origin`
+    versions: dict[str, str]
+    boot: str
+    rounds: tuple[tuple[Outcome, ...], ...] = field(default=())
+
+    def with_round(self, outcomes: tuple[Outcome, ...]) -> Comparison:
+        return replace(self, rounds=(*self.rounds, outcomes))
+
+    def of(self, side: str) -> list[Outcome]:
+        return [one for outcomes in self.rounds for one in outcomes if one.side == side]
+
+    def ratio(self, peer: str, seconds: Callable[[Outcome], float] = lambda one: one.took_s) -> Ratio:
+        """Raises `ValueError` if a run of ours did not reach the target: its time is a bound, and the ratio would not be."""
+        ours, theirs = self.of("ours"), self.of(peer)
+        if any(one.arrived_s is None for one in ours):
+            raise ValueError("a run of ours did not reach the target")
+        values = [seconds(their) / seconds(our) for our, their in zip(ours, theirs, strict=True)]
+        late = sum(one.arrived_s is None for one in theirs)
+        return Ratio(n=len(values), median=statistics.median(values), low=min(values), high=max(values), censored=late)
+
+    def faults(self) -> list[str]:
+        """Why it must not be published; empty means it may be."""
+        found = []
+        if len(self.rounds) < LEAST_ROUNDS:
+            found.append(f"{len(self.rounds)} of at least {LEAST_ROUNDS} pairs")
+        if any(tuple(one.side for one in outcomes) != self.sides or len({one.seed for one in outcomes}) != 1 for outcomes in self.rounds):
+            found.append("a round is not one run of each side with one seed")
+        runs = [one for outcomes in self.rounds for one in outcomes]
+        kinds = {(one.machine.get("processor"), one.machine.get("cores")) for one in runs}
+        if len(kinds) > 1 or not self.boot:
+            found.append("runs of several machines")
+        if not all({"processor", "gflops", "load", "busy_cores"} <= one.machine.keys() for one in runs):
+            found.append("a run without CPU model, GFLOPS and load")
+        if any(not 0.0 <= after.began - before.finished <= MOST_GAP_S for before, after in pairwise(runs)):
+            found.append(f"more than {MOST_GAP_S / 60:.0f} min between two runs")
+        return found
+
+
+def save(comparison: Comparison, path: Path) -> None:
+    """Writes the file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(asdict(comparison), indent=1) + "\n")
+
+
+def publish(comparison: Comparison, path: Path) -> None:
+    """Saves it beside the docs. Raises `UserError` for one that `Comparison.faults` finds wanting."""
+    if found := comparison.faults():
+        raise UserError(f"not published: {'; '.join(found)}", fix=f"run --pairs {LEAST_ROUNDS} or more on one machine in one go")
+    save(comparison, path)
+
+
+def load(path: Path) -> Comparison:
+    """Raises `UserError` for a file that does not hold a comparison."""
+    try:
+        data = json.loads(path.read_text())
+        rounds = tuple(tuple(_outcome(one) for one in outcomes) for outcomes in data.pop("rounds"))
+        data |= {"sides": tuple(data["sides"]), "tried": tuple(data["tried"])}
+        return Comparison(**data, rounds=rounds)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is no result of this benchmark: {error}", fix="delete it, and run the benchmark again") from error
+
+
+def published(folder: Path) -> dict[str, Comparison]:
+    """Comparisons by name. Raises `UserError` for a file that must not be published, or that is none."""
+    found = {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+    for name, comparison in found.items():
+        if faults := comparison.faults():
+            raise UserError(f"{folder / name}.json must not be published: {'; '.join(faults)}", fix="delete it, and run the pairs again")
+    return found
+
+
+def _outcome(data: dict[str, Any]) -> Outcome:
+    curve = tuple(Point(**point) for point in data.pop("curve"))
+    after = data.pop("after")
+    return Outcome(**data, curve=curve, after=Point(**after) if after else None)

@@ -1,0 +1,72 @@
+"""README.md's figures are those of the stored results, and it has no others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import claims, stored
+
+FIGURE = re.compile(r"\d(?:[\d.,]*\d)?\s?(?:%|(?:ms|s|min|minutes|times|KiB|MiB|GiB|points|GFLOPS)\b)")
+README = claims.README.read_text()
+
+
+def test_each_figure_is_recomputed_from_its_stored_result() -> None:
+    assert [claim.text for claim in claims.missing(README, claims.claims())] == []
+
+
+def test_readme_has_no_measured_figure_that_is_not_recomputed() -> None:
+    text = README
+    for claim in claims.claims():
+        text = text.replace(claim.text, "")
+    assert FIGURE.findall(text) == []
+
+
+@pytest.mark.parametrize("text", ["14 times sooner", "99% after", "0.77 ms", "p99 of 412 ms", "2 minutes", "85 KiB", "4,000 times"])
+def test_a_figure_is_recognized(text: str) -> None:
+    assert FIGURE.search(text)
+
+
+def test_a_figure_that_differs_from_its_result_is_reported() -> None:
+    found = claims.claims()
+    quickstart = next(claim for claim in found if claim.source.endswith("quickstart.json"))
+    assert claims.missing(README.replace("success 6% → 99%", "success 6% → 100%"), found) == [quickstart]
+
+
+def test_every_stored_result_names_its_origin() -> None:
+    paths = [*stored.RESULTS.glob("*.json"), *claims.REAL_MODEL.glob("*-seed*.json")]
+    assert len(paths) >= 8
+    for path in paths:
+        origin = json.loads(path.read_text())["origin"]
+        assert {"command", "seeds", "machine", "commit", "code"} <= origin.keys(), path
+        assert origin["command"].startswith("python benchmarks/") and origin["code"], path
+        assert all(re.fullmatch("[0-9a-f]{16}", digest) for digest in origin["code"].values()), path
+
+
+def test_a_result_is_older_than_its_code_once_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "measured" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "measured" / "a.py").write_text("a = 1\n")
+    (tmp_path / "one.py").write_text("b = 1\n")
+    code = {path: stored.digest(path, tmp_path) for path in ("measured", "one.py")}
+    monkeypatch.setattr(stored, "digest", lambda path: _DIGEST(path, tmp_path))
+    (tmp_path / "measured" / "__pycache__" / "a.pyc").write_bytes(b"cache")
+    assert stored.changed(code) == []
+    (tmp_path / "measured" / "a.py").rename(tmp_path / "measured" / "b.py")
+    assert stored.changed(code) == ["measured"]
+    (tmp_path / "one.py").unlink()
+    assert stored.changed(code) == ["measured", "one.py"]
+    claim = claims.Claim(text="t", source="s", origin={"code": code})
+    assert claim.state() == "OLDER than the code: measured, one.py"
+
+
+_DIGEST = stored.digest
+
+
+def test_a_result_records_the_machine_and_what_it_measures() -> None:
+    origin = stored.origin("python benchmarks/x.py", ["benchmarks/claims.py"], [0, 1])
+    assert {"processor", "cores", "gflops", "load", "busy_cores"} <= origin["machine"].keys()
+    assert (origin["seeds"], stored.changed(origin["code"])) == ([0, 1], [])
+    assert origin["code"] == {"benchmarks/claims.py": stored.digest("benchmarks/claims.py")}
