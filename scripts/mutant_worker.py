@@ -88,9 +88,7 @@ def forked(request: Any) -> dict[str, object]:
             silence = os.open(os.devnull, os.O_RDWR)
             for descriptor in (0, 1, 2):
                 os.dup2(silence, descriptor)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-            done = cover(request) if request["do"] == "cover" else run(request)
-            answer.write_text(json.dumps(done))
+            answer.write_text(json.dumps(cover(request) if request["do"] == "cover" else run(request)))
             os._exit(0)
         deadline = time.monotonic() + request["limit_s"]
         while os.waitpid(child, os.WNOHANG)[0] == 0:

@@ -49,21 +49,18 @@ class Law:
 
 LAWS = {
     "objective": Law(
-        files=tuple(
-            f"agentrl/objective/{name}.py"
-            for name in (
-                "advantages",
-                "aggregate",
-                "branches",
-                "combined",
-                "corrections",
-                "credit",
-                "gae",
-                "kl",
-                "losses",
-                "staleness",
-                "turns",
-            )
+        files=(
+            "agentrl/objective/advantages.py",
+            "agentrl/objective/aggregate.py",
+            "agentrl/objective/branches.py",
+            "agentrl/objective/combined.py",
+            "agentrl/objective/corrections.py",
+            "agentrl/objective/credit.py",
+            "agentrl/objective/gae.py",
+            "agentrl/objective/kl.py",
+            "agentrl/objective/losses.py",
+            "agentrl/objective/staleness.py",
+            "agentrl/objective/turns.py",
         ),
         tests=("tests/objective",),
     ),
@@ -257,15 +254,8 @@ class Tree:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, str(WORKER)], cwd=folder, env=env, start_new_session=True, **pipes)
 
     def ask(self, **request: object) -> Any:
         """The worker's answer to one request; see `mutant_worker.py`."""
