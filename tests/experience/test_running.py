@@ -115,6 +115,32 @@ async def test_a_damaged_file_is_put_aside_with_a_warning(
     assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
 
 
+async def test_the_bound_on_a_file_holds_for_writing_and_reading(
+    keeper: RunningEpisodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    size = len(codec.to_json(STATE))
+    monkeypatch.setattr(running, "MAX_BYTES", size)
+    await keeper.keep(0, 0, STATE)
+    assert await keeper.find(0, 0) == STATE and not caplog.records, "exactly as large as may be"
+    await keeper.keep(0, 1, replace(STATE, episode_id="e2"))
+    assert await keeper.find(0, 1) is None and "are more than may be kept" in caplog.text, "a byte more"
+    monkeypatch.setattr(running, "MAX_BYTES", size - 1)
+    assert await keeper.find(0, 0) is None and "larger than any that is written" in caplog.text
+
+
+async def test_only_folders_of_groups_count_as_groups(keeper: RunningEpisodes, tmp_path: Path) -> None:
+    await keeper.keep(12, 0, STATE)
+    (tmp_path / "running" / "000013").write_text("a file")
+    (tmp_path / "running" / "notes").mkdir()
+    assert keeper.groups() == (12,)
+
+
+async def test_an_attempt_without_a_stored_state_can_finish(keeper: RunningEpisodes) -> None:
+    """It ended in its first turn, or its states could not be written."""
+    await keeper.finish(5, 0, SCORED)
+    assert await keeper.find(5, 0) == SCORED
+
+
 async def test_a_state_that_cannot_be_written_is_said_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "running").write_text("a file where the folder should be")
     await RunningEpisodes(tmp_path / "running").keep(0, 0, STATE)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.experience import SqliteStore, StepGroups
+from agentrl.experience.steps import has_preference
+from agentrl.recipe import RolloutConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
 from agentrl.rollout import left_out_group
 
@@ -103,4 +106,25 @@ def test_tasks_are_those_of_a_run_without_extra_groups_and_each_index_has_its_ow
     )
     positions = [steps.position(index) for index in indices]
     assert len(set(positions)) == len(positions)
-    assert [position for position in positions if position < 1 << 30] == list(range(4 * per_step))
+    assert sorted(positions) == [*range(4 * per_step), *range(1 << 30, (1 << 30) + 4 * extra)], "and no position is left out"
+
+
+@pytest.mark.parametrize(
+    ("scores", "smallest", "teaches"), [((1.0, 0.0), 2, True), ((1.0, 0.0), 3, False), ((1.0, 1.0), 2, False), ((), 1, False)]
+)
+def test_a_group_teaches_if_enough_attempts_were_scored_and_not_all_alike(scores: tuple[float, ...], smallest: int, teaches: bool) -> None:
+    assert has_preference(group(0, *scores), min_group_size=smallest) is teaches
+
+
+def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
+    steps = StepGroups.single(RolloutConfig(groups_per_step=2, extra_groups=3, min_group_size=4))
+    assert [steps.step_of(index) for index in (0, 5, 10_000_000)] == [0, 0, 0]
+    assert [steps.position(index) for index in (0, 5, 10_000_000)] == [0, 5, 10_000_000]
+    assert steps.min_group_size == 4 and StepGroups(1).min_group_size == 2
+
+
+def test_what_is_known_of_a_group_is_not_in_what_is_printed() -> None:
+    """A run's steps may have read thousands of groups."""
+    steps = StepGroups(2)
+    steps.know(0, True)
+    assert repr(steps) == "StepGroups(per_step=2, extra=0, min_group_size=2)"

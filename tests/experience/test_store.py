@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import random
 import signal
@@ -16,6 +18,7 @@ import pytest
 
 from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore
+from agentrl.experience import store as store_module
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
 from tests.forking import FORKS
@@ -91,6 +94,66 @@ def test_take_waits_for_another_writer_and_does_not_consume(store: SqliteStore) 
     writer.join()
     other.close()
     assert store.consumed() == {}
+
+
+def test_take_with_no_time_looks_once(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 5.0)  # a clock that stands still: at its deadline the wait is over
+    with pytest.raises(TimeoutError, match=r"step 0: after 0 s, 1 of 1 groups are missing: 0$"):
+        store.take(0, [0], timeout_s=0)
+    store.put(make_group(0))
+    assert store.take(0, [0], timeout_s=0) == (make_group(0),)
+
+
+def test_take_looks_ever_less_often_and_never_past_its_deadline(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, pauses = [100.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(TimeoutError):
+        store.take(0, [0], timeout_s=1.0)
+    assert sum(pauses) == pytest.approx(1.0) and len(pauses) < 50, "without busy waiting"
+    rising, (last_whole, last) = pauses[:-2], pauses[-2:]
+    assert [later / earlier for earlier, later in itertools.pairwise(rising[:4])] == pytest.approx([2.0, 2.0, 2.0])
+    assert 0.001 <= rising[0] <= 0.05
+    assert max(pauses) == last_whole <= 0.25 and last <= last_whole, "a stored group is seen within a quarter of a second"
+
+
+def test_names_of_missing_groups_are_bounded(store: SqliteStore) -> None:
+    with pytest.raises(StoreError, match=r": 0, 1, 2, 3, 4, 5, 6, 7$"):
+        store.groups(range(8))
+    with pytest.raises(StoreError, match=r": 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.$"):
+        store.groups(range(9))
+
+
+def test_what_is_stored_survives_a_power_cut(store: SqliteStore) -> None:
+    (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
+    (journal,) = store._connection.execute("PRAGMA journal_mode").fetchone()
+    assert (synchronous, journal) == (2, "wal"), "2 is FULL: with it alone a commit in write-ahead mode is synced before it returns"
+
+
+@pytest.mark.parametrize("ending", ["close", "failed start"])
+def test_no_file_stays_open(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "experience.sqlite"
+    if ending == "close":
+        SqliteStore(path).close()
+    else:
+        path.write_bytes(b"no database" * 1000)
+        with pytest.raises(StoreError):
+            SqliteStore(path)
+    gc.collect(0)
+    held = [os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{entry}")]
+    assert not [name for name in held if name.startswith(str(path))]
+
+
+def test_a_file_system_without_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write-ahead logging needs it. SQLite then answers with the journal that the file keeps, as here for a store in no file at all."""
+    monkeypatch.setattr(store_module.sqlite3, "connect", lambda path, **options: sqlite3.Connection(":memory:", isolation_level=None))
+    with pytest.raises(StoreError, match=r"without shared memory for SQLite \(memory\)\n  fix: use a local disk for --run-dir"):
+        SqliteStore(tmp_path / "experience.sqlite")
 
 
 def test_take_ends_at_its_deadline_and_names_what_is_missing(store: SqliteStore) -> None:
@@ -237,6 +300,12 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
     raw.close()
     with pytest.raises(StoreError, match="not an experience store"):
         SqliteStore(foreign)
+    with sqlite3.connect(foreign) as raw:  # and what agentrl 0.1 writes is known by these four bytes, as long as there are such files
+        raw.execute("PRAGMA application_id = 0x41475258")
+        raw.execute("PRAGMA user_version = 1")
+        raw.execute("DROP TABLE groups")
+    raw.close()
+    SqliteStore(foreign).close()
 
     newer = tmp_path / "newer.sqlite"
     SqliteStore(newer).close()
