@@ -50,14 +50,34 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
         sync(path.parent)
 
 
+def is_private(folder: Path) -> bool:
+    """Whether only this user may look into a folder."""
+    return folder.is_dir() and not folder.stat().st_mode & 0o077
+
+
+def make_private(folder: Path) -> None:
+    """Takes from a folder and all below it the rights of the group and of others, so that copies are private, too."""
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if not path.is_symlink() and (mode := path.stat().st_mode) & 0o077:
+                path.chmod(mode & 0o7700)
+
+
 def _no_file(path: Path) -> bool:
     """Whether something is there that is neither file nor folder, or a link to what a process has open."""
     return path.absolute().parent in _OPENED or (path.exists() and not path.is_file() and not path.is_dir())
 
 
-def write(path: Path, content: bytes | str, *, tag: str = "", durable: bool = False) -> None:
-    """Gives a file new content, whole or not at all; text is written as UTF-8. See `replacing`."""
+def write(path: Path, content: bytes | str, *, tag: str = "", durable: bool = False, private: bool = False) -> None:
+    """Gives a file new content, whole or not at all; text is written as UTF-8. See `replacing`.
+
+    Args:
+        private: only this user can read the file, whatever the umask and the folder allow.
+    """
     with replacing(path, tag=tag, durable=durable) as part:
+        if private:
+            part.unlink(missing_ok=True)
+            part.touch(mode=0o600, exist_ok=False)
         part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

@@ -1,6 +1,6 @@
 """Sending published weights to the server over NCCL, and reconnecting when the server was restarted.
 
-The driver announces its server in `server.json` (`agentrl.serving.served`); without a server there is no such file. A broken
+The driver announces its server and its key in `server.json` (`agentrl.serving.served`); without a server there is no such file. A broken
 channel cannot be repaired in place, because a lost member leaves the others stuck in a collective: the learner ends with an
 error, is restarted from its checkpoint, and brings the server up to date before it goes on.
 """
@@ -19,6 +19,7 @@ import httpx
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
 from agentrl.recipe import Recipe
+from agentrl.serving.access import headers as access
 from agentrl.weights.announcement import Server, announced
 
 log = logging.getLogger("agentrl.learner")
@@ -65,7 +66,8 @@ class Broadcaster:
         if self._engine.ranks.first:
             server = self._server()
             try:
-                answer = httpx.get(f"{server.url}/weight_info", timeout=_ASK_S, trust_env=False).raise_for_status().json()
+                reply = httpx.get(f"{server.url}/weight_info", headers=access(server.key), timeout=_ASK_S, trust_env=False)
+                answer = reply.raise_for_status().json()
             except (httpx.HTTPError, ValueError) as error:
                 raise LearnerError(f"the server at {server.url} does not say which weights it has: {error}") from error
             behind = answer.get("weight_version") != str(number)
@@ -75,7 +77,7 @@ class Broadcaster:
 
     def _connected(self) -> Channel:
         ranks = self._engine.ranks
-        server = self._server() if ranks.first else Server(url="", start=0)
+        server = self._server() if ranks.first else Server(url="", key="", start=0)
         start = ranks.decide(server.start)
         if self._channel is None or start != self._start:
             self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
@@ -95,7 +97,7 @@ def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[An
     from agentrl.learner.weight_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 
-    client = PausedServerClient(server.url, timeout_s=timeout_s)
+    client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s)
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)
     return client, channel
 

@@ -164,12 +164,12 @@ class JudgeServers:
         self._running[name] = server
         try:
             await server.start()
-            known.url = server.url
+            known.key, known.url = server.key, server.url
             self._first[name].set()
             while await server.alive():
                 await asyncio.sleep(_WATCH_S)
         finally:
-            known.url = ""
+            known.url = known.key = ""
             await server.stop()
             self._running.pop(name, None)
 

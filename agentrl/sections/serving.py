@@ -32,7 +32,7 @@ class ServingConfig(Section):
     """Servers of the policy, each with a process, a port and a key/value cache of its own, and on GPUs with a GPU of its own. An episode
     stays with the one that has its context cached, unless that one dies."""
     host: str = "127.0.0.1"
-    """Address the server binds to. Its control routes have no authentication: keep it on loopback or a private network."""
+    """Address the server binds to. Requests carry the server's key in plain HTTP: keep it on loopback or a private network."""
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
     max_num_seqs: int = Field(128, ge=1)

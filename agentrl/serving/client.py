@@ -37,13 +37,13 @@ class TokenClient:
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
-    def __init__(self, url: str, *, weights: WeightsInService, max_connections: int = _MAX_CONNECTIONS) -> None:
-        self._control = ControlPlane(url, max_connections=max_connections)
+    def __init__(self, url: str, *, weights: WeightsInService, key: str = "", max_connections: int = _MAX_CONNECTIONS) -> None:
+        self._control = ControlPlane(url, key=key, max_connections=max_connections)
         self._weights = weights
 
     @classmethod
     def for_server(cls, server: VLLMServer) -> TokenClient:
-        return cls(server.url, weights=server.weights)
+        return cls(server.url, weights=server.weights, key=server.key)
 
     async def close(self) -> None:
         await self._control.close()

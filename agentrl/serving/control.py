@@ -1,6 +1,6 @@
 """vLLM's HTTP routes as typed calls. HTTP faults become `ServingError` here and only here; every call has a deadline.
 
-The control routes have no authentication; vLLM only offers them with `VLLM_SERVER_DEV_MODE=1`, and the server binds to loopback.
+vLLM offers the control routes only with `VLLM_SERVER_DEV_MODE=1`. Every request carries the server's key (`agentrl.serving.access`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import httpx
 from pydantic_core import from_json
 
 from agentrl.errors import ServingError
+from agentrl.serving.access import headers as access
 from agentrl.serving.wire import UnsentError, Wire
 
 log = logging.getLogger(__name__)
@@ -36,17 +37,19 @@ class ControlPlane:
     """Calls on one server. Use from one event loop; `close` when done.
 
     Args:
+        key: of the server (`agentrl.serving.access`); empty: it needs none.
         max_connections: requests for tokens at a time; others wait.
     """
 
-    def __init__(self, url: str, *, max_connections: int = 64) -> None:
+    def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
         self.url = url
-        self._wire = Wire(url, max_connections=max_connections)
+        self._wire = Wire(url, key=key, max_connections=max_connections)
         # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
         # that the server is just closing.
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=10.0)
         # trust_env=False: an internet proxy must not come between driver and loopback. Certificates are read only where they are asked for.
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=None, trust_env=False, verify=url.startswith("https:"))
+        verify = url.startswith("https:")
+        self._http = httpx.AsyncClient(base_url=url, headers=access(key), limits=limits, timeout=None, trust_env=False, verify=verify)
 
     async def close(self) -> None:
         self._wire.close()

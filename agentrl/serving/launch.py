@@ -16,6 +16,7 @@ import runpy
 import sys
 
 from agentrl.processes import die_with_parent, imports_kept
+from agentrl.serving import access
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 
@@ -32,6 +33,7 @@ def main() -> None:
     options = parser.parse_args()
 
     die_with_parent(options.driver_pid)
+    access.take_key()
     api_server = os.getpid()
     # A forked child does not inherit the parent death signal, so each child sets it again.
     os.register_at_fork(after_in_child=lambda: die_with_parent(api_server) if os.getppid() == api_server else None)

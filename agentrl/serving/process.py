@@ -22,6 +22,7 @@ from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.files import tail
 from agentrl.processes import openmp
 from agentrl.runlock import hold_part
+from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
 POLL_S = 0.1
@@ -47,6 +48,7 @@ class ServerProcess(ABC):
             scratch: what names its scratch folder: `scratch_folder`.
         """
         self.log_path = folder / "logs" / log
+        self.key = access.new_key()
         self._what, self._folder, self._scratch_of = what, folder, scratch
         self._process: asyncio.subprocess.Process | None = None
         self._control: ControlPlane | None = None
@@ -105,14 +107,14 @@ class ServerProcess(ABC):
         self._port = ReservedPort(host, port, key=key)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = scratch_folder(self._scratch_of)
-        self._control = ControlPlane(f"http://{host}:{self._port.number}")
+        self._control = ControlPlane(f"http://{host}:{self._port.number}", key=self.key)
         part = hold_part(self._folder)
         try:
             with self.log_path.open("ab") as log:
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(self._port.number),
-                    env={**os.environ, **self._environment(self._scratch)},
+                    env={**os.environ, **self._environment(self._scratch), access.VARIABLE: self.key},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -179,7 +181,8 @@ def launch_command(arguments: Mapping[str, str], flags: Sequence[str], *, cpu_th
     """The command of a vLLM server that dies with this process. `cpu_threads`: of the engine on CPU; None: it computes on a GPU."""
     launch = [sys.executable, "-P", "-m", "agentrl.serving.launch", "--driver-pid", str(os.getpid())]
     threads = [] if cpu_threads is None else ["--cpu-threads", str(cpu_threads)]
-    return [*launch, *threads, "--", *(part for pair in arguments.items() for part in pair), *flags]
+    guarded = {**arguments, "--middleware": access.MIDDLEWARE}
+    return [*launch, *threads, "--", *(part for pair in guarded.items() for part in pair), *flags]
 
 
 def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, gpus: str | None = None) -> dict[str, str]:
@@ -197,6 +200,8 @@ def environment(scratch: Path, *, cpu_threads: int | None, alone: bool = False, 
         "TMPDIR": str(scratch),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a folder
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # no file of it is unpickled
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "PYTHONUNBUFFERED": "1",
     }
     if cpu_threads is None:

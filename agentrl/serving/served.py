@@ -93,8 +93,8 @@ class ServedPolicy:
         self._channel = open_channel(self._recipe.serving, server, registry_folder=self._run_dir / "versions")
         if base is not version:
             await self._swap_in_adapter(self._channel, version)
-        if not self._name:
-            announce(self._run_dir, server.url)
+        if self._nccl and not self._name:
+            announce(self._run_dir, server.url, key=server.key)
         await self._set_version(version)
         self._ready.set()
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import h11
 
 from agentrl.errors import ServingError
+from agentrl.serving.access import headers as access
 
 MAX_ANSWER_BYTES = 256 << 20
 """Of one answer; one of the longest completion with the largest supports takes some tens of MiB."""
@@ -30,12 +31,14 @@ class UnsentError(ServingError):
 class Wire:
     """Requests to one `http://host:port`, at most `max_connections` at a time; others wait. Use from one event loop."""
 
-    def __init__(self, url: str, *, max_connections: int) -> None:
+    def __init__(self, url: str, *, key: str = "", max_connections: int) -> None:
+        """`key`: of the server (`agentrl.serving.access`); empty: it needs none."""
         parts = urlsplit(url)
         self.url = url
         self.closed = False
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self._netloc = parts.netloc.encode()
+        self._head = [(b"host", parts.netloc.encode()), (b"content-type", b"application/json")]
+        self._head += [(name.encode(), value.encode()) for name, value in access(key).items()]
         self._slots = asyncio.Semaphore(max_connections)
         self._free: deque[tuple[float, _Connection]] = deque()  # since when; the newest last
         self._busy: set[_Connection] = set()
@@ -67,8 +70,7 @@ class Wire:
         self._free.clear()
 
     def _request(self, path: str, length: int) -> h11.Request:
-        headers = [(b"host", self._netloc), (b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-        return h11.Request(method=b"POST", target=path.encode(), headers=headers)
+        return h11.Request(method=b"POST", target=path.encode(), headers=[*self._head, (b"content-length", b"%d" % length)])
 
     def _taken(self) -> _Connection | None:
         """The free connection that was used last, so that those that nobody needs any more grow old."""

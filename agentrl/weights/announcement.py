@@ -14,15 +14,16 @@ NAME = "server.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A running server: its address, and which of the run's servers it is."""
+    """A running server: its address, its key, and which of the run's servers it is."""
 
     url: str
+    key: str
     start: int
 
 
-def announce(run_dir: Path, url: str) -> None:
-    """Says that a new server answers at `url`."""
-    write(run_dir / NAME, json.dumps({"url": url, "start": time.time_ns()}))
+def announce(run_dir: Path, url: str, *, key: str) -> None:
+    """Records that a new server answers at `url` to requests with `key`. Only the run's user can read the file."""
+    write(run_dir / NAME, json.dumps({"url": url, "key": key, "start": time.time_ns()}), private=True)
 
 
 def withdraw(run_dir: Path) -> None:
@@ -36,4 +37,4 @@ def announced(run_dir: Path) -> Server | None:
         record = json.loads((run_dir / NAME).read_text())
     except FileNotFoundError:
         return None
-    return Server(url=str(record["url"]), start=int(record["start"]))
+    return Server(url=str(record["url"]), key=str(record["key"]), start=int(record["start"]))

@@ -59,7 +59,7 @@ def url(weights: Weights) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"weight_version": weights.carried}).encode()
-            self.send_response(200)
+            self.send_response(200 if self.headers["Authorization"] == "Bearer k" else 401)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -82,7 +82,7 @@ def make(tmp_path: Path, weights: Weights, *, patience_s: float = 60.0) -> Broad
 
 
 def announce(tmp_path: Path, url: str, start: int) -> None:
-    (tmp_path / NAME).write_text(json.dumps({"url": url, "start": start}))
+    (tmp_path / NAME).write_text(json.dumps({"url": url, "key": "k", "start": start}))
 
 
 def test_one_connection_serves_many_versions_and_a_new_server_gets_a_new_one(tmp_path: Path, weights: Weights, url: str) -> None:

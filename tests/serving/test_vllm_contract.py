@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.errors import ServingError
 from agentrl.records import SamplingParams
-from agentrl.serving import plugin
+from agentrl.serving import access, plugin
 from agentrl.serving.client import generate_body
 from agentrl.serving.control import ControlPlane
 from tests.waiting import until, wait_until
@@ -66,8 +66,11 @@ def engine() -> RecordingEngine:
     return RecordingEngine()
 
 
+KEY = access.new_key()
+
+
 @pytest.fixture
-def url(engine: RecordingEngine) -> Iterator[str]:
+def url(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     import uvicorn
     from fastapi import FastAPI
     from vllm.entrypoints.rl.online.api_router import router
@@ -75,6 +78,9 @@ def url(engine: RecordingEngine) -> Iterator[str]:
     app = FastAPI()
     app.include_router(router)
     app.state.engine_client = engine
+    monkeypatch.setenv(access.VARIABLE, KEY)
+    access.take_key()
+    app.add_middleware(access.RequireKey)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -86,7 +92,7 @@ def url(engine: RecordingEngine) -> Iterator[str]:
 
 
 async def test_every_control_call_is_understood(engine: RecordingEngine, url: str) -> None:
-    control = ControlPlane(url)
+    control = ControlPlane(url, key=KEY)
     await control.pause()
     await control.pause(abort=True)
     await control.init_weight_transfer({"versions_folder": "/run/versions"})
@@ -133,7 +139,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
 
     from agentrl.serving.trainer_client import PausedServerClient
 
-    trainer = PausedServerClient(url, timeout_s=120)
+    trainer = PausedServerClient(url, key=KEY, timeout_s=120)
     trainer.version = 7
     module = torch.nn.Linear(2, 3)
     meta = ModuleSource(module).metadata()
@@ -154,7 +160,7 @@ async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engin
     await until(lambda: engine.calls)
     await asyncio.sleep(0.2)
     assert [name for name, _ in engine.calls] == ["init"]
-    control = ControlPlane(url)
+    control = ControlPlane(url, key=KEY)
     await control.pause()
     await sending
     await control.close()
@@ -169,7 +175,7 @@ def test_a_trainer_whose_server_is_never_paused_gives_up(url: str) -> None:
     from agentrl.serving.trainer_client import PausedServerClient
 
     with pytest.raises(TimeoutError, match="not paused for version 0"):
-        PausedServerClient(url, timeout_s=2.0).start_weight_update()
+        PausedServerClient(url, key=KEY, timeout_s=2.0).start_weight_update()
 
 
 def test_registering_twice_is_harmless() -> None:

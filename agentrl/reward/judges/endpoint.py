@@ -259,6 +259,8 @@ class Endpoint:
         return checked_url(self.url if isinstance(self.url, str) else self.url()).rstrip("/")
 
     def _key(self) -> str:
+        if isinstance(self.url, Served):
+            return self.url.key
         if not self.key_env:
             return ""
         key = os.environ.get(self.key_env, "").strip()

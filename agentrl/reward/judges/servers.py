@@ -8,7 +8,7 @@ A judge is written down before its server is started, and follows it when it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.errors import JudgeError, UserError
@@ -22,6 +22,7 @@ class Declared:
     weights: str  # sha256 over its weight files
     reward_model: bool  # it gives numbers, not words
     url: str = ""  # http://HOST:PORT while it answers
+    key: str = field(default="", repr=False)  # that requests to it carry
     refused: str = ""  # why it will not answer any more
 
 
@@ -45,6 +46,12 @@ class Served:
         if not known.url:
             raise NotUp(f"the judge's server {self.name} is being started")
         return f"{known.url}/v1"
+
+    @property
+    def key(self) -> str:
+        """The key of the server that answers at the moment; empty if there is none."""
+        known = _declared.get(self.name)
+        return "" if known is None else known.key
 
     @property
     def weights(self) -> str:
@@ -84,7 +91,7 @@ def declare(servers: Mapping[str, Declared]) -> None:
 
 
 def declared() -> Mapping[str, Declared]:
-    """Those that are started in this process, by name. Whoever starts them sets `url` and `refused`."""
+    """Those that are started in this process, by name. Whoever starts them sets `url`, `key` and `refused`."""
     return _declared
 
 

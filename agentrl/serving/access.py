@@ -1,0 +1,70 @@
+"""Who may use a server of ours: callers that send its key. Every route but `GET /health` needs it, vLLM's control routes too.
+
+vLLM's own `--api-key` guards only the paths that begin with /v1, /v2, /inference or /cohere. `/collective_rpc`, `/update_weights`,
+`/pause` and `/classify` stay open with it to every local user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+VARIABLE = "AGENTRL_SERVER_KEY"
+"""Environment variable that hands a server process its key. The process removes it before it starts its engine."""
+MIDDLEWARE = f"{__name__}.RequireKey"
+"""Value of vLLM's option `--middleware`."""
+_OPEN = ("GET", "/health")
+
+_Scope = MutableMapping[str, Any]
+_App = Callable[[_Scope, Any, Any], Awaitable[None]]
+_expected = b""  # sha256 of this process's key
+
+
+def new_key() -> str:
+    """A key for one start of one server: 256 random bits."""
+    return secrets.token_urlsafe(32)
+
+
+def headers(key: str) -> dict[str, str]:
+    """What a request to a server with this key carries. An empty key means that the server needs none."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def take_key() -> None:
+    """Reads the key of this process from the environment and removes it there. Raises `KeyError` if there is none."""
+    global _expected
+    _expected = _digest(os.environ.pop(VARIABLE).encode())
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 to a request without the key of this process. `take_key` must have run before."""
+
+    def __init__(self, app: _App) -> None:
+        if not _expected:
+            raise RuntimeError(f"{VARIABLE} is not set: a server without a key would let every local user replace its weights")
+        self._app, self._expected = app, _expected
+
+    async def __call__(self, scope: _Scope, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or self._allowed(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            content = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": 401, "headers": content})
+            await send({"type": "http.response.body", "body": b'{"error": "this server answers only to the run that started it"}'})
+
+    def _allowed(self, scope: _Scope) -> bool:
+        if (scope.get("method"), scope["path"]) == _OPEN:
+            return True
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key), self._expected)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

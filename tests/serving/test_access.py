@@ -1,0 +1,171 @@
+"""Only the driver and the learner of a run may use its servers: what a local user without the key gets from each route."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from agentrl.errors import ServingError
+from agentrl.serving import access
+from agentrl.serving.control import ControlPlane
+from tests.serving.conftest import Served
+
+# vLLM's own table of routes, those that are not in its OpenAPI document too; our arguments decide which there are.
+ROUTES = """
+import json, sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from agentrl.serving import access
+access.take_key()
+args = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:])
+found = []
+def walk(routes, prefix=""):
+    for route in routes:
+        path = prefix + getattr(route, "path", "")
+        methods = sorted(getattr(route, "methods", None) or ())
+        found.extend((method, path) for method in methods or ["GET", "POST"])
+        if hasattr(route, "routes") and route.routes:
+            walk(route.routes, path)
+walk(build_app(args, ("generate", "embed", "classify")).routes)
+print("ROUTES" + json.dumps(sorted(set(found))))
+"""
+
+
+async def answer(app: Any, path: str, *, method: str = "GET", kind: str = "http", headers: list[tuple[bytes, bytes]] | None = None) -> Any:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app({"type": kind, "method": method, "path": path, "headers": headers or []}, None, send)
+    return sent[0].get("status", sent[0]["type"])
+
+
+async def passed(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "passed", "status": 200})
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> access.RequireKey:
+    monkeypatch.setattr(access, "_expected", b"")
+    monkeypatch.setenv(access.VARIABLE, "the key")
+    access.take_key()
+    return access.RequireKey(passed)
+
+
+BEARER = b"Bearer the key"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([], 401),
+        ([(b"authorization", BEARER)], 200),
+        ([(b"Authorization", b"bearer the key")], 200),
+        ([(b"authorization", b"the key")], 401),
+        ([(b"authorization", b"Basic the key")], 401),
+        ([(b"authorization", b"Bearer the ke")], 401),
+        ([(b"authorization", b"Bearer the key ")], 401),
+        ([(b"authorization", b"Bearer ")], 401),
+        ([(b"authorization", b"Bearer \xff\xfe")], 401),
+        ([(b"authorization", BEARER), (b"authorization", b"Bearer x")], 401),
+        ([(b"x-api-key", b"the key")], 401),
+    ],
+)
+async def test_a_request_needs_the_key(guard: access.RequireKey, headers: list[tuple[bytes, bytes]], status: int) -> None:
+    for path in ("/collective_rpc", "/v1/completions", "/", "/health/", "//health", "/health/../pause", "/metrics"):
+        assert await answer(guard, path, headers=headers) == status
+    for method in ("OPTIONS", "HEAD", "POST"):
+        assert await answer(guard, "/health", method=method, headers=headers) == status
+    assert await answer(guard, "/health") == 200
+    assert await answer(guard, "/v1/realtime", kind="websocket", headers=headers) == (200 if status == 200 else "websocket.close")
+    assert await answer(guard, "/health", kind="websocket", method="", headers=headers) == (200 if status == 200 else "websocket.close")
+
+
+async def test_what_starts_and_stops_the_application_passes(guard: access.RequireKey) -> None:
+    assert await answer(guard, "", kind="lifespan") == 200
+
+
+def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_expected", b"")
+    monkeypatch.delenv(access.VARIABLE, raising=False)
+    with pytest.raises(KeyError):
+        access.take_key()
+    with pytest.raises(RuntimeError, match="a server without a key would let every local user replace its weights"):
+        access.RequireKey(passed)
+
+
+def test_the_key_is_taken_out_of_the_environment_of_what_the_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_expected", b"")
+    monkeypatch.setenv(access.VARIABLE, "the key")
+    access.take_key()
+    shown = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    assert "the key" not in shown and access.VARIABLE not in shown
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_real_server_refuses_whoever_has_no_key_on_every_route(served: Served) -> None:
+    arguments = served.server._command(1)
+    command = [sys.executable, "-c", ROUTES, *arguments[arguments.index("--") + 1 :]]
+    variables = {**os.environ, **served.server._environment(Path("/tmp")), access.VARIABLE: "another"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    routes = [tuple(one) for one in json.loads(done.stdout.partition("ROUTES")[2])]
+    url, key = served.server.url, served.server.key
+    with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
+        document = http.get("/openapi.json", headers=access.headers(key)).raise_for_status().json()
+        documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+        assert documented <= {*routes} and len(routes) > 40
+        dangerous = {"/collective_rpc", "/update_weights", "/pause", "/resume", "/init_weight_transfer_engine", "/inference/v1/generate"}
+        assert dangerous <= {path for _, path in routes} and dangerous - {"/inference/v1/generate"} <= {path for _, path in documented}
+        opened = []
+        for method, path in [*routes, ("GET", "/nothing/there"), ("OPTIONS", "/pause"), ("POST", "/metrics/"), ("GET", "//pause")]:
+            for headers in ({}, access.headers("wrong"), {"x-api-key": key}):
+                got = http.request(method, path, headers=headers, json={"method": "shutdown"} if method == "POST" else None)
+                if got.status_code != 401:
+                    opened.append((method, path, got.status_code))
+    assert set(opened) == {("GET", "/health", 200)}
+    # Nothing of it came through: the server samples, and has the version that it had.
+    assert (await served.generate([1, 2, 3], max_tokens=2)).token_ids
+    with_wrong_key = ControlPlane(url, key="wrong")
+    try:
+        for call in (with_wrong_key.pause(), with_wrong_key.reload("/tmp", 7), with_wrong_key.generate({}, timeout_s=5)):
+            with pytest.raises(ServingError, match="answered 401"):
+                await call
+        assert await with_wrong_key.healthy(timeout_s=5), "whether a server lives is no secret"
+    finally:
+        await with_wrong_key.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_key_is_in_no_command_line_and_no_log(served: Served) -> None:
+    key = served.server.key.encode()
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert key not in process.read_bytes(), process
+        except OSError:
+            continue
+    for file in served.server.run_dir.rglob("*"):
+        assert not file.is_file() or key not in file.read_bytes(), file
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_real_server_listens_on_loopback_only(served: Served) -> None:
+    assert served.server.pid is not None
+    family = [psutil.Process(served.server.pid), *psutil.Process(served.server.pid).children(recursive=True)]
+    listening = {one.laddr.ip for process in family for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
