@@ -27,14 +27,18 @@ ENTRY_POINT_GROUP = "agentrl.plugins"
 PACKAGE = Path(__file__).resolve().parent
 CONTENT = (
     "sandboxes/tables",
+    "rewards/algebra.py",
     "rewards/exact.py",
     "rewards/form.py",
     "rewards/hidden_tests.py",
     "rewards/json_schema.py",
     "rewards/mathematics.py",
+    "rewards/notation.py",
     "rewards/numeric.py",
     "rewards/outputs.py",
     "rewards/pattern.py",
+    "rewards/scalars.py",
+    "rewards/signs.py",
     "rewards/sql.py",
     "rewards/tables.py",
     "rewards/tool_use.py",

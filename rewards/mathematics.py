@@ -1,8 +1,9 @@
-r"""Mathematics: an expression that equals the truth, as the package math-verify reads and compares it.
+r"""Mathematics: an expression that equals the truth, in the form of a value.
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-math-verify and sympy compute for hours on some short texts, and their own time limit needs a main thread. They run in a process that is
+What is written is read by `rewards.notation` and compared by `rewards.algebra`; what only the package math-verify reads (integrals, sums,
+limits) can be a truth, and an answer with `unevaluated`. Both compute for hours on some short texts. They run in a process that is
 ended at a deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -18,29 +20,41 @@ from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
 from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from rewards.notation import read
+from rewards.scalars import Node
+from rewards.signs import Unreadable, plain
 
 DEADLINE_S = 3.0
 LONGEST = 4000  # characters of a submission
 LONGEST_EXPRESSION = 400
+LONGEST_PROMPT = 20_000
+MOST_FORMULAS = 50  # of a prompt
 _BOX = "\\boxed{"
-_INLINE = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_SCIENTIFIC = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d{1,4})", re.ASCII)
+_INLINE = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand anywhere in an expression
 
 
 class Mathematics(Configured):
-    r"""1 when the answer equals the truth, else 0. Settings in `task.data["mathematics"]`.
+    r"""1 when the answer equals the truth and is written as a value, else 0. Settings in `task.data["mathematics"]`.
 
     What is read of a submission is one expression, in LaTeX or as a calculator writes it: in the last `\boxed{}`, else in the last `$...$`,
-    else all of it. So naming several answers is answering with a list. An answer in which no mathematics can be read is wrong, as is one
-    at which math-verify fails though it judges the truth; a truth in which none can be read is the task's fault, and its episodes have
-    no score.
+    else all of it. So naming several answers is answering with a list. An answer that cannot be read is wrong, as is one at which the
+    reading or comparing fails though it judges the truth; a truth that cannot be read is the task's fault, and its episodes have no score.
+
+    A value leaves no work to do. If the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a
+    percent sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses.
+    Numbers, like terms and common factors are put together, and it is not what the question says in another form than the truth's. An
+    `x =` may stand before it; a chain of equations is no value. Words are compared as words and numerals with their base. A unit is the
+    truth's, or is left out. 5\% is 0.05.
     """
 
     name: ClassVar[str] = "mathematics"
     timeout_s: ClassVar[float] = PATIENCE_S
 
     decimals: int = Field(6, ge=0, le=15)
-    """Decimal places that are compared of numbers that are not exact."""
+    """Places that are compared when either number is written as a decimal: decimal places, of numbers below 0.1 significant digits."""
+    unevaluated: bool = False
+    """Whether an answer may be in any form that has the value: 2+3, 5!, an integral, the question itself."""
     after: str = ""
     """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
 
@@ -57,16 +71,15 @@ class Mathematics(Configured):
         if len(answer) > max(LONGEST_EXPRESSION, 4 * len(truth)):
             return wrong(f"an expression of {len(answer)} characters is too long")
         told = f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}"
-        request = {"truth": truth, "answer": answer, "decimals": rules.decimals}
+        prompt = "" if rules.unevaluated else "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
+        request = {"truth": truth, "answer": answer, "decimals": rules.decimals, "unevaluated": rules.unevaluated, "prompt": prompt}
         try:
-            verdict = await _worker.judge(request, sound=request | {"answer": truth})
+            verdict, why = await _worker.judge(request, sound=request | {"answer": truth})
         except AtAnswer as error:
-            return wrong(f"{told}: at this answer math-verify {error}")
+            return wrong(f"{told}: at this answer the comparison {error}")
         if verdict == "no truth":
-            raise TaskError(f"task {task.id}: no mathematics can be read in its truth {truth[:SHOWN]!r}", fix="write it as LaTeX")
-        if verdict == "no answer":
-            return wrong(f"{told}: no mathematics can be read in it")
-        return Score(value=float(verdict == "equal"), evidence=told)
+            raise TaskError(f"task {task.id}: no mathematics can be read in its truth {truth[:SHOWN]!r}: {why}", fix="write it as LaTeX")
+        return Score(value=float(verdict == "equal"), evidence=f"{told}{why and ': ' + why}"[:500])
 
 
 def expression(text: str) -> str:
@@ -78,18 +91,16 @@ def expression(text: str) -> str:
     elif inline := list(_INLINE.finditer(text)):
         text = next(filter(None, inline[-1].groups()), "")
     text = text.strip().removesuffix(".").strip()
-    if match := _SCIENTIFIC.fullmatch(text):
-        text = f"{match[1]} \\times 10^{{{int(match[2])}}}"
     return text if _closing(text) == len(text) else ""
 
 
 def _closing(text: str) -> int:
     """Where the brace closes that was open before `text`; its length when none does; -1 when one in it stays open."""
-    depth = 0
+    depth, escaped = 0, False
     for at, letter in enumerate(text):
-        if at and text[at - 1] == "\\":
-            continue
-        depth += (letter == "{") - (letter == "}")
+        if not escaped:
+            depth += (letter == "{") - (letter == "}")
+        escaped = letter == "\\" and not escaped
         if depth < 0:
             return at
     return len(text) if depth == 0 else -1
@@ -101,30 +112,62 @@ def prepare() -> None:
 
     import math_verify  # noqa: F401
 
+    import rewards.algebra  # noqa: F401
+
     logging.disable()
 
 
-def verdict(request: Mapping[str, Any]) -> str:
-    """In the process: "equal", "different", or "no truth" or "no answer" where nothing can be read."""
-    from math_verify import LatexExtractionConfig, parse, verify
+def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
+    """In the process: "equal", "different", or "no truth" if that cannot be read; and what is to be said of it."""
+    from rewards.algebra import Comparison, alike
 
-    config = [LatexExtractionConfig(boxed_match_priority=0)]
+    truth, answer = request["truth"], request["answer"]
+    wanted, problem = _read(truth, wide=True)
+    if wanted is None:
+        return "no truth", problem
+    if _squeezed(answer) == _squeezed(truth):
+        return "equal", ""
+    given, problem = _read(answer, wide=request["unevaluated"])
+    if given is None:
+        return "different", f"no value can be read in the answer: it has {problem}"
+    comparison = Comparison(request["decimals"], any_form=request["unevaluated"])
+    if not comparison.same(wanted, given):
+        return "different", "it has the value, and leaves work to do: only the value counts" if comparison.unfinished else ""
+    if _restates(given, answer, request["prompt"]) and not alike(wanted, given):
+        return "different", "it has the value, and only says what the question says: the worked-out value counts"
+    return "equal", ""
 
-    def read(text: str) -> list[Any]:
-        box = f"{_BOX}{text}}}"
-        found: list[Any] = parse(
-            box, config, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=None, raise_on_error=True
-        )
-        return found
 
-    truth = read(request["truth"]) if request["truth"] else []
-    if not truth:
-        return "no truth"
-    answer = read(request["answer"])
-    if not answer:
-        return "no answer"
-    same = verify(truth, answer, float_rounding=request["decimals"], timeout_seconds=None)
-    return "equal" if same else "different"
+def _read(text: str, *, wide: bool) -> tuple[Node | None, str]:
+    """The tree of a text; with `wide`, also of one that only math-verify reads. None, and why not."""
+    from rewards.algebra import read_wide
+
+    try:
+        return read(text), ""
+    except (Unreadable, ZeroDivisionError) as error:
+        problem = str(error)
+    return (read_wide(text) if wide else None), problem
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(_LOOSE, "", _starred(text))
+
+
+def _starred(text: str) -> str:
+    return plain(text).replace("\\cdot", "*").replace("\\times", "*")
+
+
+def _restates(given: Node, answer: str, prompt: str) -> bool:
+    """Whether the answer is an expression that the question writes down; a number, a word or a variable is none."""
+    from rewards.algebra import alike
+
+    if not given.parts or (given.kind == "neg" and not given.parts[0].parts):
+        return False
+    said = f"{_LOOSE}*".join(map(re.escape, _squeezed(answer)))
+    if re.search(rf"(?<![\w.^\\])(?:{said})(?![\w^]|\.\d)", _starred(prompt), re.ASCII):
+        return True
+    written = (next(filter(None, match.groups()), "") for match in islice(_INLINE.finditer(prompt), MOST_FORMULAS))
+    return any(alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], wide=False) for text in written) if tree is not None)
 
 
 _worker = Worker(verdict, prepare=prepare, deadline_s=DEADLINE_S, processes=2)

@@ -1,0 +1,401 @@
+r"""Whether two pieces of notation have the same value, and whether the answer's is in the form of a value.
+
+Equal means equal at random points to 40 digits, relative to the value, or within the tolerance if either is written with decimals. The
+points come from a hash of both, so that no answer can be written to be equal there alone. All of it runs where it can be ended
+(`rewards.mathematics`): what is written may take longer to compute than there is time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import combinations
+from random import Random
+from typing import Any
+
+import sympy
+
+from agentrl.contract.values import whole
+from rewards.notation import is_assignment
+from rewards.scalars import Node
+from rewards.units import unit
+
+DIGITS = 50  # that constants are computed to
+POINTS = 6
+MOST_ELEMENTS = 30  # of a list or set, whose order plays no part
+_EXACT = sympy.Float(10) ** -40
+_FUNCTIONS = {"arsinh": sympy.asinh, "arcosh": sympy.acosh, "artanh": sympy.atanh, "ln": sympy.log} | {
+    name: getattr(sympy, name.replace("arc", "a"))
+    for name in "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh".split()  # noqa: SIM905
+}
+_CONSTANTS = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "infty": sympy.oo}
+_WIDE = re.compile(r"(?:[A-Za-z0-9.+\-*/^_=(){}|!, \n]|\\[,;! ])+")
+_WIDE_COMMANDS = frozenset(
+    """int iint sum prod lim limits to infty frac dfrac tfrac sqrt cdot times div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh
+    tanh ln log exp binom gcd lcm max min left right mathrm partial rightarrow""".split()  # noqa: SIM905
+)
+_OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor": sympy.floor, "ceiling": sympy.ceiling}
+
+
+class Comparison:
+    """Compares answers with truths. `unfinished` is set when a value was right, and written in a form that leaves work to do."""
+
+    def __init__(self, decimals: int, *, any_form: bool = False) -> None:
+        self._decimals, self._any_form = decimals, any_form
+        self.unfinished = False
+
+    def same(self, truth: Node, answer: Node) -> bool:
+        """Whether the answer is the truth."""
+        if answer.kind == "unit":
+            return truth.kind == "unit" and _same_unit(truth.value, answer.value) and self.same(truth.parts[0], answer.parts[0])
+        if truth.kind == "unit":  # a unit may be left out, and none may be added
+            return self.same(truth.parts[0], answer)
+        if truth.kind == answer.kind == "relation" and truth.value != "=" and _symbols(truth) != _symbols(answer):
+            return False
+        truth, answer = _standard(truth), _standard(answer)
+        if "relation" in (truth.kind, answer.kind):
+            return self._same_relation(truth, answer)
+        if "ratio" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # 3:2 and 3/2
+            truth, answer = (Node("div", one.parts) if one.kind == "ratio" and len(one.parts) == 2 else one for one in (truth, answer))
+        if {truth.kind, answer.kind} & {"list", "set", "tuple"}:
+            return self._same_elements(truth, answer)
+        if {truth.kind, answer.kind} & _OTHERS:
+            return self._same_structure(truth, answer)
+        return self._same_scalar(truth, answer)
+
+    def _same_relation(self, truth: Node, answer: Node) -> bool:
+        if truth.kind != "relation":
+            return is_assignment(answer) and self.same(truth, answer.parts[1])
+        if answer.kind != "relation":
+            return is_assignment(truth) and self.same(truth.parts[1], answer)
+        names = (truth.parts[0], answer.parts[0])
+        if is_assignment(truth) and is_assignment(answer) and (names[0] == names[1] or "applied" in (names[0].kind, names[1].kind)):
+            return self.same(truth.parts[1], answer.parts[1])
+        return truth.value == answer.value and self._finished(truth, answer, self._same_sides(truth, answer))
+
+    def _same_sides(self, truth: Node, answer: Node) -> bool:
+        """Whether lhs - rhs of both are proportional; of inequalities with a factor above 0."""
+        try:
+            one, other = (built(side.parts[0]) - built(side.parts[1]) for side in (truth, answer))
+        except NoScalar:
+            return False
+        ratios = [(first, second) for first, second in _at_points(one, other, truth, answer) if first is not None and second]
+        values = [first / second for first, second in ratios if second is not None]
+        if len(values) < POINTS // 2 or not values[0]:
+            return False
+        steady = all(abs(value - values[0]) <= _EXACT * abs(values[0]) for value in values)
+        return steady and (truth.value in ("=", "\\ne") or bool(sympy.re(values[0]) > 0))
+
+    def _same_elements(self, truth: Node, answer: Node) -> bool:
+        ordered = "tuple" in (truth.kind, answer.kind)
+        if ordered and "set" in (truth.kind, answer.kind):
+            return False
+        wanted = list(truth.parts) if truth.kind in _SEQUENCES else [truth]
+        given = list(answer.parts) if answer.kind in _SEQUENCES else [answer]
+        if len(wanted) != len(given) or len(wanted) > MOST_ELEMENTS or (ordered and {truth.kind, answer.kind} - _SEQUENCES):
+            return False
+        if "list" in (truth.kind, answer.kind) and len(wanted) == 1 and {truth.kind, answer.kind} != {"list"}:
+            return False
+        names = {truth.kind, answer.kind} == {"list"} and all(map(_is_name, wanted))
+        return all(map(self.same, wanted, given)) if ordered or names else self._same_bag(wanted, given)
+
+    def _same_bag(self, wanted: Sequence[Node], given: list[Node]) -> bool:
+        for one in wanted:
+            place = next((place for place, other in enumerate(given) if self.same(one, other)), None)
+            if place is None:
+                return False
+            given = given[:place] + given[place + 1 :]
+        return not given
+
+    def _same_structure(self, truth: Node, answer: Node) -> bool:
+        if "word" in (truth.kind, answer.kind):
+            return _letters(truth) == _letters(answer) != ""
+        if truth.kind != answer.kind or len(truth.parts) != len(answer.parts):
+            return False
+        if truth.kind in ("union", "intersection"):
+            return len(truth.parts) <= MOST_ELEMENTS and self._same_bag(truth.parts, list(answer.parts))
+        return truth.value == answer.value and all(map(self.same, truth.parts, answer.parts))
+
+    def _same_scalar(self, truth: Node, answer: Node) -> bool:
+        wanted, given = literal(truth), literal(answer)
+        if wanted is not None and given is not None:
+            if wanted == given:
+                return True
+            inexact = not (whole(wanted) and whole(given)) and (_decimal(truth) or _decimal(answer))
+            return inexact and self._close(sympy.Rational(wanted), sympy.Rational(given))
+        try:
+            one, other = built(truth), built(answer)
+        except NoScalar:
+            return False
+        return self._finished(truth, answer, self._equal(one, other, truth, answer))
+
+    def _finished(self, truth: Node, answer: Node, equal: bool) -> bool:
+        if not equal or self._any_form or alike(truth, answer):
+            return equal
+        if literal(answer) is None and (literal(truth) is not None or not unfinished(answer) <= unfinished(truth)):
+            self.unfinished = True
+            return False
+        return True
+
+    def _equal(self, one: Any, other: Any, truth: Node, answer: Node) -> bool:
+        pairs = list(_at_points(one, other, truth, answer))
+        known = [(first, second) for first, second in pairs if first is not None and second is not None]
+        if len(known) < (len(pairs) + 1) // 2 or any((first is None) is not (second is None) for first, second in pairs):
+            return bool(one == other)
+        if not _decimal(truth) and not _decimal(answer):
+            return all(_equal_numbers(first, second) for first, second in known)
+        if len(pairs) == 1:
+            return all(self._close(first, second) for first, second in known)
+        relative = 5 * sympy.Float(10) ** -self._decimals  # of a coefficient, the most that `_close` allows
+        return all(abs(sympy.N(first - second, DIGITS)) <= relative * abs(first) for first, second in known)
+
+    def _close(self, wanted: Any, given: Any) -> bool:
+        """Whether two numbers agree to `decimals` places, or to as many digits of a number below 0.1. 0 is close to nothing else."""
+        size = abs(sympy.N(wanted, DIGITS))
+        if not size or not given:
+            return bool(wanted == given)
+        places = self._decimals - min(0, int(sympy.floor(sympy.log(size, 10))) + 1)
+        return bool(abs(sympy.N(wanted - given, DIGITS)) <= sympy.Float(10, DIGITS) ** -places / 2)
+
+
+_SEQUENCES = {"list", "set", "tuple"}
+_OTHERS = {"interval", "matrix", "ratio", "union", "intersection", "difference", "word", "numeral"}
+_WORK = frozenset({"function", "factorial", "binomial", "floor", "ceiling", "degrees", "abs", "arithmetic"})
+
+
+class NoScalar(ValueError):
+    """A tree that is no scalar, such as a word or a set."""
+
+
+def _standard(node: Node) -> Node:
+    """One tree for what is written in several ways: x > 3 is an interval, an open one a tuple, two signs a list, one element itself."""
+    if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
+        left, right = node.parts
+        sign = str(node.value)
+        if right.kind == "symbol":
+            left, right, sign = right, left, {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}[sign]
+        if left.kind == "symbol" and literal(right) is not None:
+            ends = {"<": "()", "\\le": "(]", ">": "()", "\\ge": "[)"}[sign]
+            infinite = Node("constant", value="infty")
+            parts: tuple[Node, ...] = (right, infinite) if sign in (">", "\\ge") else (Node("neg", (infinite,)), right)
+            node = Node("interval", parts, ends)
+    if node.kind == "interval" and node.value == "()":
+        return Node("tuple", node.parts)
+    if _has(node, "pm"):
+        return Node("list", tuple(_signed(node, plus) for plus in (True, False)))
+    if node.kind == "list":
+        parts = tuple(one for part in node.parts for one in (_standard(part).parts if _has(part, "pm") else (part,)))
+        return Node("list", parts)
+    return _standard(node.parts[0]) if node.kind == "set" and len(node.parts) == 1 else node
+
+
+def _has(node: Node, kind: str) -> bool:
+    return node.kind == kind or (node.kind not in _SEQUENCES and any(_has(part, kind) for part in node.parts))
+
+
+def _signed(node: Node, plus: bool) -> Node:
+    if node.kind == "pm":
+        return node.parts[0] if plus else Node("neg", node.parts)
+    return node._replace(parts=tuple(_signed(part, plus) for part in node.parts))
+
+
+def _is_name(node: Node) -> bool:
+    """A word, or a capital letter: their order in a list is likely to be what was asked."""
+    return node.kind == "word" or (node.kind == "symbol" and str(node.value).isupper())
+
+
+def _letters(node: Node) -> str:
+    """The letters of a word in small ones; of a product of letters too, because "yes" is read as one. Empty for other nodes."""
+    if node.kind == "mul" and all(part.kind == "symbol" or part.value in ("e", "i") for part in node.parts):
+        return "".join(str(part.value) for part in node.parts).casefold()
+    return str(node.value).casefold() if node.kind == "word" else ""
+
+
+def _same_unit(one: Fraction | str, other: Fraction | str) -> bool:
+    first, second = str(one).strip(), str(other).strip()
+    return first == second or (unit(first) is not None and unit(first) == unit(second))
+
+
+def literal(node: Node) -> Fraction | None:
+    """The number that is written, with at most a sign, a fraction line, a power of ten or a percent sign; None: there is work to do."""
+    if node.kind == "neg":
+        return None if (inner := literal(node.parts[0])) is None or node.parts[0].kind == "neg" else -inner
+    if node.kind in ("number", "decimal", "mixed"):
+        assert isinstance(node.value, Fraction)
+        return node.value
+    if node.kind == "percent":
+        value = node.parts[0].value
+        return value / 100 if isinstance(value, Fraction) else None
+    if node.kind == "div":
+        above, below = node.parts
+        if above.kind == "neg":
+            return None if (inner := literal(Node("div", (above.parts[0], below)))) is None else -inner
+        if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
+            return None if (value := above.value / below.value).denominator == 1 else value
+        return None
+    return _power_of_ten(node)
+
+
+def _power_of_ten(node: Node) -> Fraction | None:
+    """What 10^n and a * 10^n are written for; None for other nodes."""
+    if node.kind == "mul" and len(node.parts) == 2:
+        mantissa = node.parts[0].parts[0] if node.parts[0].kind == "neg" else node.parts[0]
+        power = _power_of_ten(node.parts[1]) if node.parts[1].kind == "pow" else None
+        if power is None or mantissa.kind not in ("number", "decimal") or not isinstance(mantissa.value, Fraction):
+            return None
+        return mantissa.value * power * (-1 if node.parts[0].kind == "neg" else 1)
+    if node.kind != "pow" or node.parts[0] != Node("number", value=Fraction(10)):
+        return None
+    exponent = literal(node.parts[1])
+    return None if exponent is None or exponent.denominator != 1 or abs(exponent) > 1000 else Fraction(10) ** int(exponent)
+
+
+def _symbols(node: Node) -> set[Fraction | str]:
+    return ({node.value} if node.kind == "symbol" else set()).union(*map(_symbols, node.parts))
+
+
+def _decimal(node: Node) -> bool:
+    return node.kind == "decimal" or any(map(_decimal, node.parts))
+
+
+def built(node: Node) -> Any:
+    """The tree as sympy has it, computed as far as sympy does by itself. Raises `NoScalar`."""
+    parts = [built(part) for part in node.parts]
+    if isinstance(node.value, Fraction):
+        return sympy.Rational(node.value)
+    if node.kind == "symbol":
+        return sympy.Symbol(str(node.value))
+    if node.kind == "constant":
+        return _CONSTANTS[str(node.value)]
+    if node.kind == "wide":
+        return _evaluated(str(node.value))
+    if node.kind == "root":
+        return _root(*parts)
+    if node.kind == "call":
+        if node.value in ("log", "lg"):
+            return sympy.log(parts[0], parts[1] if len(parts) > 1 else 10)
+        return _FUNCTIONS[str(node.value)](*parts)
+    if node.kind in _OF_NUMBERS:
+        return _OF_NUMBERS[node.kind](*parts)
+    simple = {
+        "add": lambda: sympy.Add(*parts),
+        "mul": lambda: sympy.Mul(*parts),
+        "div": lambda: parts[0] / parts[1],
+        "neg": lambda: -parts[0],
+        "pow": lambda: sympy.Pow(*parts),
+        "abs": lambda: sympy.Abs(parts[0]),
+        "degrees": lambda: parts[0] * sympy.pi / 180,
+        "percent": lambda: parts[0] / 100,
+    }
+    if node.kind not in simple:
+        raise NoScalar(node.kind)
+    return simple[node.kind]()
+
+
+def read_wide(text: str) -> Node | None:
+    """A tree of one leaf: what math-verify reads, and sympy computes, of integrals, sums, limits and the like; None: it is no such text."""
+    known = re.sub(r"\\([A-Za-z]+)", lambda match: " " if match[1] in _WIDE_COMMANDS else "\0", text)
+    if not _WIDE.fullmatch(known) or "=" in re.sub(r"_\{[^{}]*\}", "", text):  # an equation, and not the bounds of a sum
+        return None
+    try:
+        return Node("wide", value=text) if isinstance(_evaluated(text), sympy.Expr) else None
+    except MemoryError:
+        raise
+    except Exception:  # whatever the parser raises at what somebody wrote
+        return None
+
+
+@lru_cache(maxsize=4)
+def _evaluated(text: str) -> Any:
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+
+    return latex2sympy(text, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)).doit()
+
+
+def _root(under: Any, degree: Any) -> Any:
+    if under.is_negative and degree.is_Integer and degree % 2:
+        return -sympy.Pow(-under, 1 / degree)  # the real root
+    return sympy.Pow(under, 1 / degree)
+
+
+def _at_points(one: Any, other: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
+    """Both values at random points, the first of them below 0 and the second above it; None where there is no finite value."""
+    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
+    for number in range(POINTS if symbols else 1):
+        sign = {0: -1, 1: 1}.get(number) or random.choice((-1, 1))
+        point = {symbol: sympy.Rational(sign * random.randint(1, 400), 97) for symbol in symbols}
+        yield _number(one, point), _number(other, point)
+
+
+def _number(value: Any, point: Mapping[Any, Any]) -> Any:
+    number = value.subs(point) if point else value
+    if not number.is_Rational:
+        number = sympy.N(number, DIGITS)
+    return number if number.is_number and number.is_finite else None
+
+
+def _equal_numbers(one: Any, other: Any) -> bool:
+    if one.is_Rational and other.is_Rational:
+        return bool(one == other)
+    if not one or not other:
+        return bool(abs(one - other) < sympy.Float(10) ** -100)
+    return bool(abs(one - other) <= _EXACT * max(abs(one), abs(other)))
+
+
+def unfinished(node: Node) -> set[str]:
+    """The kinds of work that a tree leaves to do: arithmetic, functions of numbers and variables, factorials and the like."""
+    if node.kind == "wide":
+        return set(_WORK)
+    found = set().union(*map(unfinished, node.parts))
+    if node.kind == "call" or node.kind in _WORK - {"abs"}:
+        found.add("function" if node.kind == "call" else node.kind)
+    if node.kind == "abs" and not built(node).free_symbols:
+        found.add("abs")
+    if node.kind != "relation" and literal(node) is None and _leaves_arithmetic(node):
+        found.add("arithmetic")
+    return found
+
+
+def _leaves_arithmetic(node: Node) -> bool:
+    """Whether numbers, like terms or equal factors are still to be put together."""
+    if built(node).is_Rational or (node.kind == "neg" and node.parts[0].kind == "neg"):
+        return True
+    values = [built(part) for part in node.parts]
+    if node.kind in ("add", "mul") and sum(bool(value.is_Rational) for value in values) > 1:
+        return True
+    if node.kind == "add":
+        return any(_terms(one) & _terms(other) for one, other in combinations(values, 2))
+    if node.kind == "mul":
+        bases = [value.as_base_exp()[0] for value in values if value.as_base_exp()[0].is_Atom and not value.is_Rational]
+        return len(set(bases)) < len(bases)
+    if node.kind == "div" and values[1].free_symbols:
+        return _common_factor(*values)
+    return False
+
+
+def _common_factor(above: Any, below: Any) -> bool:
+    """Whether numerator and denominator have a factor in common that is no number."""
+    try:
+        return not sympy.gcd(above, below).is_number
+    except sympy.PolynomialError:  # such as of functions that it does not know
+        return False
+
+
+def _terms(value: Any) -> set[Any]:
+    """The terms of an expanded expression without their coefficients, the constant one excepted."""
+    return {term.as_coeff_Mul()[1] for term in sympy.Add.make_args(sympy.expand(value))} - {sympy.Integer(1)}
+
+
+def alike(one: Node, other: Node) -> bool:
+    """Whether two trees are written alike, but for the order of terms and factors."""
+    return _canonical(one) == _canonical(other)
+
+
+def _canonical(node: Node) -> Node:
+    """The tree with the parts of sums and products in one order."""
+    parts = tuple(map(_canonical, node.parts))
+    return node._replace(parts=tuple(sorted(parts, key=repr)) if node.kind in ("add", "mul") else parts)

@@ -1,0 +1,184 @@
+"""Mathematical notation as a tree: lists, sets, tuples, intervals, matrices, relations, words and units, of scalars (`rewards.scalars`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rewards.scalars import NUMERAL, Node, Scalar, numeral
+from rewards.signs import CLOSE, OPEN, Token, Unreadable, plain, split, tokenized
+
+_MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
+
+
+def read(text: str) -> Node:
+    """The tree of a text. Raises `Unreadable`."""
+    text = plain(text)
+    if matrix := _MATRIX.fullmatch(_unwrapped(text)):
+        return _matrix(matrix[2])
+    if (digits := NUMERAL.fullmatch(text)) and (found := numeral(*digits.groups())):
+        return found
+    return _whole(tokenized(text))
+
+
+def _unwrapped(text: str) -> str:
+    """Without the brackets around a matrix."""
+    inner = text[1:-1].strip()
+    return inner if text[:1] in "([" and text[-1:] in ")]" and inner.startswith("\\begin{") and inner.endswith("}") else text
+
+
+def _whole(tokens: Sequence[Token]) -> Node:
+    """A list of elements, or its one element."""
+    pieces, between = split(tokens, ",", ";", "\\and", "\\or")
+    pieces = [piece for number, piece in enumerate(pieces) if piece or not _before_and(between, number)]
+    if len(pieces) == 1:
+        return _element(pieces[0])
+    elements = [_element(piece) for piece in pieces]
+    if elements[0].kind == "relation" and all(one.kind != "relation" for one in elements[1:]) and is_assignment(elements[0]):
+        elements[0] = elements[0].parts[1]  # x = 1, 2
+    return Node("list", tuple(elements))
+
+
+def _before_and(between: Sequence[str], number: int) -> bool:
+    """Whether an empty piece is that between a comma and a following "and"."""
+    return 0 < number < len(between) and between[number] in ("\\and", "\\or") and between[number - 1] == ","
+
+
+def _element(tokens: Sequence[Token]) -> Node:
+    pieces, signs = split(tokens, *_RELATIONS)
+    if not signs:
+        return _value(tokens)
+    parts = tuple(map(_value, pieces))
+    if len(signs) == 1 and signs[0] == "\\in":
+        if parts[0].kind != "symbol":
+            raise Unreadable("\\in without a symbol before it")
+        return parts[1]
+    if len(signs) == 1:
+        return Node("relation", (_applied(pieces[0]) or parts[0], parts[1]), signs[0])
+    return _between(parts, signs)
+
+
+def _between(parts: Sequence[Node], signs: Sequence[str]) -> Node:
+    """The interval of a < x <= b. A longer chain, or one of equations, is no value."""
+    below, above = {"<", "\\le"}, {">", "\\ge"}
+    if len(signs) != 2 or parts[1].kind != "symbol" or not (set(signs) <= below or set(signs) <= above):
+        raise Unreadable("a chain of relations")
+    low, high = (parts[0], parts[2]) if set(signs) <= below else (parts[2], parts[0])
+    first, last = signs if set(signs) <= below else tuple(reversed(signs))
+    return Node("interval", (low, high), ("(" if first in "<>" else "[") + (")" if last in "<>" else "]"))
+
+
+def _applied(tokens: Sequence[Token]) -> Node | None:
+    """The f(x) of f(x) = x^2."""
+    shape = [token.kind if token.kind in ("letter", "number") else token.text for token in tokens]
+    if shape in (["letter", "(", "letter", ")"], ["letter", "(", "number", ")"]):
+        return Node("applied", value="".join(token.text for token in tokens))
+    return None
+
+
+def is_assignment(node: Node) -> bool:
+    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`."""
+    if node.kind != "relation" or node.value != "=":
+        return False
+    left = node.parts[0]
+    return left.kind in ("symbol", "applied") or (left.kind == "tuple" and all(part.kind == "symbol" for part in left.parts))
+
+
+def _value(tokens: Sequence[Token]) -> Node:
+    """What stands on one side of a relation: a set, a ratio, a word, a scalar with or without a unit."""
+    if not tokens:
+        raise Unreadable("nothing where a value is due")
+    for sign, kind in (("\\setminus", "difference"), ("\\cup", "union"), ("\\cap", "intersection")):
+        sets, _ = split(tokens, sign)
+        if len(sets) > 1:
+            return Node(kind, tuple(map(_value, sets)))
+    ratio, _ = split(tokens, ":")
+    if len(ratio) > 1:
+        return Node("ratio", tuple(Scalar(piece).whole() for piece in ratio))
+    if bracketed := _bracketed(tokens):
+        return bracketed
+    if word := _word(tokens):
+        return Node("word" if len(word) > 1 else "symbol", value=word)
+    if len(tokens) == 1 and tokens[0].kind == "text":  # \\text{5}
+        return Scalar(tokenized(tokens[0].text)).whole()
+    return _with_unit(tokens)
+
+
+def _bracketed(tokens: Sequence[Token]) -> Node | None:
+    """A set, tuple or interval; None: the tokens are not in brackets, or hold one value."""
+    first, last = tokens[0].sign, tokens[-1].sign
+    inside = tokens[1:-1]
+    closes_at_end = len(tokens) > 1 and first in OPEN and last in CLOSE
+    if closes_at_end:
+        try:
+            split(inside, ",")
+        except Unreadable:
+            closes_at_end = False
+    if not closes_at_end:
+        return None
+    pieces, _ = split(inside, ",", ";")
+    if (first, last) == ("\\{", "\\}"):
+        return Node("set", tuple(map(_element, pieces)) if inside else ())
+    if first == "{" and last == "}":
+        return _whole(inside)
+    if len(pieces) == 1:
+        return _value(inside) if (first, last) == ("(", ")") and (_word(inside) or _bracketed(inside)) else None
+    brackets = first + last
+    if brackets in ("()", "\\langle\\rangle"):
+        return Node("tuple", tuple(map(_element, pieces)))
+    if brackets in ("[]", "[)", "(]") and len(pieces) == 2:
+        return Node("interval", tuple(Scalar(piece).whole() for piece in pieces), brackets)
+    raise Unreadable(f"the brackets {brackets}")
+
+
+def _word(tokens: Sequence[Token]) -> str:
+    """A name or word, whose letters are no factors: letters with a capital among them, or at least four; empty: it is none."""
+    if any(token.kind not in ("letter", "text") or not re.fullmatch(r"\(?[A-Za-z][A-Za-z ,.'()-]*", token.text) for token in tokens):
+        return ""
+    if len(tokens) == 1 and tokens[0].kind == "letter":
+        return ""
+    words = "".join(" " * token.spaced + token.text for token in tokens).strip()
+    letters = [token.text for token in tokens]
+    if (
+        all(len(letter) == 1 for letter in letters)
+        and words.islower()
+        and (len(letters) < 4 or (" " in words and max(map(len, words.split())) == 1))
+    ):
+        return ""
+    plain = words.strip("() ")
+    return "".join(plain.split()) if plain.isupper() and max(map(len, plain.split())) == 1 else plain
+
+
+def _with_unit(tokens: Sequence[Token]) -> Node:
+    """A scalar, with its unit if it has one: `5\\text{ cm}`, `5 cm`, `90^\\circ`, `\\$5`."""
+    end = len(tokens)
+    if tokens[0].sign in ("$", "\\$") and end > 1:
+        return Node("unit", (Scalar(tokens[1:]).whole(),), "$")
+    if end > 2 and tokens[0].sign == "-" and tokens[1].sign in ("$", "\\$"):
+        return Node("unit", (Scalar([tokens[0], *tokens[2:]]).whole(),), "$")
+    power = ""
+    if end > 3 and tokens[-2].sign == "^" and tokens[-3].kind == "text" and tokens[-1].kind == "number":
+        power, end = f"^{tokens[-1].text}", end - 2
+    if end > 1 and tokens[end - 1].kind == "text":
+        return Node("unit", (Scalar(tokens[: end - 1]).whole(),), tokens[end - 1].text + power)
+    if _degrees(tokens):
+        return Node("unit", (Scalar(tokens[:-2]).whole(),), "deg")
+    at = next((at for at in range(1, end - 1) if tokens[at].spaced and tokens[at - 1].kind == "number"), end)
+    if end - at > 1 and all(token.kind == "letter" for token in tokens[at:]) and not any(token.spaced for token in tokens[at + 1 :]):
+        return Node("unit", (Scalar(tokens[:at]).whole(),), "".join(token.text for token in tokens[at:]))
+    return Scalar(tokens).whole()
+
+
+def _degrees(tokens: Sequence[Token]) -> bool:
+    """Whether the tokens are a number of degrees, and not a function of one."""
+    ends = len(tokens) > 2 and tokens[-1].sign == "\\circ" and tokens[-2].sign == "^"
+    return ends and all(token.kind == "number" or token.sign in ("-", "+", "/", "\\frac", "{", "}") for token in tokens[:-2])
+
+
+def _matrix(text: str) -> Node:
+    rows = [row for row in re.split(r"\\\\", text.strip().removesuffix("\\\\"))]
+    cells = [[Scalar(tokenized(cell)).whole() for cell in row.split("&")] for row in rows]
+    if len({len(row) for row in cells}) != 1:
+        raise Unreadable("a matrix with rows of different lengths")
+    return Node("matrix", tuple(cell for row in cells for cell in row), str(len(cells[0])))

@@ -1,0 +1,417 @@
+"""Mathematics: every honest form of a value is right; restated questions, neighbours of the value and other notations of it are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from itertools import permutations
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from agentrl.records import Message
+from rewards.algebra import literal
+from rewards.mathematics import Mathematics, expression, mathematics, verdict
+from rewards.notation import read
+from rewards.signs import Unreadable
+from tests.judging import episode, judged, task, value
+
+
+def equal(truth: str, answer: str, **more: Any) -> bool:
+    """The verdict of the judging process, in this one."""
+    request = {"truth": expression(truth), "answer": expression(answer), "decimals": 6, "unevaluated": False, "prompt": ""} | more
+    told, why = verdict(request)
+    assert told in ("equal", "different"), f"{truth}: {told}, {why}"
+    return told == "equal"
+
+
+HONEST = [
+    ("1/2", "0.5"),
+    ("1/2", "\\dfrac{1}{2}"),
+    ("1/2", "\\frac12"),
+    ("1/2", "½"),
+    ("1/2", "50\\%"),
+    ("-1/2", "\\frac{-1}{2}"),
+    ("-1/2", "\u22120.5"),
+    ("3/2", "1\\frac{1}{2}"),
+    ("3/2", "1 1/2"),
+    ("3/2", "3:2"),
+    ("1/3", "0.333333"),
+    ("2/3", "0.666667"),
+    ("1/3", "0.\\overline{3}"),
+    ("1/6", "0.1\\overline{6}"),
+    ("5", "5.0"),
+    ("5", "+5"),
+    ("5", "x=5"),
+    ("5", "(5)"),
+    ("5", "\\text{5}"),
+    ("5", "\\{5\\}"),
+    ("5", "$5$"),
+    ("5", "4.9999999999"),
+    ("100000", "1e5"),
+    ("10000", "10\\,000"),
+    ("10000", "10,000"),
+    ("10000", "10{,}000"),
+    ("10000", "10 000"),
+    ("1234567.5", "1,234,567.5"),
+    ("6.626e-34", "6.626 \\times 10^{-34}"),
+    ("6.626e-34", "6.626·10⁻³⁴"),
+    ("0", "-0.0"),
+    ("5\\%", "0.05"),
+    ("5\\%", "\\frac{1}{20}"),
+    ("500\\%", "5"),
+    ("5\\text{ cm}", "5 cm"),
+    ("5\\text{ cm}", "5"),
+    ("5\\text{ inches}", "5\\text{ inch}"),
+    ("90^\\circ", "90°"),
+    ("\\$5", "5"),
+    ("\\$5", "$5"),
+    ("4343_6", "4343_{6}"),
+    ("4343_6", "4343_{\\text{six}}"),
+    ("1A_{16}", "1a_{16}"),
+    ("ABCD", "\\text{ABCD}"),
+    ("ABCD", "A B C D"),
+    ("C", "\\text{(C)}"),
+    ("Yes", "\\text{yes}"),
+    ("\\text{New York}", "New York"),
+    ("\\sqrt{2}", "1.414214"),
+    ("\\sqrt{2}", "√2"),
+    ("2\\sqrt3", "\\sqrt{12}"),
+    ("\\frac{\\sqrt3}{3}", "\\frac{1}{\\sqrt3}"),
+    ("\\frac{1+\\sqrt5}{2}", "\\frac12+\\frac{\\sqrt5}{2}"),
+    ("1+\\sqrt2", "\\frac{1}{\\sqrt2-1}"),
+    ("\\sqrt[3]{2}", "2^{1/3}"),
+    ("-2\\sqrt[3]{3}", "\\sqrt[3]{-24}"),
+    ("\\ln 2", "0.693147"),
+    ("\\log_2 3", "\\frac{\\ln 3}{\\ln 2}"),
+    ("e^2", "\\exp(2)"),
+    ("\\pi", "3.141593"),
+    ("3+4i", "4i+3"),
+    ("10!", "10!"),
+    ("10!", "3628800"),
+    ("2^{100}", "2^{100}"),
+    ("\\binom{10}{3}", "120"),
+    ("\\sin 70^\\circ", "\\cos 20^\\circ"),
+    ("\\infty", "∞"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("x^2-2x+4", "(x-1)^2+3"),
+    ("\\frac{1}{x-1}+1", "\\frac{x}{x-1}"),
+    ("2\\pi r", "2 r \\pi"),
+    ("2xy", "2yx"),
+    ("\\frac{x}{3}", "0.333333x"),
+    ("2\\sin x\\cos x", "\\sin(2x)"),
+    ("\\frac{n(n+1)}{2}", "n(n+1)/2"),
+    ("f(x)=x^2", "y = x^2"),
+    ("2x+3y=6", "y = 2-\\frac{2x}{3}"),
+    ("x=1\\text{ or }x=2", "1, 2"),
+    ("x = 1, 2", "2, 1"),
+    ("\\pm 3", "3, -3"),
+    ("2\\pm\\sqrt3", "2-\\sqrt3, 2+\\sqrt3"),
+    ("\\{1,2\\}", "2, 1"),
+    ("(1,2)", "(x,y) = (1,2)"),
+    ("(1,2)", "\\left( 1, 2 \\right)"),
+    ("(1,200)", "(1, 200)"),
+    ("x>3", "(3,\\infty)"),
+    ("x>3", "3 < x"),
+    ("[1,3)", "1 \\le x < 3"),
+    ("(-\\infty,1)\\cup(2,\\infty)", "(2,\\infty)\\cup(-\\infty,1)"),
+    ("\\mathbb{R}\\setminus\\{1\\}", "x \\in \\mathbb{R} \\setminus \\{1\\}"),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\{2}\\end{bmatrix}"),
+    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\left(\\begin{array}{cc}1&2\\\\[2pt]3&4\\end{array}\\right)"),
+    ("\\int_0^1 x^2 dx", "1/3"),
+    ("\\int_0^1 x^2 dx", "\\int_0^1 x^2 dx"),
+    ("\\sum_{i=1}^{n} i", "\\frac{n(n+1)}{2}"),
+]
+
+
+@pytest.mark.parametrize(("truth", "answer"), HONEST)
+def test_an_honest_form_of_the_value_is_right(truth: str, answer: str) -> None:
+    assert equal(truth, answer)
+
+
+WRONG = {
+    "small numbers": [
+        ("1e-9", "0.0"),
+        ("0.0000001", "0.0"),
+        ("6.626e-34", "0"),
+        ("6.626e-34", "6.627e-34"),
+        ("0", "0.0000001"),
+        ("0", "1e-300"),
+        ("\\frac{1}{2^{98}}", "\\frac{1}{2^{99}}"),
+        ("1/2^{98}", "0"),
+        ("x/2^{98}", "x/2^{99}"),
+        ("x", "x+10^{-20}"),
+        ("e^{-100}", "e^{-99}"),
+        ("\\frac{\\sqrt2}{10^{30}}", "\\frac{\\sqrt3}{10^{30}}"),
+        ("5", "5+10^{-60}"),
+    ],
+    "rounding": [
+        ("1/3", "0.33333"),
+        ("\\pi", "3.14"),
+        ("\\pi", "22/7"),
+        ("\\pi", "355/113"),
+        ("12345678901234567890", "12345678901234567891"),
+        ("12345678901234567890", "1.2345678901234567e19"),
+    ],
+    "the question again": [
+        ("1/3", "\\int_0^1 x^2 dx"),
+        ("5050", "\\sum_{i=1}^{100} i"),
+        ("120", "\\prod_{i=1}^{5} i"),
+        ("1", "\\lim_{x \\to 0} \\frac{\\sin x}{x}"),
+        ("120", "5!"),
+        ("120", "\\binom{10}{3}"),
+        ("5", "2+3"),
+        ("56088", "123*456"),
+        ("56088", "123 \\times 456"),
+        ("1024", "2^{10}"),
+        ("5", "10/2"),
+        ("1/2", "2^{-1}"),
+        ("5", "\\sqrt{25}"),
+        ("1/2", "\\sin(\\pi/6)"),
+        ("3", "\\log_2 8"),
+        ("0", "\\ln 1"),
+        ("5", "|-5|"),
+        ("5", "\\lfloor 5.5\\rfloor"),
+        ("6", "\\gcd(12, 18)"),
+        ("7", "\\max(3, 7)"),
+        ("-2", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}"),
+        ("5", "--5"),
+        ("5", "-(-5)"),
+        ("5", "5+0"),
+        ("5", "5 \\cdot 1"),
+        ("5", "\\frac{0.5}{0.1}"),
+        ("-1", "i^2"),
+        ("-1", "e^{i\\pi}"),
+        ("1.414214", "\\sqrt2"),
+        ("0.693147", "\\ln 2"),
+        ("5", "x+5-x"),
+        ("5", "5x/x"),
+        ("1", "\\sin^2 x+\\cos^2 x"),
+        ("2x+1", "(x+1)^2-x^2"),
+        ("x+1", "\\frac{x^2-1}{x-1}"),
+        ("2x", "x+x"),
+        ("x^2", "x \\cdot x"),
+        ("2\\sqrt3", "\\sqrt3+\\sqrt3"),
+        ("6\\pi", "2 \\cdot 3\\pi"),
+        ("5", "2x=10"),
+        ("5", "x = 2+3"),
+    ],
+    "chains and appended text": [
+        ("5", "3=4=5"),
+        ("5", "5=5"),
+        ("5", "x=5=5"),
+        ("5", "5 \\approx 6"),
+        ("5", "5 \\le 6"),
+        ("5", "5 \\le x \\le 5"),
+        ("5", "5 \\to 6"),
+        ("5", "5\\text{garbage}"),
+        ("5", "5 garbage"),
+        ("5", "5 or 6"),
+        ("5", "5, 6"),
+        ("5", "5, 5"),
+        ("5", "\\pm 5"),
+        ("5", "\\{4, 5\\}"),
+        ("5", "[5, 5]"),
+        ("5", "[4, 6]"),
+        ("5", "5!"),
+        ("5", "5,"),
+        ("5", "5 6"),
+        ("5", "5;"),
+        ("5\\text{ cm}", "5\\text{ m}"),
+        ("5", "5 cm"),
+        ("90", "90^\\circ"),
+    ],
+    "percent": [("5", "5\\%"), ("500\\%", "5\\%"), ("5\\%", "5"), ("5", "5 \\%"), ("5", "5%"), ("500", "5\\%\\%")],
+    "notation": [
+        ("4343_6", "4343_7"),
+        ("4343_6", "4343"),
+        ("999", "4343_6"),
+        ("4343", "4343_6"),
+        ("ABCD", "BCDA"),
+        ("ABCD", "ABDC"),
+        ("\\text{east}", "\\text{seat}"),
+        ("B, C, A", "A, B, C"),
+        ("A", "a"),
+        ("0", "10\\,000"),
+        ("10", "10\\,000"),
+        ("(1,2)", "(2,1)"),
+        ("(1,2)", "[1,2]"),
+        ("(1,2)", "\\{1,2\\}"),
+        ("[1,2)", "[1,2]"),
+        ("x>3", "x\\ge 3"),
+        ("x>3", "x<3"),
+        ("x>3", "y>3"),
+        ("x=5", "y=5"),
+        ("2x+3y=6", "2x+3y=7"),
+        ("2x+3y=6", "0=0"),
+        ("x+y<1", "x+y>1"),
+        ("x", "\\sqrt{x^2}"),
+        ("x", "|x|"),
+        ("i", "-i"),
+        ("\\infty", "-\\infty"),
+        ("1,2", "1,3"),
+        ("1,2,2", "1,1,2"),
+        ("3:2", "2:3"),
+        ("\\begin{pmatrix}1&2\\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}2\\\\1\\end{pmatrix}"),
+        ("3", "\u0663"),
+        ("3", "\uff13"),
+        ("5", "1/0"),
+        ("5", "nan"),
+        ("5", "\\infty"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("truth", "answer"), [pair for pairs in WRONG.values() for pair in pairs])
+def test_what_is_not_the_value_or_no_value_is_wrong(truth: str, answer: str) -> None:
+    assert not equal(truth, answer)
+
+
+@given(st.integers(0, 10**30), st.data())
+def test_another_digit_is_another_number_in_every_form(number: int, data: st.DataObject) -> None:
+    digits = str(number)
+    at = data.draw(st.integers(0, len(digits) - 1))
+    changed = digits[:at] + data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]])) + digits[at + 1 :]
+    grouped = f"{int(changed):,}"
+    for form in (changed, f"{changed}.0", f"x={changed}", f"\\boxed{{{changed}}}", grouped, grouped.replace(",", "\\,"), f"{changed}e0"):
+        assert not equal(digits, form), form
+
+
+RESTATED = (
+    "{a}+{b}",
+    "{b}+{a}+0",
+    "({a}+{b})",
+    "{n}\\cdot 1",
+    "\\frac{{{n}}}{{1}}",
+    "\\frac{{{n}\\cdot 2}}{{2}}",
+    "\\sqrt{{{n}^2}}",
+    "{n}^1",
+    "-(-{n})",
+    "|{n}|",
+    "\\lfloor {n} \\rfloor",
+    "\\ln(e^{{{n}}})",
+    "\\log_2(2^{{{n}}})",
+    "{n}=x",
+    "{a}+{b}={n}",
+    "{n}={n}",
+    "x={a}+{b}",
+    "x=x={n}",
+    "{n}\\approx {n}",
+    "{n}\\text{{ or more}}",
+    "{n},{n}",
+    "{n} or {a}",
+    "[{n},{n}]",
+    "{n}!/{n}!\\cdot {n}",
+    "\\int_0^{{{n}}} 1 dx",
+    "\\sum_{{k=1}}^{{{n}}} 1",
+    "\\lim_{{x\\to 0}} ({n}+x)",
+    "{n}+x-x",
+    "{n}\\sin^2 x+{n}\\cos^2 x",
+)
+
+
+@given(st.integers(2, 99), st.integers(2, 99), st.sampled_from(RESTATED))
+def test_a_restated_question_is_never_the_value(a: int, b: int, form: str) -> None:
+    assert not equal(str(a + b), form.format(a=a, b=b, n=a + b))
+
+
+@given(st.integers(2, 9), st.integers(2, 9), st.sampled_from([form for form in RESTATED[:13] + RESTATED[23:] if "or more" not in form]))
+def test_it_is_where_the_task_allows_work_that_is_not_done(a: int, b: int, form: str) -> None:
+    assert equal(str(a + b), form.format(a=a, b=b, n=a + b), unevaluated=True)
+
+
+@pytest.mark.parametrize("answer", ["3=4=5", "5 \\approx 6", "5\\text{garbage}", "x=5=5", "5 or 6", "5\\%", "\\text{five}", "4"])
+def test_but_no_answer_of_another_kind_even_there(answer: str) -> None:
+    assert not equal("5", answer, unevaluated=True)
+
+
+literals = st.one_of(
+    st.integers(-(10**6), 10**6).map(str),
+    st.decimals(-1000, 1000, places=8, allow_nan=False).map(lambda value: f"{value:f}"),
+    st.tuples(st.integers(-99, 99), st.integers(2, 99)).map(lambda pair: f"\\frac{{{pair[0]}}}{{{pair[1]}}}"),
+    st.tuples(st.integers(1, 99), st.integers(-30, 30)).map(lambda pair: f"{pair[0]} \\times 10^{{{pair[1]}}}"),
+    st.integers(-999, 999).map(lambda value: f"{value}\\%"),
+)
+
+
+def known(text: str) -> Fraction | None:
+    return literal(read(text))
+
+
+@given(literals, literals)
+def test_numbers_are_compared_alike_both_ways_and_with_themselves(one: str, other: str) -> None:
+    assume(known(one) is not None and known(other) is not None)
+    assert equal(one, one)
+    if known(one) == known(other):
+        assert equal(one, other)
+    size = min(abs(known(one) or 0), abs(known(other) or 0))
+    if size > 1 and abs((known(one) or 0) - (known(other) or 0)) > Fraction(1, 10**5):
+        assert not equal(one, other) and not equal(other, one)
+
+
+@given(st.text("ABCDEF", min_size=2, max_size=5).filter(lambda word: len(set(word)) > 1))
+def test_the_letters_of_a_name_have_an_order(word: str) -> None:
+    for other in {"".join(letters) for letters in permutations(word)} - {word}:
+        assert not equal(word, other) and not equal(f"\\text{{{word}}}", other)
+
+
+@given(st.integers(2, 16), st.integers(2, 16), st.integers(0, 5000))
+def test_a_numeral_has_its_base(base: int, other: int, number: int) -> None:
+    assume(base != other and 10 not in (base, other))
+    digits = ""
+    rest = number
+    while rest or not digits:
+        digits, rest = "0123456789ABCDEF"[rest % base] + digits, rest // base
+    assume(digits[0].isdigit())  # A_{11} is a variable
+    assert equal(f"{digits}_{{{base}}}", f"({digits})_{{{base}}}")
+    assert not equal(f"{digits}_{{{base}}}", digits) and not equal(str(number), f"{digits}_{{{base}}}")
+    if all(int(digit, 16) < other for digit in digits):
+        assert not equal(f"{digits}_{{{base}}}", f"{digits}_{{{other}}}")
+
+
+SIGNS = [*"0123456789abxyzAB+-*/^_=<>()[]{}|!,;:%$& \\.'", "\\frac", "\\sqrt", "\\sin", "\\log", "\\pi", "\\text{ab}", "\\\\", "\\left"]
+SIGNS += ["\\right", "\\begin{pmatrix}", "\\end{pmatrix}", "\\cup", "\\pm", "\\circ", "\\overline{3}", "\u00bd", "\u00b2", "\u2212"]
+pieces = st.lists(st.sampled_from(SIGNS), max_size=40).map("".join)
+
+
+@given(pieces | st.text(max_size=60))
+def test_every_text_is_read_or_refused(text: str) -> None:
+    try:
+        node = read(text)
+    except (Unreadable, ZeroDivisionError):
+        return
+    assert node.kind
+
+
+async def test_an_expression_that_the_question_writes_down_is_no_answer_to_it() -> None:
+    async def asked(question: str, truth: str, answer: str, verifier: Mathematics = mathematics) -> float | None:
+        one = replace(task(answer=truth), prompt=(Message(role="user", content=question),))
+        return (await judged(verifier, one, episode(answer))).value
+
+    assert await asked("Expand $(x+1)^2$.", "x^2+2x+1", "(x + 1)^2") == 0.0
+    assert await asked("Expand $(x+1)^2$.", "x^2+2x+1", "x^2 + 2x + 1") == 1.0
+    assert await asked("Factor x^2 + 2x + 1", "(x+1)^2", "x^2+2x+1") == 0.0
+    for form in ("\\frac{1}{2}", "\\dfrac12", "1/2"):
+        assert await asked("Write \\(\\frac{1}{2}\\) as a decimal.", "0.5", form) == 0.0
+    assert await asked("Sort 3, 1, 2.", "1, 2, 3", "3, 1, 2") == 0.0
+    assert await asked("Which is larger, 1/2 or 2/3?", "\\frac{2}{3}", "2/3") == 1.0
+    assert await asked("Is 5 prime, or 6?", "5", "5") == 1.0
+    assert await asked("What is 12x+10?", "2x+1", "2x+1") == 1.0
+    assert await asked("Expand $(x+1)^2$.", "x^2+2x+1", "(x+1)^2", Mathematics(unevaluated=True)) == 1.0
+
+
+async def test_the_option_and_the_reason_reach_the_score() -> None:
+    assert await value(mathematics, "\\int_0^1 x^2 dx", answer="1/3") == 0.0
+    assert await value(mathematics, "\\int_0^1 x^2 dx", answer="1/3", mathematics={"unevaluated": True}) == 1.0
+    given_ = await judged(mathematics, task(answer="5"), episode("2+3"))
+    assert given_.value == 0.0 and "leaves work to do" in given_.evidence
+    given_ = await judged(mathematics, task(answer="5"), episode("5 \\approx 6"))
+    assert given_.value == 0.0 and "no value can be read" in given_.evidence
+
+
+async def test_a_sign_before_a_brace_is_no_escape_of_it() -> None:
+    assert expression("\\begin{pmatrix} 1 \\\\{2} \\end{pmatrix}") != ""
+    assert await value(mathematics, "$\\begin{pmatrix} 1 \\\\{2} \\end{pmatrix}$", answer="\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}") == 1.0
