@@ -1,4 +1,4 @@
-"""The learner under the driver's eyes: started, and started again when it dies."""
+"""The learner under the driver's eyes: started, and restarted when it dies or makes no progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESTARTS = 3
 
 
 async def watch_learner(run: Run) -> None:
-    """Starts the learner, and again when it dies; it goes on from its newest checkpoint. What it refuses is final."""
+    """Starts the learner, and restarts it when it fails; it resumes from its newest checkpoint. What it refuses is final."""
     for restart in range(_RESTARTS + 1):
         await run.learner.start()
         try:
@@ -26,3 +26,4 @@ async def watch_learner(run: Run) -> None:
             if restart == _RESTARTS:
                 raise
             log.warning("%s", error)
+            run.tracker.alert(f"{error}\n  restart {restart + 1} of at most {_RESTARTS}")
