@@ -33,7 +33,7 @@ from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.failures import FailureLog
 from agentrl.learner.guard import ROLLBACK, Setback
-from agentrl.learner.publish import probe_rows, publish, version_folder
+from agentrl.learner.publish import probe_rows, publish, version_folder, write_reference
 from agentrl.learner.pulse import SILENT, Pulse
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
@@ -74,6 +74,8 @@ class Worker:
 
     def run(self) -> None:
         """Repairs what a crash left, then runs steps until there are `recipe.steps` or a stop is requested."""
+        self.ranks.pulse("computing version 0's probe")
+        write_reference(self.run_dir, self.engine)
         self.ranks.pulse("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:

@@ -61,7 +61,7 @@ async def _pipeline(run: Run) -> None:
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.recipe.steps and not concluded(run)
         learning = parts.create_task(watch_learner(run)) if needed else None  # from here on: what it refuses ends the start
-        await run.start_serving(newest, judging=not concluded(run))
+        await run.start_serving(newest, judging=not concluded(run), learning=needed)
         run.registry.set_state(newest.number, VersionState.SERVING)
         watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch()]
         if run.gate_server is not None:
