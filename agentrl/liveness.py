@@ -15,7 +15,7 @@ FACTOR = 10.0
 LEAST_S = 60.0
 """Shortest deadline: longer than the pauses of a busy machine, shorter than anybody's patience."""
 _HISTORY = 1024  # newest durations of one kind of work
-_LOOK_S = 5.0  # seconds of silence that one look accounts for
+_LOOK_S = 20.0  # most seconds of silence that one look accounts for: a look itself may wait so long for an answer
 
 
 class Liveness:
