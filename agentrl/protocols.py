@@ -436,7 +436,9 @@ class PolicyServer(Policy, Protocol):
         """The newest reading, some seconds old at most; None while there is none."""
         ...
 
-    async def start(self, version: PolicyVersion) -> None: ...
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
+        """Returns once it answers with `version` and a logprob probe agrees. `await_probe`: a learner is about to write version 0's."""
+        ...
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
         """Around an episode whose requests come: attempts at one task share their prompt, and may be kept together."""

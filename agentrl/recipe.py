@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from agentrl import parts, section
 from agentrl.gating import GateConfig
-from agentrl.section import Section
+from agentrl.section import Needs, Section
 from agentrl.sections.failures import CaptureConfig
 from agentrl.sections.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
 from agentrl.sections.objective import CriticConfig, ObjectiveConfig
@@ -58,6 +58,8 @@ __all__ = [
     "load",
 ]
 
+_LAGS = Needs("a step that may lag so far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
+
 
 class Recipe(Section):
     """Everything a run needs. `Recipe(name=..., policy=..., tasks=...)`."""
@@ -68,7 +70,7 @@ class Recipe(Section):
     """Fixes the tasks and seeds the server's sampler and the learner. Sampling is not repeatable bit for bit: batching is asynchronous."""
     steps: int = Field(16, ge=1)
     """Learner steps."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions an episode may lag behind. 0: strictly on-policy, rollouts wait for each update."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where server and learner compute. auto: cuda where torch finds a GPU, else cpu."""
@@ -143,8 +145,6 @@ class Recipe(Section):
             raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
         if self.learner.kernels == "liger" and self.device == "cpu":
             raise ValueError("learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch")
-        if self.serving.weight_transfer != "delta" and self.learner.full_every != 8:
-            raise ValueError("learner.full_every does nothing: every version is whole; set serving.weight_transfer=delta")
         if self.learner.keep_versions <= self.max_staleness:
             raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
         if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
@@ -164,6 +164,12 @@ class Recipe(Section):
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
+        return self
+
+    @model_validator(mode="after")
+    def _every_key_acts(self) -> Recipe:
+        if wrong := list(section.idle(self)):
+            raise ValueError("\n".join(wrong))
         return self
 
     @model_validator(mode="after")
@@ -303,10 +309,6 @@ class Recipe(Section):
             raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage")
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
             raise ValueError("critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step")
-        if self.critic is not None and self.objective.staleness_decay < 1:
-            raise ValueError("objective.staleness_decay does nothing with objective.advantage=gae: a critic makes its advantages later")
-        if self.objective.staleness_decay < 1 and self.max_staleness == 0:
-            raise ValueError("objective.staleness_decay does nothing with max_staleness=0: no token is ever stale")
         return self
 
 

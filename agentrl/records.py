@@ -577,7 +577,8 @@ class Probe(Record):
     token_ids: tuple[tuple[int, ...], ...]  # [P][T]
     logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
     next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the likeliest tokens after each row; empty: they are not compared
-    next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] of these, at the rollouts' temperature, before any truncation
+    next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] of these, before any truncation
+    temperature: float | None = None  # that `next_logprobs` were taken at; None: the recipe's for rollouts
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

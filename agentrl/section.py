@@ -11,7 +11,8 @@ import inspect
 import json
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
@@ -20,6 +21,21 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from agentrl.errors import RecipeError
 from agentrl.fields import encodable
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """In a field's annotation: without what the key does nothing. A recipe that sets it to another value than its default is refused then.
+
+        every: Annotated[int, Needs("evaluation.every below steps", lambda recipe, own: own.every < recipe.steps)] = 0
+
+    Args:
+        what: completes "it does nothing without ...".
+        holds: given the recipe and the section that has the key.
+    """
+
+    what: str
+    holds: Callable[[Any, Any], bool]
 
 
 class Section(BaseModel):
@@ -70,6 +86,22 @@ class Section(BaseModel):
                 message = unknown(str(item["loc"][0]), cls.model_fields)
             lines.append({"type": PydanticCustomError(item["type"], message), "loc": item["loc"], "input": item["input"]})
         raise ValidationError.from_exception_data(cls.__name__, lines)
+
+
+def idle(whole: Section, section: Section | None = None, path: str = "") -> Iterator[str]:
+    """What is wrong with each key of a recipe that is set and, by its `Needs`, does nothing."""
+    section = section or whole
+    for name, field in type(section).model_fields.items():
+        value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
+        for needs in field.metadata:
+            if isinstance(needs, Needs) and value != usual and not needs.holds(whole, section):
+                yield f"{key}={_cut(value)} does nothing without {needs.what}; else leave it at {usual!r}"
+        if isinstance(value, Section):
+            yield from idle(whole, value, f"{key}.")
+        elif isinstance(value, dict):
+            for one, inner in value.items():
+                if isinstance(inner, Section):
+                    yield from idle(whole, inner, f"{key}.{one}.")
 
 
 def meanings(kind: type[Section]) -> dict[str, str]:

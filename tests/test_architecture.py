@@ -16,7 +16,7 @@ LONGEST_FILE = 600
 
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"records", "sampling", "fields", "errors", "destinations", "files", "limits", "memo", "processes", "estimates"}),
+    frozenset({"records", "sampling", "fields", "errors", "destinations", "files", "limits", "memo", "processes", "estimates", "liveness"}),
     frozenset({"protocols", "learning", "listening", "installation", "codec", "database", "toml", "usercode", "causes", "runlock"}),
     frozenset({"section", "sections", "gating", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
     frozenset(
@@ -110,7 +110,19 @@ def test_agentrl_never_imports_content() -> None:
 
 
 def test_the_lowest_modules_need_only_the_standard_library() -> None:
-    for name in ("records", "sampling", "fields", "errors", "destinations", "files", "limits", "memo", "processes", "estimates"):
+    for name in (
+        "records",
+        "sampling",
+        "fields",
+        "errors",
+        "destinations",
+        "files",
+        "limits",
+        "memo",
+        "processes",
+        "estimates",
+        "liveness",
+    ):
         packages = {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} - {"agentrl"}
         assert packages <= sys.stdlib_module_names
 

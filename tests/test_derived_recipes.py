@@ -101,7 +101,7 @@ def test_no_unknown_key_is_ever_taken(key: str, value: int) -> None:
     st.fixed_dictionaries(
         {},
         optional={
-            "steps": st.integers(1, 9),
+            "steps": st.integers(4, 9),
             "learner.lr": st.floats(1e-9, 1),
             "rollout.group_size": st.integers(2, 16),
             "sandbox.backend": st.sampled_from(["auto", "docker"]),

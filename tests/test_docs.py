@@ -25,7 +25,7 @@ from agentrl.failure.triage import load_rules
 from agentrl.prove.judging.naming import load_judge
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.run.policies import find_policy, make_part
-from agentrl.section import section_of
+from agentrl.section import Needs, Section, named_section_of, section_of
 from agentrl.testing.chat_server import ChatServer, Says
 from tests.failure import traces
 
@@ -197,14 +197,26 @@ def test_the_impossible_combinations_are_all_there_and_refused() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", after, re.MULTILINE)
     sections = (ROOT / "agentrl/recipe.py", ROOT / "agentrl/gating.py", *(ROOT / "agentrl/sections").glob("*.py"))
     raised = sum(path.read_text().count("raise ValueError(") for path in sections)
-    assert len(rows) == raised
+    needs = declared_needs()
+    assert len(rows) == raised - 1 + len(needs)
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     messages = set()
     for row in rows:
         with pytest.raises(RecipeError) as error:
             apply_overrides(base, row.split())
         messages.add(str(error.value))
-    assert len(messages) == raised, "each row shows another combination"
+    assert len(messages) == len(rows), "each row shows another combination"
+    unsaid = [need.what for need in needs if not any(need.what in message for message in messages)]
+    assert not unsaid, "needs that no row shows"
+
+
+def declared_needs(kind: type[Section] = Recipe) -> set[Needs]:
+    """What keys of a recipe need to do anything (`agentrl.section.Needs`)."""
+    found = {need for field in kind.model_fields.values() for need in field.metadata if isinstance(need, Needs)}
+    for field in kind.model_fields.values():
+        inner = section_of(field.annotation) or named_section_of(field.annotation)
+        found |= declared_needs(inner) if inner is not None else set()
+    return found
 
 
 def test_the_recipe_example_loads(project: Path) -> None:

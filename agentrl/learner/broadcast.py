@@ -87,6 +87,7 @@ class Broadcaster:
     def _server(self) -> Server:
         deadline = time.monotonic() + self._serving.startup_timeout_s
         while (server := announced(self._run_dir)) is None:
+            self._engine.ranks.pulse("waiting for the server")
             if time.monotonic() > deadline:
                 raise LearnerError(f"no inference server was announced within {self._serving.startup_timeout_s:g} s")
             time.sleep(_POLL_S)

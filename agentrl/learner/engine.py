@@ -70,7 +70,7 @@ class PolicyEngine:
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
         """What the current weights say of some rows: logprobs of their tokens, and of the likeliest after them."""
         logprobs, next_logprobs, next_ids = zip(*map(self._row, rows), strict=True)
-        return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs)
+        return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs, temperature=self.temperature)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of this rank's share of the loss. Shares are summed over ranks, not averaged as DeepSpeed does."""

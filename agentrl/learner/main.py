@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, help="the project's root, for parts of its own that the recipe names")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="process to die with: the one that started this one")
     parser.add_argument("--mailbox", help="where to send the exit reason for the driver")
+    parser.add_argument("--pulse", help="where to report progress to the driver")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
     hold_part(arguments.run_dir)  # for as long as this process lives
@@ -35,7 +36,7 @@ def main() -> int:
 
             from agentrl.learner.worker import work
 
-        work(arguments.run_dir, root=arguments.root)
+        work(arguments.run_dir, root=arguments.root, pulse=arguments.pulse)
     except AgentRLError as error:
         log.error("%s: %s", type(error).__name__, error)
         send(arguments.mailbox, ExitReason.of(error))

@@ -13,15 +13,23 @@ from agentrl.causes import in_log
 from agentrl.errors import LearnerError
 from agentrl.files import tail
 from agentrl.learner.exit_reason import Mailbox
+from agentrl.learner.pulse import Reports
+from agentrl.liveness import Liveness
 from agentrl.processes import openmp
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
 
 _TAIL_BYTES = 1 << 18
+_FIRST_S = 1800.0
+"""Deadline for work that the learner has not done before: loading a model, compiling for a first batch, writing a first checkpoint."""
+_LOOK_S = 0.5
+_GONE_S = 60.0
 
 
 class LearnerProcess:
     """torchrun with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
+
+    Its progress has a deadline (`liveness`): one that stands still is killed and fails like one that died.
 
     Output is appended to `run_dir/logs/learner.log`. The processes die with the driver, even when it is killed. Call `start`
     from a thread that lives as long as the learner should (the parent death signal follows the thread).
@@ -34,8 +42,10 @@ class LearnerProcess:
         self.gpus = gpus
         self.root = root
         self.log_path = run_dir / "logs" / "learner.log"
+        self.liveness = Liveness("the learner", first_s=_FIRST_S)
         self._process: asyncio.subprocess.Process | None = None
         self._mailbox = Mailbox()
+        self._reports = Reports()
         self._log_start = 0  # bytes in the log before this start
 
     @property
@@ -51,6 +61,8 @@ class LearnerProcess:
         if self.alive:
             raise LearnerError("the learner is already running")
         self._mailbox.empty()
+        self._reports.empty()
+        self.liveness.begin()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         part = hold_part(self.run_dir)
         try:
@@ -69,15 +81,27 @@ class LearnerProcess:
             os.close(part)
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
-        """Waits for the learner to end by itself.
+        """Waits for the learner to end, and kills it when it makes no progress.
 
         Raises `LearnerHalted` when it stopped at a limit, `UserError` when it refuses the model or the recipe, `DiskFull` when the disk
-        is full, `LearnerError` with the cause when it fails otherwise, and `TimeoutError` when it still runs after `timeout_s`.
+        is full, `LearnerError` with the cause when it fails otherwise or was killed, and `TimeoutError` when it still runs after
+        `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
-        await asyncio.wait_for(self._process.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._ended(self._process)
         self.check()
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> None:
+        while process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await process.wait()
+            self._reports.pass_on(self.liveness)
+            if process.returncode is None and (stuck := self.liveness.overdue()):
+                await self.kill()
+                raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
 
     def check(self) -> None:
         """Raises as `wait` does if the learner has failed."""
@@ -107,11 +131,23 @@ class LearnerProcess:
                 await self.kill()
 
     async def kill(self) -> None:
-        """Kills the learner now; its workers die with the launcher. Idempotent."""
+        """Kills the learner now and returns once none of its processes is left, stopped ones included. Idempotent.
+
+        Raises `LearnerError` when the kernel does not end one within a minute: a successor must not write beside it.
+        """
         if self._process is None or not self.alive:
             return
+        workers = _children(self._process.pid)
         self._process.kill()
-        await self._process.wait()
+        await self._process.wait()  # the workers die with the launcher
+        try:
+            async with asyncio.timeout(_GONE_S):
+                while left := [pid for pid in workers if _runs(pid)]:
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise LearnerError(
+                f"process {left[0]} of the learner was killed and does not end: the disk or the GPU that it waits for does not answer"
+            ) from None
 
     def log_tail(self) -> str:
         """The end of the log, of this start alone."""
@@ -123,7 +159,8 @@ class LearnerProcess:
 
     def _worker(self) -> list[str]:
         root = [] if self.root is None else ["--root", str(self.root)]
-        return ["agentrl.learner.main", "--run-dir", str(self.run_dir), "--mailbox", self._mailbox.address, *root]
+        addresses = ["--mailbox", self._mailbox.address, "--pulse", self._reports.address]
+        return ["agentrl.learner.main", "--run-dir", str(self.run_dir), *addresses, *root]
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner
@@ -136,6 +173,14 @@ class LearnerProcess:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _children(parent: int) -> list[int]:

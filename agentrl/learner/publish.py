@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 from agentrl import codec
-from agentrl.files import commit_folder, part_folder, sha256_file
+from agentrl.files import commit_folder, part_folder, sha256_file, write
 from agentrl.learner import lora
 from agentrl.learner.disk import writing
 from agentrl.learner.engine import PolicyEngine
@@ -28,6 +28,7 @@ from agentrl.weights import deltas
 log = logging.getLogger("agentrl.learner")
 _DELTA_PAYS = 0.5  # of the whole file's bytes; above it the whole file is cheaper for the server
 PROBE_ROWS = 4
+_BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
 _PROBE_TOKENS = 128  # of a row: both sides compute them beside everything else of a swap, and a wrong tensor shows at any token
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
 _OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
@@ -55,6 +56,26 @@ def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int
         if row is not None:
             rows.append(row)
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
+
+
+def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
+    """Writes the probe of version 0, whose weights the engine has, unless version 0 has one. All ranks call it.
+
+    Servers are compared with it before anything is sampled. Its rows are what the model itself finds likeliest after some tokens: in
+    bfloat16 the logprobs of unlikely tokens differ by more between two implementations.
+    """
+    path, ranks = version_folder(run_dir, 0) / "probe.json", engine.ranks
+    if ranks.decide(int(path.exists())):
+        return
+    vocabulary = engine.lm.config.get_text_config().vocab_size
+    rows: list[tuple[int, ...]] = [(vocabulary * number // _BASE_ROWS,) for number in range(_BASE_ROWS)]
+    for _ in range(_BASE_TOKENS - 1):
+        likeliest = [next_ids[0] for next_ids in engine.probe(tuple(rows)).next_ids]
+        rows = [(*row, ranks.decide(token)) for row, token in zip(rows, likeliest, strict=True)]
+    probe = engine.probe(tuple(rows))
+    if ranks.first:
+        with writing(f"the probe of version 0 in {run_dir}"):
+            write(path, codec.to_json(probe), durable=True)
 
 
 def publish(

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.learner.pulse import SILENT, Pulse
+
 COLLECTIVE_TIMEOUT_S = 1800.0
 
 
@@ -33,6 +35,7 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup  # gloo on every device: flags between the processes' Python code
     team: Team | None = None
+    pulse: Pulse = SILENT  # called before each piece of work, on every rank; rank 0's reaches the driver
 
     @property
     def first(self) -> bool:

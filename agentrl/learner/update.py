@@ -108,6 +108,7 @@ class Updater:
         ranks = self.engine.ranks
         total = torch.zeros(len(samples), dtype=torch.float64, device=ranks.device)
         for batch in self._micro_batches(samples):
+            ranks.pulse("computing a penalty", batch.layout.length)
             total += sequence_penalty(batch.behaviour, self._reference.logprobs(batch), batch.sequence, len(samples))
         penalties: dict[str, float] = defaultdict(float)
         for sample, value in zip(samples, ranks.sum(total).tolist(), strict=True):
@@ -140,6 +141,7 @@ class Updater:
     @torch.no_grad()
     def _before(self, batch: MicroBatch, piece: int, tokens: int, recomputes: bool) -> Prepared:
         """A micro-batch with the results of policy, critic and reference before the step; a shared trunk runs once for both."""
+        self.engine.ranks.pulse("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
         if recomputes and isinstance(self.critic, SharedCritic):
@@ -183,7 +185,9 @@ class Updater:
                 total = torch.zeros((), dtype=torch.float64, device=ranks.device)
                 for one in some:
                     assert one.returns is not None and one.values is not None, "values are computed before they are learned"
+                    ranks.pulse("computing a micro-batch of the critic", one.batch.layout.length)
                     total += critic.learn(one.batch, one.returns, one.values, denominator=float(one.piece_tokens))
+                ranks.pulse("applying the critic's gradient")
                 applied, norm = critic.step(self._schedule_step(part.step))
                 losses.append(ranks.sum(total).item())
                 self.guard.settle_critic(part, {"value_loss": losses[-1], "value_grad_norm": norm}, applied=applied)
@@ -199,6 +203,7 @@ class Updater:
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
         total_weight = denominator(part.samples, self._objective.aggregation, length=self._constant_length)
         for one in micro_batches:
+            ranks.pulse("computing a micro-batch", one.batch.layout.length)
             logprobs, entropy, values = self._forward(one.batch)
             tokens = TrainedTokens(
                 logprobs=logprobs,
@@ -220,6 +225,7 @@ class Updater:
             sums[-2] += result.loss.detach()
             sums[-1] += (~one.batch.advantages.isfinite()).sum()
             maxima = torch.maximum(maxima, result.maxima)
+        ranks.pulse("applying the gradient")
         total = ranks.sum(sums)
         metrics = summarize(total[:-3], ranks.max(maxima), with_reference=self._objective.kl in ("k1", "k2", "k3"))
         if isinstance(self.critic, SharedCritic):

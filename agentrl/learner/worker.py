@@ -33,7 +33,8 @@ from agentrl.learner.critic import Critic
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.failures import FailureLog
 from agentrl.learner.guard import ROLLBACK, Setback
-from agentrl.learner.publish import probe_rows, publish, version_folder
+from agentrl.learner.publish import probe_rows, publish, version_folder, write_reference
+from agentrl.learner.pulse import SILENT, Pulse
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.ulysses import in_teams
 from agentrl.learner.update import Updater
@@ -73,12 +74,17 @@ class Worker:
 
     def run(self) -> None:
         """Repairs what a crash left, then runs steps until there are `recipe.steps` or a stop is requested."""
+        self.ranks.pulse("computing version 0's probe")
+        write_reference(self.run_dir, self.engine)
+        self.ranks.pulse("resuming")
         self._resume()
         while self.next_step < self.recipe.steps:
+            self.ranks.pulse("waiting for groups")
             groups = self._wait_for_groups(self.next_step)
             if groups is None:
                 log.info("stopped before step %d", self.next_step)
                 return
+            self.ranks.pulse("assembling a batch", _tokens(groups))
             refused = self._refused(self.next_step)
             self._step(groups, refused)
         log.info("all %d steps are done", self.recipe.steps)
@@ -97,8 +103,10 @@ class Worker:
         )
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
+        self.ranks.pulse("writing a checkpoint")
         name = self._save(meta)
         publishing = time.perf_counter()
+        self.ranks.pulse("publishing a version")
         if self.ranks.first:
             self.store.commit(step, self.consumed[step], name)
         self._publish(meta)
@@ -297,6 +305,7 @@ class Worker:
         """The step's groups once all are stored, or None when a stop was requested. Rank 0 decides for all ranks."""
         while True:
             decision = self.ranks.decide(self._look(step) if self.ranks.first else _WAIT)
+            self.ranks.pulse("waiting for groups")
             if decision == _STOP:
                 return None
             if decision == _GO:
@@ -314,15 +323,23 @@ class Worker:
         return _WAIT
 
 
+def _tokens(groups: tuple[Group, ...]) -> int:
+    """Tokens of all turns in some groups."""
+    trajectories = (line for group in groups for scored in group.episodes for line in scored.episode.trajectories)
+    return sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in trajectories for turn in line.turns)
+
+
 def _reasons(dropped: object) -> Counter[str]:
     """Counts the reasons by name: the word before any details."""
     return Counter(str(reason).partition(":")[0].partition(" ")[0] for reason in dropped)  # type: ignore[attr-defined]
 
 
-def work(run_dir: Path, *, root: Path | None = None) -> None:
+def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -> None:
     """Runs this rank of the learner of `run_dir`, under torchrun, until its steps are made or SIGTERM arrives.
 
-    `root`: the project's, whose own store, estimator and loss the recipe may name.
+    Args:
+        root: the project's, whose own store, estimator and loss the recipe may name.
+        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None reports to nobody.
 
     Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
     validate, `LearnerError` or `StoreError` when the learner cannot go on.
@@ -335,6 +352,8 @@ def work(run_dir: Path, *, root: Path | None = None) -> None:
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
     ranks = in_teams(processes.join(recipe.device), recipe.learner.sequence_parallel)
+    ranks = replace(ranks, pulse=Pulse(pulse) if ranks.first else SILENT)
+    ranks.pulse("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
     worker = Worker(run_dir, recipe, ranks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,15 +89,24 @@ def _vocabulary(folder: Path) -> Any:
 class JudgeServers:
     """The servers of a recipe's section `judge_servers`, once they were declared."""
 
-    def __init__(self, recipe: Recipe, folders: Mapping[str, Path], *, folder: Path, gpus: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        folders: Mapping[str, Path],
+        *,
+        folder: Path,
+        gpus: Mapping[str, str | None] | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
         """
         Args:
             folders: of the models, by name.
             folder: the run folder, for logs.
             gpus: CUDA_VISIBLE_DEVICES of each.
+            alert: shows a person that a server is restarted or given up.
         """
         self.restarts = dict.fromkeys(folders, 0)
-        self._recipe, self._models, self._folder, self._gpus = recipe, folders, folder, gpus or {}
+        self._recipe, self._models, self._folder, self._gpus, self._alert = recipe, folders, folder, gpus or {}, alert
         self._watching: list[asyncio.Task[None]] = []
         self._first = {name: asyncio.Event() for name in folders}
         self._failed: dict[str, AgentRLError] = {}
@@ -133,22 +142,22 @@ class JudgeServers:
         known, most = known_servers.declared()[name], self._recipe.judge_servers[name].max_restarts
         try:
             while True:
-                await self._serve(name, known)
+                end = await self._serve(name, known)
                 self.restarts[name] += 1
                 if self.restarts[name] > most:
                     known.refused = f"the judge's server {name} died {self.restarts[name]} times; see logs/judge-{name}.log"
-                    log.error("%s", known.refused)
+                    self._alert(known.refused)
                     return
-                log.warning("the judge's server %s died; restart %d of at most %d", name, self.restarts[name], most)
+                self._alert(f"the judge's server {name} is replaced: {end}; restart {self.restarts[name]} of at most {most}")
         except Exception as error:
             known.refused = f"the judge's server {name} cannot be started: {describe(error)}"
             self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)
-            log.error("%s", known.refused)
+            self._alert(known.refused)
         finally:
             self._first[name].set()
 
-    async def _serve(self, name: str, known: known_servers.Declared) -> None:
-        """Returns when the server has died."""
+    async def _serve(self, name: str, known: known_servers.Declared) -> str:
+        """Returns when the server has died or stands still, with the reason."""
         from agentrl.serving.judge_server import JudgeServer
         from agentrl.serving.server import serving_device
 
@@ -168,6 +177,7 @@ class JudgeServers:
             self._first[name].set()
             while await server.alive():
                 await asyncio.sleep(_WATCH_S)
+            return server.end
         finally:
             known.url = known.key = ""
             await server.stop()
@@ -176,10 +186,15 @@ class JudgeServers:
 
 @asynccontextmanager
 async def judge_servers(
-    recipe: Recipe, folders: Mapping[str, Path], *, folder: Path, gpus: Mapping[str, str | None] | None = None
+    recipe: Recipe,
+    folders: Mapping[str, Path],
+    *,
+    folder: Path,
+    gpus: Mapping[str, str | None] | None = None,
+    alert: Callable[[str], None] = log.warning,
 ) -> AsyncIterator[JudgeServers]:
     """The servers, being started; ended when the block is left."""
-    servers = JudgeServers(recipe, folders, folder=folder, gpus=gpus)
+    servers = JudgeServers(recipe, folders, folder=folder, gpus=gpus, alert=alert)
     servers.start()
     try:
         yield servers

@@ -13,7 +13,7 @@ from agentrl.records import ADAPTER, WHOLE_MODEL
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model_files, put_chat_template
 
-_OF_A_VERSION = ("version.json", "update.json", "probe.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is
+_OF_A_VERSION = ("version.json", "update.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is, and its reference logprobs
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
@@ -94,14 +94,21 @@ def export_model(source: Path, target: Path, *, base: Path) -> None:
     from agentrl.weights.adapters import merge_folder
 
     _export(source, target.with_name("adapter"))
-    _export(base, target, weights=lambda file: merge_folder(base, source, file))
+    _export(base, target, weights=lambda file: merge_folder(base, source, file), probe=source / "probe.json")
 
 
-def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | None = None) -> None:
-    """Copies a version's folder, without what only the run needs. `weights` writes the weights' file, in place of the source's."""
+def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | None = None, probe: Path | None = None) -> None:
+    """Copies a version's folder, without what only the run needs.
+
+    Args:
+        weights: writes the weights' file, in place of the source's.
+        probe: file with the reference logprobs of these weights; None: the source's, if it has one.
+    """
     beside = part_folder(target)
     if weights is not None:
         weights(beside / WHOLE_MODEL)
+    if probe is not None:
+        _link_or_copy(probe, beside / probe.name)
     for file in sorted(source.iterdir()):
         if file.is_file() and file.name not in _OF_A_VERSION and not (beside / file.name).exists():
             _link_or_copy(file, beside / file.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ from agentrl.serving.served import ServedPolicy
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.version import FolderRegistry
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, kw_only=True)
 class Run:
@@ -87,17 +90,19 @@ class Run:
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # where the gate has one of its own
 
-    async def start_serving(self, version: PolicyVersion, *, judging: bool = False) -> None:
+    async def start_serving(self, version: PolicyVersion, *, judging: bool = False, learning: bool = False) -> None:
         """Starts the servers with a version, and meanwhile makes the images of the family's sandboxes.
 
-        `judging`: whether the gate will judge; its own server is started for nothing else.
+        Args:
+            judging: whether the gate will judge; its own server is started for nothing else.
+            learning: whether the learner is being started, which writes the reference logprobs of version 0.
         """
         async with asyncio.TaskGroup() as starting:
             for spec in sandbox_specs(self.family):
                 starting.create_task(self.sandboxes.prepare(spec))
-            starting.create_task(self.served.start(version))
+            starting.create_task(self.served.start(version, await_probe=learning))
             if judging and self.gate_server is not None:
-                starting.create_task(self.gate_server.start(version))
+                starting.create_task(self.gate_server.start(version, await_probe=learning))
             starting.create_task(self.judges.ready())
 
     def stop_after_step(self) -> None:
@@ -164,13 +169,15 @@ async def opened(
         if registry.get(0) is None:
             weights = run_dir / "versions" / "000000" / "model.safetensors"
             registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
-        served = policy_server(recipe, run_dir, registry, checked.gpus)
+        served = policy_server(recipe, run_dir, registry, checked.gpus, alert=tracker.alert)
         stack.push_async_callback(served.close)
         gate_server = None
         if recipe.judged_apart:
-            gate_server = GateServer(recipe, run_dir, registry, gpus=checked.gpus.gate)
+            gate_server = GateServer(recipe, run_dir, registry, gpus=checked.gpus.gate, alert=tracker.alert)
             stack.push_async_callback(gate_server.close)
-        judges = await stack.enter_async_context(judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges))
+        judges = await stack.enter_async_context(
+            judge_servers(recipe, checked.judges, folder=run_dir, gpus=checked.gpus.judges, alert=tracker.alert)
+        )
         learner = LearnerProcess(run_dir, recipe, gpus=checked.gpus.learner, root=root)
         stack.push_async_callback(learner.kill)
         origin = {"run": run_dir.name, "recipe": recipe.name, "model": recipe.policy.model}
@@ -221,11 +228,13 @@ def fault_rate(recipe: Recipe) -> FaultRate:
     return FaultRate(recipe.rollout.max_fault_rate, concurrency=recipe.episodes_at_once)
 
 
-def policy_server(recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement) -> PolicyServer:
-    """The policy on one server, or on several."""
+def policy_server(
+    recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement, *, alert: Callable[[str], None] = log.warning
+) -> PolicyServer:
+    """The policy on one server, or on several. `alert`: shows a person that a server is restarted."""
     if recipe.serving.replicas == 1:
-        return ServedPolicy(recipe, run_dir, registry, gpus=gpus.server)
-    return ReplicatedPolicy(recipe, run_dir, registry, gpus=gpus.replicas)
+        return ServedPolicy(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
+    return ReplicatedPolicy(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)
 
 
 def group_runner(

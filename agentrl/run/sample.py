@@ -31,6 +31,7 @@ from agentrl.run.folder import Start
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_group
+from agentrl.run.supervise import watch_daemon
 from agentrl.run.transcript import transcript
 
 FILE = "sample.json"
@@ -161,7 +162,10 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
     assert base is not None, "version 0 was registered"
     await run.start_serving(base)
     async with asyncio.TaskGroup() as parts:
-        watchers = [parts.create_task(one) for one in (run.served.watch(on_loss=run.learner.kill), run.faults.watch())]
+        watching = [run.served.watch(on_loss=run.learner.kill), run.faults.watch()]
+        if run.sandboxes.name == "docker":
+            watching.append(watch_daemon(run.tracker.alert))
+        watchers = [parts.create_task(one) for one in watching]
         await make_groups(run, indices)
         for watcher in watchers:
             watcher.cancel()

@@ -8,8 +8,9 @@ from pathlib import Path
 from agentrl.errors import TaskError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.records import Split, Task
+from agentrl.sections.rollout import SUITE_FAMILY
 
-REFERENCE = "agentrl.run.suite_tasks:SuiteTasks"
+REFERENCE = SUITE_FAMILY
 _BETWEEN = "\n"
 
 

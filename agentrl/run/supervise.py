@@ -1,19 +1,24 @@
-"""The learner under the driver's eyes: started, and started again when it dies."""
+"""The learner, restarted when it dies or stands still, and the container daemon, which a run only looks at."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
 
 from agentrl.errors import LearnerError, LearnerHalted
+from agentrl.liveness import Liveness
 from agentrl.run.opening import Run
+from agentrl.sandbox import engine
 
 log = logging.getLogger(__name__)
 
 _RESTARTS = 3
+_PING_S = 5.0  # between two pings of the daemon
 
 
 async def watch_learner(run: Run) -> None:
-    """Starts the learner, and again when it dies; it goes on from its newest checkpoint. What it refuses is final."""
+    """Starts the learner, and restarts it when it fails; it resumes from its newest checkpoint. What it refuses is final."""
     for restart in range(_RESTARTS + 1):
         await run.learner.start()
         try:
@@ -26,3 +31,24 @@ async def watch_learner(run: Run) -> None:
             if restart == _RESTARTS:
                 raise
             log.warning("%s", error)
+            run.tracker.alert(f"{error}\n  restart {restart + 1} of at most {_RESTARTS}")
+
+
+async def watch_daemon(alert: Callable[[str], None], liveness: Liveness | None = None) -> None:
+    """Alerts when the Docker daemon stops answering, and when it answers again; ends only by cancellation.
+
+    A run never starts or restarts a daemon, which others on the machine use, too. Every request to it has a deadline, its episodes
+    are retried, and `rollout.max_fault_rate` pauses the run when that does not help.
+    """
+    live = liveness or Liveness("the Docker daemon", first_s=120.0)
+    silent = False
+    while True:
+        if await asyncio.to_thread(engine.answers):
+            live.progress("answering")
+            if silent:
+                alert("the Docker daemon answers again")
+            silent = False
+        elif (stuck := live.overdue()) and not silent:
+            silent = True
+            alert(f"{stuck}\n  fix: restart it (systemctl restart docker); episodes continue when it answers")
+        await asyncio.sleep(_PING_S)

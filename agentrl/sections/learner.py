@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.section import Section
+from agentrl.section import Needs, Section
+
+_ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
+_DELTAS = Needs("serving.weight_transfer=delta: every version is whole", lambda recipe, own: recipe.serving.weight_transfer == "delta")
+_FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.steps > own.warmup_steps + 1)
 
 
 class LoraConfig(Section):
@@ -80,7 +84,7 @@ class LearnerConfig(Section):
     """Learning rate of AdamW, at its highest."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_schedule: Annotated[Literal["constant", "linear", "cosine"], _FALLS] = "constant"
     """After the warm-up: stays, or falls to nearly 0 at the last of `steps`."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay on matrices; vectors do not decay."""
@@ -92,7 +96,7 @@ class LearnerConfig(Section):
     """Learner processes (torchrun --nproc-per-node)."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights; `{}` takes their defaults. They want a learning rate about ten times higher."""
-    offload: Literal["none", "optimizer", "parameters"] = "none"
+    offload: Annotated[Literal["none", "optimizer", "parameters"], _ON_GPU] = "none"
     """What lives in the CPU's memory instead of the GPU's. optimizer: master weights, Adam's moments and its step (zero_stage 1 to 3).
     parameters: these and the weights, fetched layer by layer (zero_stage 3)."""
     sequence_parallel: int = Field(1, ge=1)
@@ -116,7 +120,7 @@ class LearnerConfig(Section):
     limits: LimitsConfig = LimitsConfig()
     keep_checkpoints: int = Field(2, ge=1)
     """Newest checkpoints kept on disk."""
-    full_every: int = Field(8, ge=2)
+    full_every: Annotated[int, _DELTAS] = Field(8, ge=2)
     """With serving.weight_transfer=delta: every so many versions one is published whole, and so is one that changed in most bytes."""
     keep_versions: int = Field(4, ge=2)
     """Newest exported policy versions kept on disk, and as many promoted ones, besides version 0 and the serving one."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from agentrl import parts
-from agentrl.section import Section
+from agentrl.section import Needs, Section
+
+_STALE = Needs(
+    "tokens of older versions: max_staleness above 0, and steps above 1", lambda recipe, own: recipe.max_staleness and recipe.steps > 1
+)
+_GROUPED = Needs(
+    "advantages that are known when a batch is assembled: a critic makes its own later", lambda recipe, own: recipe.critic is None
+)
+_MOVES = Needs(
+    "several optimizer steps in a batch: epochs, minibatches or learner.minibatches above 1",
+    lambda recipe, own: max(own.epochs, own.minibatches, recipe.learner.minibatches) > 1,
+)
 
 
 class ObjectiveConfig(Section):
@@ -54,7 +65,7 @@ class ObjectiveConfig(Section):
     """Truncated importance sampling: cap on behaviour-policy correction weights."""
     is_floor: float = Field(0.0, ge=0)
     """Smallest weight that correction=mask keeps."""
-    staleness_decay: float = Field(1.0, gt=0, le=1)
+    staleness_decay: Annotated[float, _GROUPED, _STALE] = Field(1.0, gt=0, le=1)
     """A token's advantage is multiplied by this for each version it lags behind the learner."""
     kl: Literal["none", "k1", "k2", "k3", "k1_reward"] = "none"
     """Estimator of the divergence from version 0: in the loss (k1, k2, k3), or summed over the episode and taken off its score
@@ -122,7 +133,7 @@ class CriticConfig(Section):
     """Discount from one sampled token to the next; tool output takes no time."""
     lam: float = Field(1.0, ge=0, le=1)
     """GAE's trace: 1 trusts only what was scored, 0 only the next token's value."""
-    value_clip: float | None = Field(0.2, gt=0)
+    value_clip: Annotated[float | None, _MOVES] = Field(0.2, gt=0)
     """A value gains nothing from moving further than this away from what it was before the step; None: no clip."""
     epochs: int = Field(1, ge=1)
     """Passes over each step's batch (trunk=separate)."""

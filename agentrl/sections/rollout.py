@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl import parts
 from agentrl.contract.outputs import wrong_pattern
 from agentrl.sampling import MAX_TOP_K, Sampling
-from agentrl.section import Section
+from agentrl.section import Needs, Section
 
+SUITE_FAMILY = "agentrl.run.suite_tasks:SuiteTasks"
+"""The task family of an evaluation on suites: its cases are sampled as `evaluation` says, and there are no held-out tasks."""
+_HELD_OUT = Needs("held-out tasks: set evaluation.heldout or heldout_real", lambda recipe, own: own.heldout or own.heldout_real)
+_EVALUATED = Needs(
+    "held-out tasks or a gate: set evaluation.heldout, heldout_real or gate",
+    lambda recipe, own: own.heldout or own.heldout_real or recipe.gate is not None or recipe.tasks.family == SUITE_FAMILY,
+)
+_BETWEEN = Needs(
+    "a step between the first and the last after which it falls: set it below steps", lambda recipe, own: own.every < recipe.steps
+)
 _COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
 
 
@@ -213,20 +223,20 @@ class EvalConfig(Section):
     """Held-out tasks in each evaluation."""
     heldout_real: int = Field(96, ge=0)
     """Held-out tasks on real data in each evaluation."""
-    attempts: int = Field(1, ge=1, le=1024)
+    attempts: Annotated[int, _HELD_OUT] = Field(1, ge=1, le=1024)
     """Attempts at each of these tasks. With more than one there is pass@k, too, and success against compute for several attempts."""
-    thinking_tokens: tuple[int, ...] = Field((), max_length=16)
+    thinking_tokens: Annotated[tuple[int, ...], _HELD_OUT] = Field((), max_length=16)
     """Bounds on what may be thought in a turn: with each of them the held-out tasks are played once more, and the report draws success
     against compute over these bounds. The rates are those of the tasks' own limits. Empty: nothing is played again."""
-    temperature: float = Field(1.0, ge=0, le=2)
+    temperature: Annotated[float, _EVALUATED] = Field(1.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
-    top_k: int = Field(0, ge=0)
+    top_k: Annotated[int, _EVALUATED] = Field(0, ge=0)
     """Only the so many likeliest tokens are sampled; 0 (or None): off."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, _EVALUATED] = Field(1.0, gt=0, le=1)
     """Only the fewest likeliest tokens that together have this probability; 1: off."""
-    min_p: float = Field(0.0, ge=0, lt=1)
+    min_p: Annotated[float, _EVALUATED] = Field(0.0, ge=0, lt=1)
     """Only tokens with at least this share of the likeliest one's probability; 0: off."""
-    every: int = Field(0, ge=0)
+    every: Annotated[int, _HELD_OUT, _BETWEEN] = Field(0, ge=0)
     """Also evaluate after every so many steps; 0: only before and after."""
 
     _off = field_validator("top_k", "top_p", "min_p", mode="before")(_off_by_none)
@@ -239,8 +249,6 @@ class EvalConfig(Section):
     def _every_key_acts(self) -> EvalConfig:
         if any(most < 1 for most in self.thinking_tokens) or len({*self.thinking_tokens}) < len(self.thinking_tokens):
             raise ValueError("thinking_tokens must be positive, and each bound is given once")
-        if self.thinking_tokens and not self.heldout and not self.heldout_real:
-            raise ValueError("thinking_tokens does nothing without held-out tasks: set heldout or heldout_real")
         if 0 < self.temperature < _COLDEST:
             raise ValueError(f"temperature must be 0 (greedy) or at least {_COLDEST:g}: vLLM samples colder ones at {_COLDEST:g}")
         if self.temperature == 0 and self.attempts > 1:

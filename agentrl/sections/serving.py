@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from agentrl import parts
-from agentrl.section import Section
+from agentrl.section import Needs, Section
+
+ON_CPU = Needs("a server on the CPU (device=cpu or auto)", lambda recipe, own: recipe.device != "cuda")
+ON_GPU = Needs("a server on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
 
 
 class PolicyConfig(Section):
@@ -37,11 +40,11 @@ class ServingConfig(Section):
     """0: any free port."""
     max_num_seqs: int = Field(128, ge=1)
     """Sequences that a server decodes at once."""
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, ON_GPU] = Field(0.5, gt=0, le=1)
     """Share of GPU memory for the server (GPU only)."""
-    kv_cache_gb: float = Field(0.5, gt=0)
+    kv_cache_gb: Annotated[float, ON_CPU] = Field(0.5, gt=0)
     """Key/value cache of a server in GiB (CPU only)."""
-    threads: int = Field(0, ge=0)
+    threads: Annotated[int, ON_CPU] = Field(0, ge=0)
     """CPU threads of a server's engine; 0: all cores, divided by `replicas` (CPU only)."""
     weight_transfer: parts.Channel = "file"
     """file: safetensors mapped by the server, single machine. delta: so too, but most versions are only what changed since their parent,
@@ -85,11 +88,11 @@ class JudgeServerConfig(Section):
     """0: any free port."""
     max_num_seqs: int = Field(16, ge=1)
     """Questions answered at once."""
-    threads: int = Field(1, ge=1)
+    threads: Annotated[int, ON_CPU] = Field(1, ge=1)
     """CPU threads of the engine (CPU only)."""
-    kv_cache_gb: float = Field(0.25, gt=0)
+    kv_cache_gb: Annotated[float, ON_CPU] = Field(0.25, gt=0)
     """Key/value cache in GiB (CPU only)."""
-    gpu_memory_utilization: float = Field(0.2, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, ON_GPU] = Field(0.2, gt=0, le=1)
     """Share of GPU memory for the server (GPU only)."""
     startup_timeout_s: float = Field(600.0, gt=0)
     """Deadline for the server to answer after a start."""

@@ -6,7 +6,12 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from agentrl.section import Section
+from agentrl.section import Needs, Section
+
+_TAUGHT = Needs(
+    "a step late enough to follow from another: set steps to max_staleness + 2 or more",
+    lambda recipe, own: recipe.steps > recipe.max_staleness + 1,
+)
 
 MOST_WEIGHT = 1000
 
@@ -57,7 +62,7 @@ class TasksConfig(GroupJudging):
     """Suites, as folders relative to the project root: no case of theirs, nor a near twin of one, is ever trained on."""
     practice: PracticeConfig | None = None
     """Tasks made from the cases of suites, for a share of the groups; None: every group has a task of the family."""
-    weighting: WeightingConfig | None = None
+    weighting: Annotated[WeightingConfig | None, _TAUGHT] = None
     """Give tasks more often that teach; None: all as often. `{}` takes its defaults."""
     audit: tuple[str, ...] = Field(())
     """Verifiers that judge every episode beside the others, as references: logged and plotted, never trained on. docs/verifiers.md."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from agentrl import parts
-from agentrl.section import Section
+from agentrl.section import Needs, Section
 
 
 class SandboxConfig(Section):
@@ -20,7 +20,9 @@ class SandboxConfig(Section):
     """Sandboxes open at once."""
     open_timeout_s: float = Field(60.0, gt=0)
     """Deadline for opening one sandbox."""
-    warm: int = Field(8, ge=0)
+    warm: Annotated[
+        int, Needs("as many sandboxes that may be in use: set max_open to it or more", lambda recipe, own: own.warm <= own.max_open)
+    ] = Field(8, ge=0)
     """Sandboxes kept ready ahead of need (used once, then destroyed)."""
 
     @model_validator(mode="after")

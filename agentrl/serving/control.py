@@ -43,6 +43,7 @@ class ControlPlane:
 
     def __init__(self, url: str, *, key: str = "", max_connections: int = 64) -> None:
         self.url = url
+        self.paused = False  # from `pause` to `resume`
         self._wire = Wire(url, key=key, max_connections=max_connections)
         # Idle connections are dropped well before the server drops them (after 30 s), so that no request is lost on a connection
         # that the server is just closing.
@@ -84,18 +85,27 @@ class ControlPlane:
 
     async def healthy(self, *, timeout_s: float) -> bool:
         """Whether the server answers and its engine lives."""
+        return await self.health(timeout_s=timeout_s) == "answers"
+
+    async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
+        """`down`: nothing listens, or the engine is reported dead. `silent`: no answer within `timeout_s`."""
         try:
-            await self.request("GET", "/health", timeout_s=timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.request("GET", "/health", timeout_s=2 * timeout_s)
+        except TimeoutError:
+            return "silent"
         except ServingError:
-            return False
-        return True
+            return "down"
+        return "answers"
 
     async def pause(self, *, abort: bool = False) -> None:
         """Stops the engine between two steps; requests in flight wait, or end with finish reason "abort"."""
+        self.paused = True
         await self._control("/pause", params={"mode": "abort" if abort else "keep"})
 
     async def resume(self) -> None:
         await self._control("/resume")
+        self.paused = False
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
         await self._control("/init_weight_transfer_engine", json={"init_info": dict(init_info)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from agentrl.recipe import Recipe
 from agentrl.records import PolicyVersion
 from agentrl.serving.served import ServedPolicy
 
+log = logging.getLogger(__name__)
+
 NAME = "gate"
 """Of the server: its log is logs/server-gate.log."""
 
@@ -17,17 +20,25 @@ NAME = "gate"
 class GateServer:
     """A supervised vLLM server that takes in the versions it is given, and no others. `start` it before `serve`."""
 
-    def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry, *, gpus: str | None = None) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: str | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of the server; None: as in the driver. `alert`: as for `ServedPolicy`."""
         recipe = recipe.but({"serving.port": 0}) if recipe.serving.port else recipe  # that one is the policy's
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
-        self.policy = ServedPolicy(recipe, run_dir, registry, gpus=gpus, name=NAME, newest=self._newest)
+        self.policy = ServedPolicy(recipe, run_dir, registry, gpus=gpus, name=NAME, newest=self._newest, alert=alert)
 
-    async def start(self, version: PolicyVersion) -> None:
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts it with the weights of a version. Raises what `ServedPolicy.start` does."""
         self._version = version
-        await self.policy.start(version)
+        await self.policy.start(version, await_probe=await_probe)
 
     async def serve(self, version: PolicyVersion) -> None:
         """Returns once it serves this version. Raises `SwapError` where it refuses it, and `ServingError` where it does not come back."""

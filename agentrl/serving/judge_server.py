@@ -9,7 +9,6 @@ from agentrl.serving.control import ControlPlane
 from agentrl.serving.process import ServerProcess, environment, launch_command
 
 HOST = "127.0.0.1"
-_WARM_S = 120.0
 
 
 class JudgeServer(ServerProcess):
@@ -83,10 +82,9 @@ class JudgeServer(ServerProcess):
     def _environment(self, scratch: Path) -> dict[str, str]:
         return environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
 
-    async def _warm(self, control: ControlPlane) -> None:
-        # The first request pays for lazy set-up, so make it before the first question does.
+    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
         if self.reward_model:
-            await control.request("POST", "/classify", timeout_s=_WARM_S, json={"model": self.name, "input": [0, 0]})
+            await control.request("POST", "/classify", timeout_s=timeout_s, json={"model": self.name, "input": [0, 0]})
         else:
             body = {"model": self.name, "prompt": [0, 0], "max_tokens": 2}
-            await control.request("POST", "/v1/completions", timeout_s=_WARM_S, json=body)
+            await control.request("POST", "/v1/completions", timeout_s=timeout_s, json=body)

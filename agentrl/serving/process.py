@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import math
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from agentrl.causes import in_log
 from agentrl.errors import DiskFull, ServingError, UserError
 from agentrl.files import tail
+from agentrl.liveness import Liveness
 from agentrl.processes import openmp
 from agentrl.runlock import hold_part
 from agentrl.serving import access
@@ -28,6 +30,12 @@ from agentrl.serving.control import ControlPlane
 POLL_S = 0.1
 HEALTH_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 10.0
+WARM_S = 120.0
+_COMPUTING = "computing tokens"
+_FIRST_S = 600.0
+"""Deadline for a server's first tokens: a first request may compile."""
+_PULSE_S = 5.0  # between two looks at what a server has computed
+_COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
 _PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
 _LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
 
@@ -55,6 +63,11 @@ class ServerProcess(ABC):
         self._scratch: Path | None = None
         self._port: ReservedPort | None = None
         self._log_start = 0  # bytes in the log before this start
+        self.liveness = Liveness(what, first_s=_FIRST_S)
+        self.end = ""  # why it counts as dead; empty: it has not been seen dead
+        self._look_at = 0.0  # of the loop's clock
+        self._computed: tuple[float, ...] = ()
+        self._asked: asyncio.Task[None] | None = None  # for a token
 
     @property
     def control(self) -> ControlPlane:
@@ -68,13 +81,51 @@ class ServerProcess(ABC):
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
-        """Whether process and engine live. Waits at most 15 s."""
+        """Whether the process lives, its engine does not report its own death, and tokens come (`end` says why not). Waits at most 20 s.
+
+        A server that gives no answer at all is judged like one that computes nothing: by its silence.
+        """
         if self._process is None or self._process.returncode is not None or self._control is None:
+            self.end = "it died"
             return False
-        return await self._control.healthy(timeout_s=HEALTH_TIMEOUT_S)
+        control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
+        if health == "down":
+            self.end = "its engine died"
+            return False
+        if health == "answers":
+            await self._look(control)
+        self.end = self.liveness.overdue()
+        return not self.end
+
+    async def _look(self, control: ControlPlane) -> None:
+        """Looks whether anything was computed since the last look, and asks for a token if not."""
+        if control.paused:  # what it is paused for has a deadline
+            self.liveness.rest()
+            return
+        now = asyncio.get_running_loop().time()
+        if now < self._look_at and self.liveness.deadline_s < math.inf:
+            return
+        self._look_at = now + _PULSE_S
+        try:
+            metrics = await control.metrics()
+        except ServingError:
+            return
+        computed = tuple(metrics.get(name, 0.0) for name in _COMPUTED)
+        if computed != self._computed or self.liveness.deadline_s == math.inf:
+            self._computed = computed
+            self.liveness.progress(_COMPUTING)
+        elif self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._ask(control), name=f"token of {self._what}")
+
+    async def _ask(self, control: ControlPlane) -> None:
+        with contextlib.suppress(ServingError):  # the next look asks again
+            await self._token(control, timeout_s=_FIRST_S)
+            self.liveness.progress(_COMPUTING)
 
     async def stop(self) -> None:
         """Ends the process and all its children: first with SIGTERM, then with SIGKILL. Idempotent."""
+        if self._asked is not None:
+            self._asked.cancel()
         control, self._control = self._control, None
         process, self._process = self._process, None
         if control is not None:
@@ -95,8 +146,11 @@ class ServerProcess(ABC):
         """What its environment has beside the driver's: `environment`."""
 
     @abstractmethod
-    async def _warm(self, control: ControlPlane) -> None:
-        """What is asked of a server that answers before it counts as ready."""
+    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
+        """Has the server compute one answer of one or two tokens. Raises `ServingError`."""
+
+    async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - not abstract: a server that needs nothing leaves it as it is
+        """Whatever a server that answers needs before its first request."""
 
     async def _begin(self, host: str, port: int, *, key: str, timeout_s: float) -> None:
         """Starts the process on a port (0: any free one) and returns once it is ready.
@@ -140,7 +194,10 @@ class ServerProcess(ABC):
             if process.returncode is not None:
                 raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
             await asyncio.sleep(POLL_S)
-        await self._warm(control)
+        await self._prepare(control)
+        # The first request pays for lazy set-up, so make it before the first episode or question does.
+        await self._token(control, timeout_s=WARM_S)
+        self.liveness.begin(_COMPUTING)
         if process.returncode is not None:  # somebody else answered at its port
             raise ended_while_starting(self._what, process.returncode, self.log_path, self._log_start)
 

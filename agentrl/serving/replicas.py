@@ -36,14 +36,22 @@ class ReplicatedPolicy:
     with a single server. A server that died too often is given up, and `watch` raises once none is left.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, registry: VersionRegistry, *, gpus: Sequence[str] = ()) -> None:
-        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty: as in the driver."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        registry: VersionRegistry,
+        *,
+        gpus: Sequence[str] = (),
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`gpus`: CUDA_VISIBLE_DEVICES of each server; empty: as in the driver. `alert`: as for `ServedPolicy`."""
         count = recipe.serving.replicas
         self.version = -1
         self.sha256 = ""
-        self._recipe, self._registry = recipe, registry
+        self._recipe, self._registry, self._alert = recipe, registry, alert
         self._replicas = [
-            ServedPolicy(recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest)
+            ServedPolicy(recipe, run_dir, registry, gpus=gpus[number] if gpus else None, name=str(number), newest=self._newest, alert=alert)
             for number in range(count)
         ]
         self._routing = Routing(count, apart=alike_together(recipe))
@@ -65,11 +73,11 @@ class ReplicatedPolicy:
             return None
         return CacheUse(reading=min(use.reading for use in found), shares=tuple(share for use in found for share in use.shares))
 
-    async def start(self, version: PolicyVersion) -> None:
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts all servers side by side. Raises what `ServedPolicy.start` does when one of them cannot be started."""
         async with asyncio.TaskGroup() as starting:
             for replica in self._replicas:
-                starting.create_task(replica.start(version))
+                starting.create_task(replica.start(version, await_probe=await_probe))
         await self._tell(version)
 
     @contextmanager
@@ -250,7 +258,7 @@ class ReplicatedPolicy:
             given_up.append(number)
             if len(given_up) == len(self._replicas):
                 raise
-            log.warning("%s is given up, and the run goes on without it: %s", replica.what, error)
+            self._alert(f"{replica.what} is given up, and the run continues without it: {error}")
 
     def _newest(self) -> PolicyVersion | None:
         """The version that a restarted server begins with: the one that the others serve; where none does, what one server would."""

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl import codec, parts
+from agentrl import parts
 from agentrl.errors import ServingError, StoreError, SwapError
 from agentrl.protocols import CacheUse, VersionRegistry, WeightChannel
 from agentrl.recipe import Recipe, ServingConfig
 from agentrl.records import WHOLE_MODEL, Completion, PolicyVersion, Probe, SamplingParams, SwapReport, VersionState
 from agentrl.serving import TokenClient, UnsentError, VLLMServer
+from agentrl.serving.probe import FILE, disagreement, read_probe
 from agentrl.serving.server import log_name, title
 from agentrl.weights import deltas
 from agentrl.weights.announcement import announce, withdraw
@@ -51,19 +52,21 @@ class ServedPolicy:
         gpus: str | None = None,
         name: str = "",
         newest: Callable[[], PolicyVersion | None] | None = None,
+        alert: Callable[[str], None] = log.warning,
     ) -> None:
         """
         Args:
             gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
             name: of one of several servers of a run; empty: it is the only one, which the learner is told of.
             newest: the version that a restarted server begins with; None: `to_serve` of the registry.
+            alert: shows a person that a server is restarted.
         """
         self.version = -1
         self.sha256 = ""  # of its weights: the learner may resume from a checkpoint and publish the same number again
         self.restarts = 0
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry, self._gpus = recipe, run_dir, registry, gpus
-        self._name, self._newest = name, newest or (lambda: to_serve(registry))
+        self._name, self._newest, self._alert = name, newest or (lambda: to_serve(registry)), alert
         self.what = title(name)
         self._nccl = recipe.serving.weight_transfer == "nccl"
         self._server: VLLMServer | None = None
@@ -74,10 +77,16 @@ class ServedPolicy:
         self._changed = asyncio.Condition()
         self._busy = asyncio.Lock()  # a swap and a restart never overlap
 
-    async def start(self, version: PolicyVersion) -> None:
-        """Starts a server with the weights of `version`, then lets requests through.
+    async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
+        """Starts a server with the weights of `version`, and lets requests through once the probe agrees.
 
+        A version without reference logprobs is served without a probe: version 0, copied from a model that no run of agentrl made.
         An adapter is swapped into a server started with version 0; raises `SwapError` when it is refused.
+
+        Args:
+            await_probe: a learner that is being started writes the reference of version 0; it is waited for.
+
+        Raises `ServingError` when the server does not start, or the probe disagrees.
         """
         base = version if version.weights == WHOLE_MODEL else self._registry.get(0)
         assert base is not None, "version 0 was registered"
@@ -91,6 +100,7 @@ class ServedPolicy:
         await server.start()
         self._client = TokenClient.for_server(server)
         self._channel = open_channel(self._recipe.serving, server, registry_folder=self._run_dir / "versions")
+        await self._prove(server, base, await_probe=await_probe)
         if base is not version:
             await self._swap_in_adapter(self._channel, version)
         if self._nccl and not self._name:
@@ -186,8 +196,8 @@ class ServedPolicy:
             self._gone = self._server
 
     def _probed(self, version: PolicyVersion) -> bool:
-        """Version 0 has no probe: a server is started with it instead of taking it in."""
-        return (self._run_dir / version.folder / "probe.json").exists()
+        """Whether it can be swapped in: version 0 was not published by a learner, so a server is started with it instead."""
+        return version.number > 0 and (self._run_dir / version.folder / FILE).exists()
 
     async def _start_with(self, version: PolicyVersion) -> None:
         self._ready.clear()
@@ -207,10 +217,8 @@ class ServedPolicy:
 
     async def _swap(self, version: PolicyVersion) -> SwapReport:
         folder = self._run_dir / version.folder
-        try:
-            probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
-        except OSError as error:  # it was retracted meanwhile, and its folder is gone
-            raise SwapError(f"version {version.number}: its probe cannot be read: {error}") from error
+        if (probe := read_probe(folder)) is None:
+            raise SwapError(f"version {version.number} has no {FILE} in {folder}: it was retracted meanwhile")
         for tries in itertools.count(1):
             try:
                 return await self._swap_once(version, folder, probe)
@@ -280,7 +288,7 @@ class ServedPolicy:
                 self.restarts += 1
                 if self.restarts > _RESTARTS:
                     raise ServingError(f"{self.what} died {self.restarts} times; see logs/{log_name(self._name)}")
-                log.warning("%s died; restart %d of at most %d", self.what, self.restarts, _RESTARTS)
+                self._alert(f"{self.what} is replaced: {server.end}; restart {self.restarts} of at most {_RESTARTS}")
                 await self._stop()
                 if self._nccl:
                     await on_loss()
@@ -295,8 +303,34 @@ class ServedPolicy:
 
     async def _swap_in_adapter(self, channel: WeightChannel, version: PolicyVersion) -> None:
         folder, serving = self._run_dir / version.folder, self._recipe.serving
-        probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
+        if (probe := read_probe(folder)) is None:
+            raise SwapError(f"version {version.number} has no {FILE} in {folder}: it was retracted meanwhile")
         await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
+
+    async def _prove(self, server: VLLMServer, version: PolicyVersion, *, await_probe: bool) -> None:
+        """Compares a server that was started with a version with the version's reference. Raises `ServingError`."""
+        folder, serving = self._run_dir / version.folder, self._recipe.serving
+        until = asyncio.get_running_loop().time() + serving.startup_timeout_s
+        while (probe := read_probe(folder)) is None and await_probe:
+            if asyncio.get_running_loop().time() > until:
+                raise ServingError(
+                    f"version {version.number} has no {FILE} after {serving.startup_timeout_s:g} s: the learner, which writes it once it"
+                    " has loaded the model, is not ready; see logs/learner.log"
+                )
+            await asyncio.sleep(_WATCH_S)
+        if probe is None:
+            return
+        try:
+            async with asyncio.timeout(serving.request_timeout_s):
+                diff = await disagreement(server, version.number, probe)
+        except TimeoutError:
+            raise ServingError(f"{self.what} gave no logprobs within {serving.request_timeout_s:g} s of its start") from None
+        if not diff <= serving.probe_max_abs_diff:
+            raise ServingError(
+                f"{self.what} was started with version {version.number} and differs by {diff:.3g} nats from {folder / FILE};"
+                f" serving.probe_max_abs_diff={serving.probe_max_abs_diff:g} is allowed\n  fix: the weights there are not those that were"
+                " published, or policy.dtype is not the one that the reference was computed in (bfloat16 needs about 0.15)"
+            )
 
     async def _stop(self) -> None:
         self._ready.clear()  # a restart may have let requests through while `fall_back` waited for it

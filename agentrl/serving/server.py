@@ -9,11 +9,14 @@ from pathlib import Path
 from agentrl.errors import ServingError, UserError
 from agentrl.installation import install_command
 from agentrl.recipe import Recipe
-from agentrl.serving.control import CONTROL_TIMEOUT_S, ControlPlane
+from agentrl.serving.control import ControlPlane
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.process import ServerProcess, environment, launch_command, threads_or_all
 from agentrl.serving.weights import WeightsInService
 from agentrl.weights.model_folder import check_model_files
+
+FIRST = -(1 << 62)
+"""Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
 
 
 class VLLMServer(ServerProcess):
@@ -56,7 +59,8 @@ class VLLMServer(ServerProcess):
         await self._begin(serving.host, serving.port, key="serving.port", timeout_s=serving.startup_timeout_s)
 
     async def alive(self) -> bool:
-        """Whether process and engine live and the weights are sound. Waits at most 15 s."""
+        """As `ServerProcess.alive`, and the weights are sound."""
+        self.end = self._condemned
         return not self._condemned and await super().alive()
 
     def condemn(self, reason: str) -> None:
@@ -100,13 +104,14 @@ class VLLMServer(ServerProcess):
         common = environment(scratch, cpu_threads=self._threads, alone=alone, gpus=self._gpus)
         return common | {"VLLM_SERVER_DEV_MODE": "1"}  # the control routes
 
-    async def _warm(self, control: ControlPlane) -> None:
+    async def _prepare(self, control: ControlPlane) -> None:
         await control.set_version(self.weights.number)
         if self.recipe.serving.weight_transfer != "nccl":
             await control.init_weight_transfer({"versions_folder": str(self.run_dir / "versions")})
-        # The first request pays for lazy set-up, so make it before the first episode does.
-        body = {"token_ids": [0, 0], "sampling_params": {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}}
-        await control.generate(body, timeout_s=CONTROL_TIMEOUT_S)
+
+    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
+        sampling = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
+        await control.generate({"token_ids": [0, 0], "sampling_params": sampling, "priority": FIRST}, timeout_s=timeout_s)
 
 
 def title(name: str) -> str:

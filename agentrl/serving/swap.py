@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentrl.errors import ServingError, SwapError
 from agentrl.files import sha256_file
 from agentrl.records import ADAPTER, PolicyVersion, Probe, SwapReport
-from agentrl.sampling import TIES, Sampling
-from agentrl.serving.client import alternatives, distribution, in_support
+from agentrl.serving.probe import disagreement
 from agentrl.serving.server import VLLMServer
 from agentrl.weights import deltas
 
 log = logging.getLogger(__name__)
-
-FIRST = -(1 << 62)
-"""Priority of a probe: before every completion (`agentrl.serving.client.priority`)."""
 
 
 class HotSwap(ABC):
@@ -58,7 +51,7 @@ class HotSwap(ABC):
             try:
                 async with asyncio.timeout(timeout_s):
                     stall_s = await self._exchange(version.number, folder)
-                    diff = await self._disagreement(version.number, probe)
+                    diff = await disagreement(self._server, version.number, probe)
                 if not diff <= max_abs_diff:
                     raise SwapError(
                         f"version {version.number}: server and learner differ by {diff:.3g} nats on the probe, {max_abs_diff:g} is allowed"
@@ -113,31 +106,6 @@ class HotSwap(ABC):
                 f"the last good version {weights.number} could not be restored; the server must be restarted: {error}"
             ) from error
 
-    async def _disagreement(self, number: int, probe: Probe) -> float:
-        """Largest absolute difference (nats) between the server's and the learner's logprobs; inf when one is not finite."""
-        answers = await asyncio.gather(*(self._row_answer(ids) for ids in probe.token_ids))
-        differences: list[float] = []
-        for answer, ids, ours in zip(answers, probe.token_ids, probe.logprobs, strict=True):
-            theirs = parse_prompt_logprobs(answer, ids, number)
-            differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=True))
-        sampling = self._server.recipe.rollout.sampling
-        for answer, next_ids, next_logprobs in zip(answers, probe.next_ids, probe.next_logprobs, strict=False):
-            differences += next_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
-        return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
-
-    async def _row_answer(self, token_ids: tuple[int, ...]) -> Any:
-        """The server's answer to a row: logprobs of its tokens, which vLLM takes at temperature 1 and without truncation (and without its
-        prefix cache), and one token sampled after it as in rollouts, with the likeliest others."""
-        sampling = self._server.recipe.rollout.sampling
-        asked = {"prompt_logprobs": 0, "logprobs": _likeliest(sampling)}
-        body = {
-            "token_ids": list(token_ids),
-            "sampling_params": {"max_tokens": 1, **distribution(sampling), **asked, "detokenize": False},
-            "cache_salt": self._server.weights.cache_salt,
-            "priority": FIRST,  # episodes wait for its verdict
-        }
-        return await self._server.control.generate(body, timeout_s=self._server.recipe.serving.request_timeout_s)
-
 
 class FileWeightChannel(HotSwap):
     """A `WeightChannel` whose server maps version folders from the file system it shares with the learner."""
@@ -190,51 +158,6 @@ def check_version_folder(version: PolicyVersion, folder: Path, registry_folder: 
         raise SwapError(f"version {version.number}: cannot read its weights in {folder}: {error}") from error
     if actual != expected or (delta is not None and delta.sha256 != version.sha256):
         raise SwapError(f"version {version.number}: {path} is not the file that was published (sha256 differs)")
-
-
-def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
-    """The logprobs of tokens 1..T-1 in vLLM's answer, proven to come from version `number`. Raises `SwapError`."""
-    try:
-        spans = answer["choices"][0]["weight_versions"]
-        positions = answer["prompt_logprobs"]
-        logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
-        versions = {span["version"] for span in spans}
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error!r}") from error
-    if versions != {str(number)}:
-        raise SwapError(f"the server answered the probe of version {number} with {sorted(versions)}")
-    return logprobs
-
-
-def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
-    """How far server and learner are apart (nats) in what follows a row, at the rollouts' setting.
-
-    The learner's distribution is restricted to the support that the server answers, as in training. A token of it that the learner
-    did not list is at most as likely as the last one listed; only what the server puts above that is a difference.
-
-    Args:
-        answer: the server's, with one sampled token.
-        ours: the learner's logprobs of the likeliest tokens, before truncation.
-    """
-    floor = min(ours.values(), default=0.0)
-    try:
-        (table,) = alternatives(answer)
-        theirs = in_support(table, _likeliest(sampling)) if sampling.truncated else table
-    except (ServingError, ValueError) as error:
-        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error}") from error
-    total = _log_sum_exp([ours.get(token, floor) for token in theirs]) if sampling.truncated else 0.0
-    gaps = {token: logprob - (ours.get(token, floor) - total) for token, logprob in theirs.items()}
-    return [abs(gap) if token in ours else max(gap, 0.0) for token, gap in gaps.items()]
-
-
-def _likeliest(sampling: Sampling) -> int:
-    """How many logprobs the server is asked for after a row."""
-    return sampling.top_k + TIES
-
-
-def _log_sum_exp(values: Sequence[float]) -> float:
-    largest = max(values)
-    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

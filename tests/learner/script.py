@@ -104,7 +104,9 @@ class Scenario:
             learner = made.learner.model_copy(update={"lora": LoraConfig(rank=4, alpha=8.0)})
             return made.model_copy(update={"learner": learner, "objective": ObjectiveConfig(kl="k3", kl_coef=0.1)})
         assert name == "offload"
-        return made.model_copy(update={"learner": made.learner.model_copy(update={"offload": "parameters" if stage == 3 else "optimizer"})})
+        return made.but(
+            {"device": "auto", "learner.offload": "parameters" if stage == 3 else "optimizer"}
+        )  # auto: here a CPU, which it is for
 
     def engine(self, made: Recipe) -> PolicyEngine:
         return PolicyEngine(self.run_dir / "versions" / "000000", made, self.ranks)

@@ -13,12 +13,13 @@ import pytest
 
 from agentrl.errors import LearnerError
 from agentrl.learner.broadcast import Broadcaster, Server
+from agentrl.learner.pulse import SILENT
 from agentrl.weights.announcement import NAME
 from tests.learner.building import recipe
 
 
 class OneRank:
-    first = True
+    first, pulse = True, SILENT
 
     def decide(self, value: int) -> int:
         return value

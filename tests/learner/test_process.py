@@ -150,8 +150,8 @@ async def test_adapters_are_published_alone_and_belong_to_the_base_they_were_tra
     """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
     from peft import PeftModel
 
-    parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3, "offload": "parameters"}
-    made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1})
+    parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3}
+    made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1}).but({"device": "auto", "learner.offload": "parameters"})
     write_run(tmp_path, made, [random_group(index) for index in range(6)])
     learner = make_learner(tmp_path, made)
     await learner.start()

@@ -63,6 +63,7 @@ class Alerts(RunTracker):
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", ScriptedServer), ("open_channel", RecordingChannel), ("TokenClient", ScriptedClient)):
         monkeypatch.setattr(served, name, double)
+    monkeypatch.setattr(served, "disagreement", ScriptedServer.differs)
     monkeypatch.setattr(ScriptedServer, "started", [])
     monkeypatch.setattr(RecordingChannel, "swapped", [])
     monkeypatch.setattr(RecordingChannel, "during", None)
@@ -198,7 +199,7 @@ HALTED = "step 3: entropy 0.01 is below learner.limits.min_entropy.at=0.1"
         (LearnerHalted(HALTED), 1, [f"halted: {HALTED}"]),
         (UserError("this kind of model cannot be trained", fix="take another"), 1, []),
         (DiskFull("no room"), 1, []),
-        (LearnerError("rank 0 was killed"), 4, []),
+        (LearnerError("rank 0 was killed"), 4, [f"rank 0 was killed\n  restart {number} of at most 3" for number in (1, 2, 3)]),
     ],
 )
 async def test_a_learner_is_started_again_only_where_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:

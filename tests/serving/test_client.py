@@ -11,7 +11,7 @@ from agentrl.errors import ServingError
 from agentrl.records import Completion, SamplingParams, VersionSpan
 from agentrl.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
-from agentrl.serving.swap import FIRST
+from agentrl.serving.server import FIRST
 from agentrl.serving.weights import WeightsInService
 from tests.serving.scripted_server import DROP, HANG, generated, scripted_server
 from tests.waiting import until

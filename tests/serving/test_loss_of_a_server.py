@@ -24,10 +24,17 @@ from agentrl.version import FolderRegistry
 class ScriptedServer:
     url = "http://127.0.0.1:1"
     started: ClassVar[list[ScriptedServer]] = []
+    probed: ClassVar[list[int]] = []
+    difference: ClassVar[float] = 0.0
 
     def __init__(self, *, version: int, **_: object) -> None:
-        self.version, self.dead, self.control = version, False, self
+        self.version, self.dead, self.control, self.end = version, False, self, "it died"
         self.started.append(self)
+
+    async def differs(self, number: int, probe: Probe) -> float:
+        """In place of `agentrl.serving.probe.disagreement`."""
+        self.probed.append(number)
+        return self.difference
 
     async def metrics(self) -> dict[str, float]:
         return {}
@@ -92,8 +99,10 @@ class ScriptedClient:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", ScriptedServer), ("open_channel", ScriptedChannel), ("TokenClient", ScriptedClient)):
         monkeypatch.setattr(served, name, double)
+    monkeypatch.setattr(served, "disagreement", ScriptedServer.differs)
     monkeypatch.setattr(served, "_WATCH_S", 0.01)
-    monkeypatch.setattr(ScriptedServer, "started", [])
+    for name, value in (("started", []), ("probed", []), ("difference", 0.0)):
+        monkeypatch.setattr(ScriptedServer, name, value)
     monkeypatch.setattr(ScriptedChannel, "deaths", 0)
     monkeypatch.setattr(ScriptedChannel, "refusals", 0)
 

@@ -41,6 +41,7 @@ class Server:
 
     newest: ClassVar[dict[int, Server]] = {}  # by replica
     started: ClassVar[list[tuple[int, int]]] = []  # replica, version
+    probed: ClassVar[list[tuple[int, int]]] = []  # replica, version
     broken: ClassVar[set[int]] = set()  # replicas that do not start any more
 
     def __init__(self, *, version: int, name: str, **_: object) -> None:
@@ -48,7 +49,12 @@ class Server:
         self.asked: list[str] = []
         self.held = asyncio.Event()  # requests wait until it is set
         self.held.set()
-        self.control, self.share = self, 0.0
+        self.control, self.share, self.end = self, 0.0, "it died"
+
+    async def differs(self, number: int, probe: Probe) -> float:
+        """In place of `agentrl.serving.probe.disagreement`."""
+        self.probed.append((self.replica, number))
+        return 0.0
 
     async def metrics(self) -> dict[str, float]:
         return {"vllm:kv_cache_usage_perc": self.share}
@@ -123,7 +129,9 @@ class Client:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, double in (("VLLMServer", Server), ("open_channel", Channel), ("TokenClient", Client)):
         monkeypatch.setattr(served, name, double)
+    monkeypatch.setattr(served, "disagreement", Server.differs)
     monkeypatch.setattr(served, "_WATCH_S", 0.005)
+    monkeypatch.setattr(Server, "probed", [])
     monkeypatch.setattr(replicas, "LOOK_S", 0.002)
     for owner, name, empty in ((Server, "newest", {}), (Server, "started", []), (Server, "broken", set()), (Channel, "during", None)):
         monkeypatch.setattr(owner, name, empty)
@@ -333,7 +341,7 @@ async def test_a_version_that_is_taken_back_in_mid_swap_stays_on_no_replica(remo
                 raise SwapError("its folder is gone")
 
         Channel.during = during
-        with pytest.raises(SwapError, match="its probe cannot be read" if removed else "its folder is gone"):
+        with pytest.raises(SwapError, match="has no probe.json in" if removed else "its folder is gone"):
             await policy.swap(publish(registry, 2))
         assert policy.version == 1 and weights() == [1, 1, 1] and policy.restarts == 0
         Channel.during = None

@@ -65,7 +65,7 @@ class Small(ServerProcess):
     def _environment(self, scratch: Path) -> dict[str, str]:
         return {"TMPDIR": str(scratch)}
 
-    async def _warm(self, control: ControlPlane) -> None:
+    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
         self.warmed.append(control.url)
 
 

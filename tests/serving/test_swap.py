@@ -16,7 +16,8 @@ from agentrl.records import PolicyVersion, Probe
 from agentrl.sampling import Sampling
 from agentrl.serving import FileWeightChannel, VLLMServer
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.swap import HotSwap, next_differences
+from agentrl.serving.probe import next_differences
+from agentrl.serving.swap import HotSwap
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))

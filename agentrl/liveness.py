@@ -1,0 +1,91 @@
+"""Whether a part of a run still makes progress: a deadline for each kind of work, derived from how long that work took before.
+
+Progress is work done (a micro-batch, a checkpoint, a token, an answer), never the existence of a process. A part reports what it is
+about to do; the deadline for it is `FACTOR` times the longest it has taken so far, and at least `least_s`. Work that was never seen,
+or never at half the size, has the generous `first_s`: a first step compiles, a first checkpoint creates files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+FACTOR = 10.0
+LEAST_S = 60.0
+"""Shortest deadline: longer than the pauses of a busy machine, shorter than anybody's patience."""
+_HISTORY = 1024  # newest durations of one kind of work
+_LOOK_S = 20.0  # most seconds of silence that one look accounts for: a look itself may wait so long for an answer
+
+
+class Liveness:
+    """The progress of one part. Call `progress` for what the part reports, and `overdue` regularly to judge its silence.
+
+    Silence is counted by looks, at most `_LOOK_S` for each: while the process that looks is stopped itself (a debugger, a suspended
+    machine), reports wait unread, and that time counts for nothing.
+    """
+
+    def __init__(self, what: str, *, first_s: float, least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            what: the part's name in messages, such as "the learner".
+            first_s: deadline in seconds for work without a history.
+            least_s: shortest deadline in seconds.
+            clock: seconds of a monotonic clock.
+        """
+        self.what = what
+        self._first_s, self._least_s, self._clock = first_s, least_s, clock
+        self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first of its life?) -> (size, seconds)
+        self._met: set[str] = set()  # kinds of work, in this life
+        self._current: tuple[str, bool] | None = None
+        self._size, self._since, self._looked, self.silent_s = 1.0, 0.0, clock(), 0.0
+        self.begin()
+
+    def begin(self, work: str = "starting") -> None:
+        """The part was started or restarted. Its history stays; what it does for the first time again is compared with first times."""
+        self._met, self._current = set(), None
+        self.progress(work)
+
+    def progress(self, work: str, size: float = 1.0, *, at: float | None = None) -> None:
+        """The part has finished what it did before, and begins `work` of this size, for instance tokens.
+
+        Args:
+            at: when it did, on the same clock; None: now.
+        """
+        now = self._clock()
+        at = now if at is None else min(at, now)
+        if self._current is not None:
+            self._taken.setdefault(self._current, deque(maxlen=_HISTORY)).append((self._size, max(at - self._since, 0.0)))
+        self._current, self._size, self._since = (work, work not in self._met), size, at
+        self._met.add(work)
+        self.silent_s, self._looked = 0.0, now
+
+    def rest(self) -> None:
+        """It has nothing to do, or what it does has a deadline of its own: no silence is counted until the next `progress`."""
+        self._current, self.silent_s = None, 0.0
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds of silence that are accepted now; infinite at rest."""
+        if self._current is None:
+            return float("inf")
+        taken = self._taken.get(self._current, ())
+        if not any(2 * size >= self._size for size, _ in taken):
+            return max(self._first_s, self._least_s)
+        return max(self._least_s, FACTOR * max(seconds for _, seconds in taken))
+
+    def overdue(self) -> str:
+        """Why the part counts as stuck; empty while its silence is within the deadline."""
+        now = self._clock()
+        if self._current is None:
+            self._looked = now
+            return ""
+        self.silent_s += min(max(now - self._looked, 0.0), _LOOK_S)
+        self._looked = now
+        if self.silent_s <= (deadline := self.deadline_s):
+            return ""
+        taken = self._taken.get(self._current, ())
+        before = f"such work took {max(seconds for _, seconds in taken):.1f} s at most" if taken else "it has done no such work before"
+        return (
+            f"{self.what} has made no progress for {self.silent_s:.0f} s while {self._current[0]} ({before}; {deadline:.0f} s are allowed)"
+        )

@@ -1,0 +1,108 @@
+"""The logprob probe: what a server says of a few token rows, against the reference that a version carries (`probe.json`).
+
+The reference is written by whoever publishes the version: the learner, for every version of a run, version 0 included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl import codec
+from agentrl.errors import ServingError, SwapError
+from agentrl.records import Probe
+from agentrl.sampling import TIES, Sampling
+from agentrl.serving.client import alternatives, distribution, in_support
+from agentrl.serving.server import FIRST, VLLMServer
+
+FILE = "probe.json"
+
+
+def read_probe(folder: Path) -> Probe | None:
+    """The reference logprobs in a version's folder; None if it has none. Raises `ServingError` for a file that holds none."""
+    try:
+        return codec.from_json(Probe, (folder / FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ServingError(f"{folder / FILE} cannot be read: {error}") from error
+
+
+async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
+    """Largest absolute difference (nats) between the server's logprobs and the reference; inf when one is not finite.
+
+    Raises `SwapError` for answers of another version than `number`, or that hold no logprobs, and `ServingError` for none.
+    """
+    sampling = server.recipe.rollout.sampling
+    if probe.temperature is not None:
+        sampling = replace(sampling, temperature=probe.temperature)
+    answers = await asyncio.gather(*(_row_answer(server, ids, sampling) for ids in probe.token_ids))
+    differences: list[float] = []
+    for answer, ids, ours in zip(answers, probe.token_ids, probe.logprobs, strict=True):
+        theirs = parse_prompt_logprobs(answer, ids, number)
+        differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=True))
+    for answer, next_ids, next_logprobs in zip(answers, probe.next_ids, probe.next_logprobs, strict=False):
+        differences += next_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
+    return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+
+async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: Sampling) -> Any:
+    """The server's answer to a row: logprobs of its tokens, which vLLM takes at temperature 1 and without truncation (and without its
+    prefix cache), and one token sampled after it as in rollouts, with the likeliest others."""
+    asked = {"prompt_logprobs": 0, "logprobs": _likeliest(sampling)}
+    body = {
+        "token_ids": list(token_ids),
+        "sampling_params": {"max_tokens": 1, **distribution(sampling), **asked, "detokenize": False},
+        "cache_salt": server.weights.cache_salt,
+        "priority": FIRST,  # episodes wait for its verdict
+    }
+    return await server.control.generate(body, timeout_s=server.recipe.serving.request_timeout_s)
+
+
+def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) -> list[float]:
+    """The logprobs of tokens 1..T-1 in vLLM's answer, proven to come from version `number`. Raises `SwapError`."""
+    try:
+        spans = answer["choices"][0]["weight_versions"]
+        positions = answer["prompt_logprobs"]
+        logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
+        versions = {span["version"] for span in spans}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error!r}") from error
+    if versions != {str(number)}:
+        raise SwapError(f"the server answered the probe of version {number} with {sorted(versions)}")
+    return logprobs
+
+
+def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
+    """How far server and learner are apart (nats) in what follows a row, at the rollouts' setting.
+
+    The learner's distribution is restricted to the support that the server answers, as in training. A token of it that the learner
+    did not list is at most as likely as the last one listed; only what the server puts above that is a difference.
+
+    Args:
+        answer: the server's, with one sampled token.
+        ours: the learner's logprobs of the likeliest tokens, before truncation.
+    """
+    floor = min(ours.values(), default=0.0)
+    try:
+        (table,) = alternatives(answer)
+        theirs = in_support(table, _likeliest(sampling)) if sampling.truncated else table
+    except (ServingError, ValueError) as error:
+        raise SwapError(f"version {number}: malformed answer to the logprob probe: {error}") from error
+    total = _log_sum_exp([ours.get(token, floor) for token in theirs]) if sampling.truncated else 0.0
+    gaps = {token: logprob - (ours.get(token, floor) - total) for token, logprob in theirs.items()}
+    return [abs(gap) if token in ours else max(gap, 0.0) for token, gap in gaps.items()]
+
+
+def _likeliest(sampling: Sampling) -> int:
+    """How many logprobs the server is asked for after a row."""
+    return sampling.top_k + TIES
+
+
+def _log_sum_exp(values: Sequence[float]) -> float:
+    largest = max(values)
+    return largest + math.log(math.fsum(math.exp(value - largest) for value in values))

@@ -1,0 +1,114 @@
+"""A learner that stands still is killed and restarted, and loses nothing; one that is only slow is left alone. The steps are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from agentrl.errors import LearnerError
+from agentrl.experience import SqliteStore
+from agentrl.learner import LearnerProcess
+from agentrl.learner.process import _runs
+from agentrl.liveness import Liveness
+from agentrl.run import supervise
+from agentrl.version import FolderRegistry
+from tests.learner.building import random_group, recipe, write_run
+from tests.learner.test_process import MakeLearner, _workers
+
+pytestmark = pytest.mark.deepspeed
+ROOT = Path(__file__).resolve().parents[2]
+SHORT_S = 4.0  # in place of a minute
+STEPS = 3
+
+
+class Stopping(Liveness):
+    """Sends SIGSTOP to the learner's worker when it reports a kind of work for the first time."""
+
+    def __init__(self, run_dir: Path, work: str) -> None:
+        self._run_dir, self._work = run_dir, work
+        self.stopped: list[int] = []
+        super().__init__("the learner", first_s=120.0, least_s=SHORT_S)
+
+    def progress(self, work: str, size: float = 1.0, *, at: float | None = None) -> None:
+        super().progress(work, size, at=at)
+        if work == self._work and not self.stopped:
+            self.stopped += _workers(self._run_dir)
+            for pid in self.stopped:
+                os.kill(pid, signal.SIGSTOP)
+            self._first_s = SHORT_S  # the kind of work may be new, and two minutes of waiting would show no more
+
+    def begin(self, work: str = "starting") -> None:
+        super().begin(work)
+        self._first_s = 120.0
+
+
+class Alerts:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def alert(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize("work", ["computing a micro-batch", "writing a checkpoint", "publishing a version", "waiting for groups"])
+async def test_a_stopped_learner_is_restarted_and_no_group_is_lost_or_trained_twice(tmp_path: Path, work: str) -> None:
+    made = recipe().but(steps=STEPS)
+    groups = [random_group(index) for index in range(3 * STEPS)]
+    write_run(tmp_path, made, groups[:6])
+    learner = LearnerProcess(tmp_path, made)
+    live = learner.liveness = Stopping(tmp_path, work)
+    run, registry = SimpleNamespace(learner=learner, tracker=Alerts()), FolderRegistry(tmp_path / "versions")
+    watching = asyncio.create_task(supervise.watch_learner(run))  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(300):
+            while not run.tracker.said:
+                await asyncio.sleep(0.05)
+                assert not watching.done() or not watching.exception()
+            assert live.stopped and not any(map(_runs, live.stopped)), "no successor beside it"
+            (said,) = run.tracker.said
+            assert "the learner has made no progress for" in said and "it was killed" in said and "restart 1 of at most 3" in said
+            store = SqliteStore(tmp_path / "experience.sqlite")
+            for group in groups[6:]:
+                store.put(group)
+            await watching
+    finally:
+        watching.cancel()
+        await learner.kill()
+    assert len(run.tracker.said) == 1
+    assert store.consumed() == {index: index // 3 for index in range(3 * STEPS)}
+    versions = [registry.get(number) for number in range(STEPS + 1)]
+    assert all(versions) and len({one.sha256 for one in versions if one is not None}) == STEPS + 1
+    log = (tmp_path / "logs" / "learner.log").read_text()
+    assert "all 3 steps are done" in log
+    store.close()
+    registry.close()
+
+
+async def test_a_learner_that_is_only_slow_is_left_alone_and_one_that_runs_without_a_step_is_not(
+    tmp_path: Path, make_learner: MakeLearner
+) -> None:
+    """Each micro-batch takes three times the shortest deadline; the fourth never ends, in a process that lives and computes."""
+    options = {"seconds": 3.0, "stuck_at": 4}
+    made = recipe(objective={"loss": "tests.learner.slow_loss:slow", "loss_options": options}, learner={"max_tokens_per_microbatch": 256})
+    made = made.but(steps=4)
+    write_run(tmp_path, made, [random_group(index) for index in range(12)])
+    learner = make_learner(tmp_path, made)
+    learner.root = ROOT
+    learner.liveness = Liveness("the learner", first_s=60.0, least_s=1.0)
+    await learner.start()
+    try:
+        began = time.monotonic()
+        with pytest.raises(
+            LearnerError, match=r"no progress for \d+ s while computing a micro-batch \(such work took .* at most; .* s are allowed"
+        ):
+            await learner.wait(timeout_s=300)
+        assert time.monotonic() - began > 3 * 3.0, "three slow ones were waited for"
+        assert FolderRegistry(tmp_path / "versions").get(1) is not None, "and made a step"
+    finally:
+        await learner.kill()

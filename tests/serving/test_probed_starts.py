@@ -1,0 +1,129 @@
+"""Weights never begin to serve without a probe: at the first start, on resume, after a death, in replicas and at the gate, going back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentrl import codec
+from agentrl.errors import ServingError
+from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.records import PolicyVersion, Probe, SamplingParams
+from agentrl.serving.gate_server import GateServer
+from agentrl.serving.replicas import ReplicatedPolicy
+from agentrl.serving.served import ServedPolicy
+from agentrl.version import FolderRegistry
+from tests.serving.test_loss_of_a_server import ScriptedServer, open_registry, scripted
+from tests.waiting import until
+
+__all__ = ["scripted"]
+pytestmark = pytest.mark.usefixtures("scripted")
+RECIPE = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="a:b"), serving=ServingConfig(startup_timeout_s=5.0))
+
+
+def version(registry: FolderRegistry, number: int) -> PolicyVersion:
+    found = registry.get(number)
+    assert found is not None
+    return found
+
+
+async def test_a_server_is_probed_at_its_start_on_resume_after_its_death_and_going_back(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    await policy.start(version(registry, 0))
+    assert ScriptedServer.probed == [0]
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+    ScriptedServer.started[-1].dead = True
+    await until(lambda: policy.restarts == 1 and policy.open)
+    assert ScriptedServer.probed == [0, 0]
+    await policy.fall_back(version(registry, 0))
+    assert ScriptedServer.probed == [0, 0, 0]
+    watcher.cancel()
+    await policy.close()
+
+    resumed = ServedPolicy(RECIPE, tmp_path, registry)
+    await resumed.start(version(registry, 1))
+    assert ScriptedServer.probed == [0, 0, 0, 1]
+    await resumed.close()
+    registry.close()
+
+
+@pytest.mark.parametrize("kind", ["replicas", "gate"])
+async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> None:
+    registry = open_registry(tmp_path)
+    served = (
+        ReplicatedPolicy(RECIPE.but("serving.replicas=3"), tmp_path, registry)
+        if kind == "replicas"
+        else GateServer(RECIPE, tmp_path, registry)
+    )
+    await served.start(version(registry, 1))
+    assert ScriptedServer.probed == [1] * len(ScriptedServer.started) and len(ScriptedServer.started) == (3 if kind == "replicas" else 1)
+    await served.close()
+    registry.close()
+
+
+async def test_nothing_is_sampled_by_weights_that_disagree_with_their_reference(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    policy = ServedPolicy(RECIPE.but("serving.startup_timeout_s=0.2"), tmp_path, registry)
+    ScriptedServer.difference = 2.4
+    with pytest.raises(ServingError, match=r"started with version 0 and differs by 2.4 nats from .*probe.json; .*probe_max_abs_diff=0.001"):
+        await policy.start(version(registry, 0))
+    assert not policy.open
+    with pytest.raises(ServingError, match="did not come back"):
+        await policy.generate([1], SamplingParams(max_tokens=1), request_id="a-0", timeout_s=1.0)
+    await policy.close()
+    registry.close()
+
+
+async def test_a_successor_that_disagrees_ends_the_run(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    await policy.start(version(registry, 1))
+    watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
+    ScriptedServer.difference = float("nan")
+    ScriptedServer.started[-1].dead = True
+    with pytest.raises(ServingError, match="differs by nan nats"):
+        await asyncio.wait_for(watcher, 60)
+    assert not policy.open
+    await policy.close()
+    registry.close()
+
+
+async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_write(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    path = tmp_path / "versions" / "000000" / "probe.json"
+    path.unlink()
+    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    starting = asyncio.create_task(policy.start(version(registry, 0), await_probe=True))
+    await until(lambda: ScriptedServer.started)
+    await asyncio.sleep(0.1)
+    assert not starting.done() and not policy.open
+    path.write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
+    await asyncio.wait_for(starting, 60)
+    assert ScriptedServer.probed == [0] and policy.open
+    await policy.close()
+
+    path.unlink()
+    late = ServedPolicy(RECIPE.but("serving.startup_timeout_s=0.1"), tmp_path, registry)
+    with pytest.raises(ServingError, match=r"no probe.json after 0.1 s: the learner, .*logs/learner.log"):
+        await late.start(version(registry, 0), await_probe=True)
+    await late.close()
+
+    alone = ServedPolicy(RECIPE, tmp_path, registry)  # no run of agentrl made this model, and no learner is there
+    await alone.start(version(registry, 0))
+    assert alone.open and ScriptedServer.probed == [0]
+    await alone.close()
+    registry.close()
+
+
+async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path)
+    (tmp_path / "versions" / "000000" / "probe.json").write_text("{")
+    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    with pytest.raises(ServingError, match=r"probe.json cannot be read"):
+        await policy.start(version(registry, 0))
+    assert not policy.open
+    await policy.close()
+    registry.close()

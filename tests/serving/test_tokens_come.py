@@ -1,0 +1,130 @@
+"""A server that computes nothing is dead, whatever its process and its routes say; one that is slow, paused or idle is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl.liveness import Liveness
+from agentrl.serving import process
+from agentrl.serving.control import ControlPlane
+from agentrl.serving.process import ServerProcess
+from tests.serving.scripted_server import HANG, Call, scripted_server
+
+SHORT_S = 0.4  # in place of a minute
+METRIC = 'vllm:generation_tokens_total{{engine="0"}} {}\n'
+
+
+class Engine:
+    """What the routes of a vLLM server show of an engine."""
+
+    def __init__(self) -> None:
+        self.tokens, self.stopped, self.silent, self.dead, self.busy = 0, False, False, False, False
+
+    def answer(self, call: Call) -> Any:
+        if self.silent:
+            return HANG
+        if call.path == "/health":
+            return (503, {}) if self.dead else {}
+        if call.path == "/metrics":
+            self.tokens += self.busy and not self.stopped
+            return (200, METRIC.format(self.tokens).encode())
+        if call.path == "/token":
+            if self.stopped or self.busy:  # busy: every slot is taken by a long completion
+                return HANG
+            self.tokens += 1
+            return {}
+        return {}
+
+
+class Server(ServerProcess):
+    def _command(self, port: int) -> list[str]:
+        raise NotImplementedError
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        raise NotImplementedError
+
+    async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
+        await control.request("POST", "/token", timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def serving(tmp_path: Path, engine: Engine) -> AsyncIterator[Server]:
+    """A server that has begun to compute tokens."""
+    async with scripted_server(engine.answer) as script:
+        server = Server("the server", folder=tmp_path, log="server.log", scratch=str(tmp_path))
+        server._process, server._control = SimpleNamespace(returncode=None), ControlPlane(script.url)  # type: ignore[assignment]
+        server.liveness = Liveness("the server", first_s=SHORT_S, least_s=SHORT_S)
+        server.liveness.begin("computing tokens")
+        try:
+            yield server
+        finally:
+            control, server._process = server._control, None
+            if server._asked is not None:
+                server._asked.cancel()
+            await control.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_PULSE_S", 0.02)
+    monkeypatch.setattr(process, "HEALTH_TIMEOUT_S", 0.1)
+
+
+async def alive_for(server: Server, seconds: float) -> bool:
+    """Whether it counts as alive at each look within so many seconds."""
+    until = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < until:
+        if not await server.alive():
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_an_engine_that_stands_still_behind_healthy_routes_is_dead(tmp_path: Path, busy: bool) -> None:
+    engine = Engine()
+    engine.busy = busy
+    async with serving(tmp_path, engine) as server:
+        assert await alive_for(server, 3 * SHORT_S), "idle servers are asked for a token, busy ones are looked at"
+        engine.stopped = True
+        assert not await alive_for(server, 20 * SHORT_S)
+        assert "the server has made no progress for" in server.end and "computing tokens" in server.end
+
+
+async def test_a_server_that_gives_no_answer_is_judged_by_its_silence(tmp_path: Path) -> None:
+    """A machine under load may keep one answer waiting; a stopped process keeps all of them."""
+    engine = Engine()
+    async with serving(tmp_path, engine) as server:
+        assert await server.alive()
+        engine.silent = True
+        assert await server.alive(), "one late answer is no death"
+        assert not await alive_for(server, 20 * SHORT_S)
+        assert "no progress" in server.end
+
+
+async def test_an_engine_that_reports_its_death_is_dead_at_once(tmp_path: Path) -> None:
+    engine = Engine()
+    async with serving(tmp_path, engine) as server:
+        engine.dead = True
+        assert not await server.alive() and server.end == "its engine died"
+
+
+async def test_a_paused_server_computes_nothing_and_is_alive(tmp_path: Path) -> None:
+    engine = Engine()
+    async with serving(tmp_path, engine) as server:
+        assert await alive_for(server, 2 * SHORT_S)
+        await server.control.pause()
+        engine.stopped = True
+        assert await alive_for(server, 4 * SHORT_S)
+        engine.stopped = False
+        await server.control.resume()
+        assert await alive_for(server, 2 * SHORT_S)
+        engine.stopped = True
+        assert not await alive_for(server, 20 * SHORT_S)

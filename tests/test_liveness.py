@@ -1,0 +1,148 @@
+"""The deadline of a part's progress, on a clock that only the test moves."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.liveness import FACTOR, LEAST_S, Liveness
+from agentrl.testing.clock import JumpingClock
+
+FIRST_S = 1800.0
+
+
+def part(clock: JumpingClock) -> Liveness:
+    return Liveness("the part", first_s=FIRST_S, clock=clock.monotonic)
+
+
+def silent_for(seconds: float, clock: JumpingClock, live: Liveness, look_s: float = 0.5) -> str:
+    """The first verdict within so many seconds without progress, looked at regularly."""
+    for _ in range(int(seconds / look_s)):
+        clock.now += look_s
+        if found := live.overdue():
+            return found
+    return ""
+
+
+def steps(clock: JumpingClock, live: Liveness, count: int, seconds: float, work: str = "making a step") -> None:
+    for _ in range(count):
+        live.progress(work)
+        clock.now += seconds
+    live.progress(work)
+
+
+def test_work_that_was_never_seen_has_the_generous_deadline() -> None:
+    clock = JumpingClock()
+    live = part(clock)
+    assert not silent_for(FIRST_S - 1, clock, live)
+    assert "no progress for 18" in silent_for(10, clock, live)
+
+
+def test_a_stop_after_steps_of_five_seconds_is_seen_within_a_minute() -> None:
+    clock = JumpingClock()
+    live = part(clock)
+    steps(clock, live, 3, 5.0)
+    assert not silent_for(LEAST_S - 1, clock, live)
+    verdict = silent_for(5, clock, live)
+    assert "while making a step" in verdict and "took 5.0 s at most" in verdict and "60 s are allowed" in verdict
+
+
+def test_slow_steps_get_ten_times_what_they_took() -> None:
+    clock = JumpingClock()
+    live = part(clock)
+    steps(clock, live, 3, 40.0)
+    assert live.deadline_s == FACTOR * 40.0
+    assert not silent_for(399, clock, live)
+    assert silent_for(3, clock, live)
+
+
+def test_each_kind_of_work_has_its_own_history() -> None:
+    """A checkpoint that takes two minutes between micro-batches of a tenth of a second."""
+    clock = JumpingClock()
+    live = part(clock)
+    for _ in range(3):
+        live.progress("writing a checkpoint")
+        clock.now += 120.0
+        steps(clock, live, 500, 0.1, "computing a micro-batch")
+    assert live.deadline_s == LEAST_S
+    live.progress("writing a checkpoint")
+    assert live.deadline_s == FACTOR * 120.0
+
+
+def test_work_of_a_size_that_was_never_seen_has_the_generous_deadline() -> None:
+    clock = JumpingClock()
+    live = part(clock)
+    for _ in range(3):
+        live.progress("computing", 200)
+        clock.now += 0.1
+    live.progress("computing", 400)
+    assert live.deadline_s == LEAST_S
+    live.progress("computing", 16_384)
+    assert live.deadline_s == FIRST_S
+    clock.now += 30.0
+    live.progress("computing", 16_384)
+    assert live.deadline_s == FACTOR * 30.0
+
+
+def test_a_restarted_part_is_compared_with_its_first_times() -> None:
+    """The first micro-batch after a restart compiles again, however short the later ones were."""
+    clock = JumpingClock()
+    live = part(clock)
+    for life in range(2):
+        live.begin()
+        clock.now += 8.0
+        live.progress("computing")
+        if life:
+            break
+        clock.now += 200.0
+        steps(clock, live, 5, 0.1, "computing")
+        assert live.deadline_s == LEAST_S
+    assert live.deadline_s == FACTOR * 200.0
+    clock.now += 150.0
+    live.progress("computing")
+    assert live.deadline_s == LEAST_S
+
+
+def test_at_rest_nothing_is_overdue() -> None:
+    clock = JumpingClock()
+    live = part(clock)
+    steps(clock, live, 3, 1.0)
+    live.rest()
+    assert not silent_for(10 * FIRST_S, clock, live, look_s=5.0)
+    live.progress("making a step")
+    assert silent_for(LEAST_S + 2, clock, live)
+
+
+def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
+    """The driver was stopped for an hour; the part's reports of that time were lost."""
+    clock = JumpingClock()
+    live = part(clock)
+    steps(clock, live, 3, 1.0)
+    clock.now += 3600.0
+    assert not live.overdue()
+    assert not silent_for(LEAST_S - 25, clock, live)
+    assert silent_for(26, clock, live)
+
+
+def test_reports_carry_their_own_time() -> None:
+    """Several reports that are read at once: each piece of work took what their times say, not what reading them took."""
+    clock = JumpingClock()
+    live, now = part(clock), clock.now
+    for at in (-100.0, -60.0, -20.0):
+        live.progress("computing", at=now + at)
+    live.progress("computing", at=now + 3600.0)  # no report is from the future
+    assert live.deadline_s == FACTOR * 40.0
+
+
+@given(st.lists(st.integers(1, 400), min_size=2, max_size=20))
+def test_work_shorter_than_ten_times_the_longest_before_is_never_overdue(durations: list[int]) -> None:
+    clock, kept = JumpingClock(0.0), list[int]()
+    live = part(clock)
+    live.progress("working")
+    for number, looks in enumerate(durations):
+        # The first time of a life is compared with first times alone.
+        allowed = FIRST_S if number < 2 else max(LEAST_S, FACTOR * max(kept[1:]))
+        kept.append(min(5 * looks, int(allowed - 1) // 5 * 5))
+        assert not silent_for(kept[-1], clock, live, look_s=5.0)
+        live.progress("working")
+    assert silent_for(max(LEAST_S, FACTOR * max(kept[1:])) + 10, clock, live, look_s=5.0)
