@@ -256,7 +256,7 @@ def _runner(run: Run) -> GroupRunner:
         return runner
     policy, rollout = run.gate_server.policy, run.recipe.rollout
     slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
-    return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode), slots=slots)
+    return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode, pace=Pace()), slots=slots)
 
 
 def _reference(run: Run, suite: Suite, before: PolicyVersion) -> Results | None:
