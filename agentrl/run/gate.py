@@ -24,7 +24,7 @@ from agentrl.files import read_json_lines
 from agentrl.gating import GATE, GateConfig
 from agentrl.observe import Rate
 from agentrl.records import PolicyVersion, VersionState
-from agentrl.rollout import Admission, GroupRunner
+from agentrl.rollout import Admission, GroupRunner, Pace
 from agentrl.run import measure
 from agentrl.run.opening import Run
 from agentrl.run.suites import Tried, about, evaluation_runner, now, prepare, thresholds, tries, try_cases, words_of

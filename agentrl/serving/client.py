@@ -21,6 +21,7 @@ from agentrl.serving.wire import UnsentError
 _MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
 CUT_S = 30.0
 """How long a server may take to return the tokens of a request that it was asked to cut off."""
+_CUT_AGAIN_S = 0.2
 _ABORT = "abort"  # vLLM's finish reason of such a request
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
@@ -58,10 +59,10 @@ class TokenClient:
         cutting: list[asyncio.Task[None]] = []
 
         def cut() -> None:
-            cutting.append(asyncio.create_task(self._control.abort(request_id)))
+            cutting.append(asyncio.create_task(self._cut_off(request_id)))
 
         timer = asyncio.get_running_loop().call_later(timeout_s, cut)
-        within_s = timeout_s + min(CUT_S, max(1.0, timeout_s))
+        within_s = timeout_s + min(CUT_S, max(2.0, timeout_s))
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
@@ -74,6 +75,12 @@ class TokenClient:
             timer.cancel()
             for task in cutting:
                 task.cancel()
+
+    async def _cut_off(self, request_id: str) -> None:
+        """Asks until the request is answered: the server may not have begun it yet, and forgets what it is asked then."""
+        while True:
+            await self._control.abort(request_id)
+            await asyncio.sleep(_CUT_AGAIN_S)
 
     async def _send(self, body: Callable[[], dict[str, Any]], timeout_s: float) -> Any:
         for attempt in range(1, _CONNECT_TRIES + 1):
