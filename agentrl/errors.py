@@ -37,6 +37,10 @@ class TaskError(UserError):
     """A broken task (missing file, bad limit, gold solution that fails). Blame: task."""
 
 
+class PolicyFault(AgentRLError):
+    """What the policy said cannot be carried further: a server, a chat template or a tokenizer does not take it. The episode is scored."""
+
+
 class InfrastructureError(AgentRLError, RuntimeError):
     """A fault of a machine, process or network. Never becomes a reward."""
 
@@ -55,6 +59,10 @@ class SandboxUnavailable(UserError):
 
 class ServingError(InfrastructureError):
     """The inference server died, refused or gave a malformed answer."""
+
+
+class RequestRefused(ServingError):
+    """The inference server refused one request for what it holds (status 400, 413 or 422)."""
 
 
 class SwapError(ServingError):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.provoking import read
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
 from agentrl.sections.rollout import CompactionConfig
@@ -74,8 +75,7 @@ class Compactor:
         most = self.config.summary_tokens if allowance is None else min(allowance, self.config.summary_tokens)
         completion = await asked.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most, thinking=self.chat.thinking)
         episode.stage = "chat"
-        parsed = self.chat.parse(completion.token_ids)
-        asked.add_turn(completion, parsed.message)
+        parsed = read(self.chat, asked, completion)
         words = parsed.answer.strip()  # without what was thought
         taken = completion.finish_reason == "stop" and words and not parsed.message.tool_calls and not parsed.errors
         asked.end("summarized" if taken else "rejected")

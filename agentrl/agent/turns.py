@@ -19,13 +19,17 @@ from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
 from agentrl.agent.contexts import current, go_on
 from agentrl.agent.handing import hand_back
+from agentrl.agent.provoking import read, said
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import call_all, calls_made, over_budget
 from agentrl.agent.wording import told
+from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
 from agentrl.sections.rollout import CompactionConfig, DelegationConfig
+
+AGAIN = "shown to it again, with what its tools gave"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +112,7 @@ class Speaker:
         while not (limit := self._limit()):
             completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance(), thinking=chat.thinking)
             episode.stage = "chat"
-            parsed = chat.parse(completion.token_ids, schemas)
-            self.line.add_turn(completion, parsed.message)
+            parsed = read(chat, self.line, completion, schemas)
             self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
@@ -134,14 +137,21 @@ class Speaker:
         outputs = [result.output for result in results]
         if not chat.exact:
             line.add_results(results, wall_s=wall_s)
-            self.line = go_on(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
+            with said(AGAIN):
+                self.line = go_on(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
             return ""
-        delta = chat.tool_delta(outputs, parsed)
+        try:
+            with said(AGAIN):
+                delta = chat.tool_delta(outputs, parsed)
+        except PolicyFault:
+            line.add_results(results, wall_s=wall_s)
+            raise
         if self._compactor is None or not self._compactor.due(line.tokens + len(delta), room):
             line.add_results(results, wall_s=wall_s)
             line.add_prompt(delta)
             return ""
-        results, delta = self._compactor.asking(parsed, results, used=line.tokens, room=room)
+        with said(AGAIN):
+            results, delta = self._compactor.asking(parsed, results, used=line.tokens, room=room)
         line.add_results(results, wall_s=wall_s)
         if line.tokens + len(delta) >= room:
             return "token_limit"

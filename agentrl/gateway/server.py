@@ -172,7 +172,7 @@ class Gateway:
             except Exception as error:
                 usercode.report("a request to the gateway", error)
                 if session is not None:
-                    session.broken(error)  # a fault of ours: what the program makes of it is not the policy's doing
+                    session.choked(error)
                 return _json(protocol.error(Refused("failed", "Internal error.")), 500)
 
         return answer

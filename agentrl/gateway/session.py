@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.errors import TaskError
+from agentrl import usercode
+from agentrl.errors import InfrastructureError, PolicyFault, TaskError
 from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said
 from agentrl.gateway.graph import Graph, Node, Place, turn_digest
 from agentrl.gateway.tokens import NotAppended, Parsed, Tokens
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import CUT, Blame, Failure, Message, Parent, ToolResult
+from agentrl.records import CUT, Blame, Completion, Failure, Message, Parent, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -215,8 +216,7 @@ class Session:
                 line.end(limit)
                 raise _too_long()
             completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
-            parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
-            line.add_turn(completion, parsed.message)
+            parsed = self._read(line, completion, asked)
             if completion.finish_reason == CUT:
                 self._time_is_up()
         except Refused:
@@ -231,6 +231,17 @@ class Session:
         self.counts["answered"] += 1
         self.counts["malformed_call"] += bool(parsed.errors)
         return self._kept(asked, place, line, new, parsed)
+
+    def _read(self, line: LiveTrajectory, completion: Completion, asked: Asked) -> Parsed:
+        """Reads a completion and adds it as a turn, also one that cannot be read: then raises `PolicyFault`."""
+        try:
+            parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
+        except Exception as error:  # a tokenizer may raise anything at what a model says
+            usercode.report("what a policy said, read", error)
+            line.add_turn(completion, Message(role="assistant", content=""))
+            raise PolicyFault(f"what the policy said cannot be read: {usercode.describe(error, 1000)}") from error
+        line.add_turn(completion, parsed.message)
+        return parsed
 
     def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, parsed: Parsed) -> Answer:
         message, ids = parsed.message, line.turns[-1].completion_ids
@@ -291,6 +302,16 @@ class Session:
         self.limit = self.limit or TIME_UP
         self.over.set()
         return Refused("turn_limit", "The time of this session is used up.")
+
+    def choked(self, error: Exception) -> None:
+        """Ends the session because the gateway failed at a request. One that was sent after the policy had spoken holds what it said, so
+        that the episode is scored; before that, it is a fault of the machine."""
+        if not self.counts["answered"] or isinstance(error, InfrastructureError):
+            self.broken(error)
+            return
+        fault = PolicyFault(f"a request with what the policy said cannot be carried out: {usercode.describe(error, 1000)}")
+        fault.__cause__ = error
+        self.broken(fault)
 
     def broken(self, error: BaseException) -> None:
         """Ends the session with a fault that is not the program's; the first one counts."""

@@ -14,7 +14,7 @@ from agentrl import usercode
 from agentrl.causes import location
 from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.protocols import SandboxBackend
-from agentrl.records import Blame, Episode, Score, Task
+from agentrl.records import Blame, Episode, Score, Task, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def lacking(task: Task, error: BaseException, reader: str) -> TaskError | None:
 
 
 async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float) -> Score:
-    """The verifier's score, checked and cut to its bounds; one without a value and with a reason where it gave none.
+    """The verifier's score, checked and cut to its bounds; one without a value and with a reason where it gave none. Its blame is the
+    policy's where what the episode says may have made the verifier fail, which its caller finds out.
 
     Args:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
@@ -76,10 +77,10 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         return checked(given, [len(trajectory.turns) for trajectory in episode.trajectories], bounds=bounds_of(verifier))
     except usercode.Overdue as error:
         usercode.report(what, error, trace=False)
-        return Score(value=None, reason=f"verifier gave no score within {timeout_s:g} s")
+        return Score(value=None, reason=f"verifier gave no score within {timeout_s:g} s", blame=Blame.POLICY)
     except NotAScore as error:
         usercode.report(what, error, trace=False)
-        return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}")
+        return Score(value=None, reason=f"verifier gave {usercode.text_of(error, 500)}", blame=Blame.POLICY)
     except BaseException as error:  # user code may raise anything; the episode is then unscored
         if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
             raise
@@ -89,7 +90,17 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
         usercode.report(what, error)
-        return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}")
+        return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
+
+
+HARMLESS = (None, "", "0")
+"""Answers that a verifier takes, or it takes none."""
+
+
+def harmless(episode: Episode, answer: str | None) -> Episode:
+    """The same episode, had its agent done nothing but hand this in."""
+    nothing = (Trajectory(agent="main", turns=(), stop_reason="answered"),)
+    return Episode(id=f"{episode.id}.control", task_id=episode.task_id, task_key=episode.task_key, trajectories=nothing, answer=answer)
 
 
 async def _call(verifier: Any, task: Task, episode: Episode, sandboxes: SandboxBackend | None) -> Any:

@@ -24,7 +24,7 @@ from agentrl import usercode
 from agentrl.errors import PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
-from agentrl.records import Episode, Score, Task
+from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
 from agentrl.reward.branches import with_branches
 
@@ -203,7 +203,8 @@ def _named(scores: Mapping[str, Score]) -> dict[str, float]:
 
 
 def _unscored(scores: Mapping[str, Score]) -> Score:
-    blame = next((score.blame for score in scores.values() if score.blame is not None), None)
+    blames = [score.blame for score in scores.values() if score.blame is not None]
+    blame = next((one for one in blames if one is not Blame.POLICY), next(iter(blames), None))
     reason = "; ".join(f"part {name}: {score.reason}" for name, score in scores.items())
     return Score(value=None, reason=reason, evidence=_evidence(scores), blame=blame)
 

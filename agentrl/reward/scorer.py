@@ -1,4 +1,4 @@
-"""Runs verifiers with a deadline. A verifier's failure is never blamed on the policy: there is no value, but a reason.
+"""Runs verifiers with a deadline. A verifier's failure gives no value, but a reason, unless what the policy said provoked it.
 
 A verifier is user code that reads an agent's words, so whatever it does, its episode gets a score or a reason for having none,
 and the run goes on.
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl import usercode
@@ -18,7 +18,7 @@ from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
+from agentrl.reward.asking import HARMLESS, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
 from agentrl.reward.audit import audited
 from agentrl.reward.branches import with_branches
 
@@ -90,13 +90,35 @@ class TaskScorer:
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
         for attempt in range(self.max_retries + 1):
             try:
-                return await self._judge_once(reference, task, episode)
+                return await self._judge_provoked(reference, task, episode)
             except InfrastructureError as error:
                 log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
                 reason = f"verifier: {usercode.describe(error, 2000)}"
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
+
+    async def _judge_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
+        """The score, also where what the episode says makes the verifier fail.
+
+        A verifier that fails twice at an episode, and scores an episode that hands in nothing, fails because of what was said: the episode
+        gets the lowest value. One that fails at harmless answers as well is broken, and there is no value.
+        """
+        score = await self._judge_once(reference, task, episode)
+        if score.blame is not Blame.POLICY:
+            return score
+        again = await self._judge_once(reference, task, episode)
+        if again.blame is not Blame.POLICY:
+            return again
+        for answer in HARMLESS:
+            control = await self._judge_once(reference, task, harmless(episode, answer))
+            if control.value is not None:
+                bounds = bounds_of(self._verifiers[reference])
+                lowest = min(0.0, control.value) if bounds is None else bounds[0]
+                told = f"{reference}: {again.reason}, at what this episode says; it scores one that hands in {answer!r}"
+                log.warning("verifier %s on %s: %s", reference, episode.id, told)
+                return Score(value=lowest, evidence=told[:2000])
+        return replace(again, blame=None)
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"

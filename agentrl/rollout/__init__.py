@@ -8,6 +8,7 @@ from agentrl.rollout.episode import EpisodeRunner, Hosted
 from agentrl.rollout.faults import fault, task_fault
 from agentrl.rollout.group import GroupRunner, MemoryOf, OnAttempt, left_out_group
 from agentrl.rollout.life import Capture, OnTurn
+from agentrl.rollout.pace import Pace
 from agentrl.rollout.remembering import Forgotten
 from agentrl.rollout.thinking import bound_of
 
@@ -21,6 +22,7 @@ __all__ = [
     "MemoryOf",
     "OnAttempt",
     "OnTurn",
+    "Pace",
     "bound_of",
     "fault",
     "left_out_group",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl import usercode
-from agentrl.errors import InfrastructureError, PluginError, SandboxError, ServingError, TaskError, UserError
+from agentrl.errors import InfrastructureError, PluginError, PolicyFault, SandboxError, ServingError, TaskError, UserError
 from agentrl.records import Blame, Failure
 
 
@@ -13,7 +13,7 @@ def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
 
 
 def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
-    """What an exception that leaves an episode is: the task's fault when it says so, else the infrastructure's.
+    """What an exception that leaves an episode is: the task's or the policy's fault if it says so, else the infrastructure's.
 
     One that is none of ours is a bug, whose traceback is logged; it costs this episode and no other.
 
@@ -22,6 +22,8 @@ def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failu
     """
     if (found := usercode.cause(error, TaskError, PluginError)) is not None:
         return task_fault(found, turn=turn)
+    if (said := usercode.cause(error, PolicyFault)) is not None and usercode.cause(error, InfrastructureError) is None:
+        return Failure(stage=stage, blame=Blame.POLICY, kind="not_taken", message=_message(said), turn=turn)
     known = usercode.cause(error, InfrastructureError)
     if known is None:
         usercode.report(f"episode ({stage})", error)
@@ -40,4 +42,4 @@ def _kind(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    return usercode.text_of(error) if isinstance(error, UserError | InfrastructureError) else usercode.describe(error, 2000)
+    return usercode.text_of(error) if isinstance(error, UserError | InfrastructureError | PolicyFault) else usercode.describe(error, 2000)

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from agentrl.errors import ServingError, TaskError
+from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
 from agentrl.limits import Thinking
 from agentrl.memo import Memo
 from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
@@ -113,6 +113,11 @@ class TrajectoryLife:
         try:
             ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number)
             completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
+        except RequestRefused as error:
+            self.sampling = False
+            if not self._life.turn_count:  # nothing in it is the policy's
+                raise
+            raise PolicyFault(f"the server refuses a context with what the policy said: {error}") from error
         except BaseException:
             self.sampling = False
             raise

@@ -5,14 +5,13 @@ What a policy chooses to sample is the policy's. A server that takes much longer
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentrl.errors import ServingError
 from agentrl.records import Blame
 
 SLOW = 2.0
-"""A request is slow from this multiple of the usual time of such requests on; up to it, its time is the policy's."""
+"""A request that takes longer than this multiple of the usual time of such requests is slow: what it takes beyond the usual is lost."""
 LOST = 0.1
 """Share of `Limits.wall_s` that slow requests may cost an episode before the machine is blamed for its end."""
 OWN = 0.5
@@ -21,9 +20,11 @@ FLOOR = 1.0
 """Tokens per second. A request that was cut off below this, before there is any history, is not evidence of a usual pace."""
 FIRST_S = 10.0
 """Longest first part of a request while there is no history: it is cut off then, and its tokens are the first measure."""
+PARTS = 8
+"""A request takes at most this part of `Limits.wall_s`, then it is continued: so a stall in the middle of a long one is seen."""
 CUT_S = 5.0
 """Time that is kept at the end of an episode for fetching the tokens of a request that is cut off."""
-_KEPT = 128  # requests of each size, spread over the run
+_KEPT = 256  # requests of each size, spread over the run
 
 
 class OutOfTime(ServingError):
@@ -45,8 +46,8 @@ def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: f
 
     Args:
         program_s: what the agent called.
-        sampled_s: requests, each up to `SLOW` times the usual time of such requests.
-        lost_s: requests, what each took beyond that.
+        sampled_s: requests; of a slow one (`SLOW`), the usual time of such requests.
+        lost_s: slow requests, what they took beyond the usual.
     """
     if lost_s > LOST * limit_s:
         return Blame.INFRASTRUCTURE
@@ -69,41 +70,51 @@ class Reading:
             return 0.0
         if self.usual_s is None:
             return self.seconds if self.tokens >= FLOOR * self.seconds else 0.0
-        return min(self.seconds, SLOW * self.usual_s)
+        return self.seconds if self.seconds <= SLOW * self.usual_s else self.usual_s
 
     @property
     def lost_s(self) -> float:
         """Seconds that the server was slow."""
         if self.tokens is not None or self.usual_s is None:
             return self.seconds - self.sampled_s
-        return max(0.0, self.seconds - SLOW * self.usual_s)
+        return 0.0 if self.seconds <= SLOW * self.usual_s else self.seconds - self.usual_s
 
 
-@dataclass(slots=True)
-class _Size:
-    """Requests of about one size."""
+class _Kept:
+    """Seconds per token, and tokens per second of all requests in flight, of requests that are spread over the whole run."""
 
-    seconds: list[float] = field(default_factory=list)
-    throughput: list[float] = field(default_factory=list)  # tokens per second of all requests in flight
-    stride: int = 1
-    skipped: int = 0
-    medians: tuple[float, float] | None = None
+    def __init__(self) -> None:
+        self._kept: list[tuple[float, float, int]] = []  # and the tokens
+        self._stride, self._skipped = 1, 0
+        self._usual: tuple[float, float] | None = None
 
-    def add(self, seconds: float, throughput: float) -> None:
-        self.skipped += 1
-        if self.skipped < self.stride:
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, seconds: float, in_flight: float, tokens: int) -> None:
+        self._skipped += 1
+        if self._skipped < self._stride:
             return
-        self.skipped, self.medians = 0, None
-        self.seconds.append(seconds)
-        self.throughput.append(throughput)
-        if len(self.seconds) > _KEPT:  # every other one goes, so that what is kept is spread over the whole run
-            del self.seconds[::2], self.throughput[::2]
-            self.stride *= 2
+        self._skipped, self._usual = 0, None
+        self._kept.append((seconds / tokens, tokens * in_flight / seconds, tokens))
+        if len(self._kept) > _KEPT:
+            del self._kept[::2]
+            self._stride *= 2
 
     def usual(self) -> tuple[float, float]:
-        if self.medians is None:
-            self.medians = statistics.median(self.seconds), statistics.median(self.throughput)
-        return self.medians
+        """The medians over tokens, so that a stall, in which there are few, weighs little."""
+        if self._usual is None:
+            self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
+        return self._usual
+
+
+def _median(weighted: list[tuple[float, int]]) -> float:
+    half, so_far = sum(weight for _, weight in weighted) / 2, 0
+    for value, weight in sorted(weighted):
+        so_far += weight
+        if so_far >= half:
+            return value
+    raise ValueError("the median of nothing")
 
 
 class Request:
@@ -116,10 +127,11 @@ class Request:
 class Pace:
     """What the requests of this run took, as the client of the policy's server sees them. Use it from one event loop.
 
-    Requests are compared with those of about as many tokens (the same power of two), over the whole run, so that an hour of slowness does
-    not become the usual pace in an instant. A request is as fast as usual if either of two measures is: its own seconds, or the tokens
-    per second of all requests in flight, by which a server that serves more requests at once is not a slower one. So a policy cannot slow
-    the server down by sampling more.
+    A request that ended by itself is compared with those of about as many tokens (the same power of two), and one that was cut off by its
+    tokens per second, since how many tokens it has is the server's doing. The history is of the whole run, so that slowness does not soon
+    become usual. A request is as fast as usual if either of two measures is: its own time, or the tokens per second of all requests in
+    flight, by which a server that serves more requests at once is not a slower one. So a policy cannot slow the server down by sampling
+    more.
 
     Args:
         slots: requests that the servers decode at once; None: not known.
@@ -128,13 +140,14 @@ class Pace:
     def __init__(self, *, slots: int | None = None) -> None:
         self.in_flight = 0
         self.slots = slots
-        self._sizes: dict[int, _Size] = {}
+        self._all = _Kept()
+        self._sizes: dict[int, _Kept] = {}  # of requests that ended by themselves, by the power of two of their tokens
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and when they were added up
 
     @property
     def known(self) -> bool:
         """Whether there is any history."""
-        return bool(self._sizes)
+        return bool(self._all)
 
     @property
     def waiting(self) -> int:
@@ -158,23 +171,31 @@ class Pace:
         self.in_flight -= 1
         seconds = max(0.0, now - request.started)
         in_flight = (self._area - request.area) / seconds if seconds > 0 else 1.0
-        usual = self.usual_s(at_most if tokens is None else max(1, tokens), in_flight)
+        usual = self.usual_s(at_most if tokens is None else max(1, tokens), in_flight, cut=cut or tokens is None)
         if tokens and seconds > 0 and not (cut and tokens < FLOOR * seconds):
-            self._sizes.setdefault(tokens.bit_length(), _Size()).add(seconds, tokens * in_flight / seconds)
+            self._all.add(seconds, in_flight, tokens)
+            if not cut:
+                self._sizes.setdefault(tokens.bit_length(), _Kept()).add(seconds, in_flight, tokens)
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
 
-    def usual_s(self, tokens: int, in_flight: float) -> float | None:
+    def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False) -> float | None:
         """Seconds that a request of so many tokens usually takes with so many in flight; None without history.
 
-        Where none was of this size, the next smaller size is scaled up; where there is none, the next larger one is taken as it is.
+        If none was of this size, the next smaller size is scaled up; if there is none, the next larger one is taken as it is.
         """
-        if not self._sizes:
+        if not self._all:
             return None
         size = tokens.bit_length()
         smaller = [one for one in self._sizes if one <= size]
-        nearest = max(smaller) if smaller else min(self._sizes)
-        seconds, throughput = self._sizes[nearest].usual()
-        return float(max(seconds * 2 ** max(0, size - nearest), tokens * in_flight / throughput))
+        if cut or not self._sizes:
+            least, kept = tokens, self._all
+        elif smaller:
+            least, kept = tokens, self._sizes[max(smaller)]
+        else:
+            larger = min(self._sizes)
+            least, kept = 1 << (larger - 1), self._sizes[larger]
+        seconds, throughput = kept.usual()
+        return max(least * seconds, tokens * in_flight / throughput)
 
     def _advance(self, now: float) -> None:
         self._area += self.in_flight * (now - self._at)

@@ -1,7 +1,7 @@
 """The requests of one episode to the policy: how long each may take, and what becomes of one that is cut off in the middle.
 
-A turn may take several requests: one that took `serving.request_timeout_s` at the server's usual pace is continued with the exact tokens
-so far, so that a setting of the server never shortens what the policy says. Only `Limits.wall_s` does.
+A turn may take several requests. One that takes long is cut off and continued from the exact tokens so far, so that a stall is seen when
+it happens, and no setting of the server shortens what the policy says. Only `Limits.wall_s` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentrl.errors import ServingError
 from agentrl.protocols import Policy
 from agentrl.records import CUT, Blame, Completion, Failure, SamplingParams
 from agentrl.rollout.faults import infrastructure_fault
-from agentrl.rollout.pace import FIRST_S, LOST, SLOW, OutOfTime, Pace, Reading, SamplingTime, cut_s, out_of_time
+from agentrl.rollout.pace import FIRST_S, LOST, PARTS, SLOW, OutOfTime, Pace, Reading, SamplingTime, cut_s, out_of_time
 from agentrl.rollout.thinking import joined
 
 SLOW_SERVER = "slow_server"
@@ -24,7 +24,7 @@ ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; 
 
 
 class SlowServer(ServingError):
-    """A request took `serving.request_timeout_s` on a server that is slower than usual."""
+    """A turn has lost `serving.request_timeout_s` to a slow server."""
 
 
 def now() -> float:
@@ -43,6 +43,7 @@ class Requests:
     spent_s: Callable[[], float]  # of the episode, until now
     time: SamplingTime
     _cut: bool = False
+    _lost_before_s: float = 0.0  # the newest turn
 
     @property
     def left_s(self) -> float:
@@ -62,11 +63,12 @@ class Requests:
 
         Raises:
             OutOfTime: not one token was sampled before the end of the episode's time.
-            SlowServer: a request took `timeout_s`, and the server was slower than usual.
+            SlowServer: the server was slow for `timeout_s`.
             ServingError: the server failed.
         """
         made: Completion | None = None
-        for number in count():  # every request but the first samples a token, or is the last
+        self._lost_before_s = self.time.lost_s
+        for number in count():  # each takes time, which ends
             ids = [] if made is None else list(made.token_ids)
             part = await self._part([*token_ids, *ids], params(max_tokens - len(ids)), f"{name}.{number}" if number else name, not number)
             made = part if made is None else joined(made, part)
@@ -84,7 +86,7 @@ class Requests:
         if left_s <= 0:
             self._cut = True
             return NOTHING
-        timeout_s = min(left_s, self.timeout_s)
+        timeout_s = min(left_s, self.timeout_s, self.limit_s / PARTS)
         if first and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
         request, tokens, cut = self.pace.begin(now()), None, False
@@ -97,10 +99,8 @@ class Requests:
             self.time.end(now(), reading)
         if cut and timeout_s >= left_s:
             self._cut = True
-        elif cut and not first and not made.token_ids:
-            raise SlowServer(f"request {name}: no token within {timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
-        elif cut and reading.lost_s > LOST * timeout_s and timeout_s >= self.timeout_s:
-            raise SlowServer(f"request {name}: {tokens} tokens within {timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
+        elif cut and self.time.lost_s - self._lost_before_s >= self.timeout_s:
+            raise SlowServer(f"request {name}: the server was slow for {self.timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
         return made
 
     def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:

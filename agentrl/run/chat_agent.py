@@ -18,7 +18,7 @@ from agentrl.agent.calls import MAX_CALLS, read_call
 from agentrl.agent.tools import clip
 from agentrl.agent.turncalls import call_one, calls_made
 from agentrl.agent.wording import told
-from agentrl.errors import JudgeError, ServingError, TaskError
+from agentrl.errors import JudgeError, PolicyFault, PromptRefusedError, ServingError, TaskError
 from agentrl.fields import text as encodable
 from agentrl.protocols import LiveEpisode
 from agentrl.records import Completion, Message, SamplingParams, ToolCall, ToolResult
@@ -26,6 +26,8 @@ from agentrl.reward.judges.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, usa
 from agentrl.usercode import printable
 
 _LONGEST_ID = 128
+BYTES_PER_TOKEN = 64
+"""Of an answer in JSON, at most: a longer one is not what a model said in the tokens that it had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class Asked:
 
     id: str
     name: str
-    arguments: str  # as written
+    arguments: str  # as written; {} if they cannot be read, since servers fail at such a call when they get it back
     call: ToolCall | str
 
 
@@ -131,6 +133,10 @@ class ChatAgent:
         episode.stage = "generate"
         try:
             answer = await self.endpoint.ask(messages, more={**self.sampling, **more})
+        except PromptRefusedError as error:
+            if episode.turn_count:  # the request holds what the model said
+                raise PolicyFault(f"the server refuses a conversation with what the policy said: {error}") from error
+            raise ServingError(str(error)) from error
         except JudgeError as error:
             raise ServingError(str(error)) from error
         assert isinstance(answer, Answer), "the endpoint reads its answers itself"
@@ -183,7 +189,9 @@ def _calls(wanted: Sequence[Any]) -> tuple[Asked, ...]:
             Asked(
                 id=encodable(given) if fine else f"call_{number}",
                 name=encodable(name)[:256] if isinstance(name, str) else "",
-                arguments=encodable(arguments) if isinstance(arguments, str) else "{}",
+                arguments=encodable(arguments.strip())
+                if isinstance(call, ToolCall) and isinstance(arguments, str) and arguments.strip()
+                else "{}",
                 call=call,
             )
         )

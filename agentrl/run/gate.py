@@ -24,7 +24,7 @@ from agentrl.files import read_json_lines
 from agentrl.gating import GATE, GateConfig
 from agentrl.observe import Rate
 from agentrl.records import PolicyVersion, VersionState
-from agentrl.rollout import Admission, GroupRunner
+from agentrl.rollout import Admission, GroupRunner, Pace
 from agentrl.run import measure
 from agentrl.run.opening import Run
 from agentrl.run.suites import Tried, about, evaluation_runner, now, prepare, thresholds, tries, try_cases, words_of
@@ -256,7 +256,7 @@ def _runner(run: Run) -> GroupRunner:
         return runner
     policy, rollout = run.gate_server.policy, run.recipe.rollout
     slots = Admission(rollout.concurrency, use=lambda: policy.cache_use, full=rollout.max_cache_use)
-    return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode), slots=slots)
+    return replace(runner, runner=replace(runner.runner, policy=policy, hosted=policy.episode, pace=Pace()), slots=slots)
 
 
 def _reference(run: Run, suite: Suite, before: PolicyVersion) -> Results | None:

@@ -38,7 +38,7 @@ from agentrl.records import PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
-from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Hosted, MemoryOf, Pace
 from agentrl.run.copies import check_copies
 from agentrl.run.ending import closing_in_turn
 from agentrl.run.folder import Start, write_start
@@ -265,6 +265,7 @@ def group_runner(
         open_timeout_s=recipe.sandbox.open_timeout_s,
         tools=tools,
         hosted=hosted,
+        pace=Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
     )
     return GroupRunner(
         runner=runner,

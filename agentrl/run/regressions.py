@@ -28,7 +28,7 @@ from agentrl.records import PolicyVersion, ScoredEpisode
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import preflight
-from agentrl.run.chat_agent import ChatAgent, ChatEndpoint, NoTokens
+from agentrl.run.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoTokens
 from agentrl.run.copies import check_copies
 from agentrl.run.ending import closing_in_turn, kept_going
 from agentrl.run.folder import Start, check_disk, claimed, write_start
@@ -383,6 +383,7 @@ def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:
         timeout_s=serving.request_timeout_s,
         patience_s=serving.startup_timeout_s,
         concurrency=recipe.rollout.concurrency,
+        max_bytes=max(1 << 20, BYTES_PER_TOKEN * recipe.policy.max_model_len),
     )
     further = {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
     return ChatAgent(endpoint=endpoint, sampling=further, instructions=recipe.rollout.instructions)

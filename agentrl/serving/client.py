@@ -19,8 +19,9 @@ from agentrl.serving.weights import WeightsInService
 from agentrl.serving.wire import UnsentError
 
 _MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
-CUT_S = 5.0
+CUT_S = 30.0
 """How long a server may take to return the tokens of a request that it was asked to cut off."""
+_CUT_AGAIN_S = 0.2
 _ABORT = "abort"  # vLLM's finish reason of such a request
 _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
@@ -52,16 +53,16 @@ class TokenClient:
         """Samples one completion of `prompt_ids`.
 
         After `timeout_s` the server is asked to cut the request off, and returns the tokens that it has sampled; their finish reason is
-        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer within `CUT_S` of that. Cancellation
+        `CUT`. Raises `ServingError` when the server fails, answers nonsense, or does not answer soon after that (`CUT_S`). Cancellation
         closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
         """
         cutting: list[asyncio.Task[None]] = []
 
         def cut() -> None:
-            cutting.append(asyncio.create_task(self._control.abort(request_id)))
+            cutting.append(asyncio.create_task(self._cut_off(request_id)))
 
         timer = asyncio.get_running_loop().call_later(timeout_s, cut)
-        within_s = timeout_s + CUT_S
+        within_s = timeout_s + min(CUT_S, max(2.0, timeout_s))
         try:
             async with asyncio.timeout(within_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
@@ -74,6 +75,12 @@ class TokenClient:
             timer.cancel()
             for task in cutting:
                 task.cancel()
+
+    async def _cut_off(self, request_id: str) -> None:
+        """Asks until the request is answered: the server may not have begun it yet, and forgets what it is asked then."""
+        while True:
+            await self._control.abort(request_id)
+            await asyncio.sleep(_CUT_AGAIN_S)
 
     async def _send(self, body: Callable[[], dict[str, Any]], timeout_s: float) -> Any:
         for attempt in range(1, _CONNECT_TRIES + 1):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import httpx
 from pydantic_core import from_json
 
-from agentrl.errors import ServingError
+from agentrl.errors import RequestRefused, ServingError
 from agentrl.serving.access import headers as access
 from agentrl.serving.wire import UnsentError, Wire
 
@@ -27,6 +27,7 @@ METRICS_TIMEOUT_S = 5.0
 _CONNECTIONS = 64
 _GENERATE = "/inference/v1/generate"
 _ABORT = "/inference/v1/abort_requests"
+_REFUSED = (400, 413, 422)
 _ENGINE_ID = "generate-tokens-"  # what the server puts before the id of a request
 _EXCERPT = 500
 _METRICS_BYTES = 4_000_000
@@ -176,7 +177,7 @@ class ControlPlane:
 def decoded(status: int, content: bytes, where: str) -> Any:
     """The decoded JSON of a 200 answer, None when it is empty. Raises `ServingError`."""
     if status != httpx.codes.OK:
-        raise ServingError(f"{where} answered {status}: {_excerpt(content)}")
+        raise (RequestRefused if status in _REFUSED else ServingError)(f"{where} answered {status}: {_excerpt(content)}")
     if not content:
         return None
     try:

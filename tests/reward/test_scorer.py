@@ -229,3 +229,56 @@ async def test_a_fault_of_the_machine_in_a_group_is_one() -> None:
     verifier = InSandboxes(1, ExceptionGroup("several", [SandboxError("gone")]))
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
     assert (await scorer(replace(task(), verifiers=("v",)), EPISODE)).value == 1.0 and len(verifier.seen) == 2
+
+
+async def chokes(task: Task, episode: Episode) -> Score:
+    return Score(value=1.0 / len(str(episode.answer).encode("ascii")))
+
+
+async def reads_a_number(task: Task, episode: Episode) -> Score:
+    return Score(value=float(float(str(episode.answer) if episode.answer is not None else episode.answer) == 1))  # type: ignore[arg-type]
+
+
+async def hangs_at(task: Task, episode: Episode) -> Score:
+    await asyncio.sleep(60 if episode.answer == "9**9**9" else 0)
+    return Score(value=1.0)
+
+
+async def gives_nan(task: Task, episode: Episode) -> Score:
+    return Score(value=float(episode.answer or 0))
+
+
+class Bounded:
+    bounds = (-1.0, 1.0)
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        if episode.answer == "boom":
+            raise RecursionError
+        return Score(value=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "value"),
+    [("chokes", "\u00e9", 0.0), ("reads_a_number", "many", 0.0), ("hangs_at", "9**9**9", 0.0), ("gives_nan", "nan", 0.0)],
+)
+async def test_a_verifier_that_what_was_said_makes_fail_leaves_nothing_unscored(name: str, answer: str, value: float) -> None:
+    score = await TaskScorer(timeout_s=0.3)(task(name), replace(EPISODE, answer=answer))
+    assert score.value == value and "at what this episode says" in score.evidence
+
+
+async def test_the_lowest_value_is_the_verifiers_own() -> None:
+    score = await TaskScorer(_verifiers={"v": Bounded()})(replace(task(), verifiers=("v",)), replace(EPISODE, answer="boom"))
+    assert score.value == -1.0, "failing the verifier is not better than a wrong answer"
+
+
+async def test_a_verifier_that_fails_once_is_asked_again() -> None:
+    failed: list[str] = []
+
+    async def flaky(task: Task, episode: Episode) -> Score:
+        if not failed:
+            failed.append(episode.id)
+            raise KeyError("cache")
+        return Score(value=1.0)
+
+    score = await TaskScorer(_verifiers={"v": flaky})(replace(task(), verifiers=("v",)), EPISODE)
+    assert score.value == 1.0 and failed == ["e"]

@@ -131,3 +131,22 @@ async def test_calls_that_are_none_are_answered_with_what_is_wrong(suite: Suite)
     shown = [one for one in server.requests[1]["body"]["messages"] if one["role"] == "tool"]
     assert [one["tool_call_id"] for one in shown] == ["call_0", "call_1", "call_2"]
     assert [one["content"] == "97" for one in shown] == [False, True, False] and "needs a function" in shown[0]["content"]
+
+
+async def test_a_server_that_refuses_what_the_model_said_leaves_it_scored(suite: Suite) -> None:
+    """The first request is taken, and the one that holds the model's own words is not: the model's fault, and not of the machine."""
+    with ChatServer([says("x", ("python", '{"code": "print(97)"}')), Says(text="", status=400)]) as server:
+        done = await asked(suite, server)
+    (outcome,) = done.outcomes
+    assert (outcome.verdict, outcome.scores) == ("failed", (0.0,))
+    with ChatServer([Says(text="", status=400)]) as server:
+        done = await asked(replace(suite, folder=suite.folder), server)
+    assert done.outcomes[0].scores == (None,), "nothing was said yet"
+
+
+async def test_a_call_that_cannot_be_read_goes_back_as_one_that_can(suite: Suite) -> None:
+    """Servers fail with status 500 at arguments that are no JSON."""
+    with ChatServer([says(None, ("python", "{oops"), ("python", "[1]"), ("python", " ")), SUBMIT]) as server:
+        await asked(suite, server)
+    (said,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]
+    assert [call["function"]["arguments"] for call in said["tool_calls"]] == ["{}", "{}", "{}"]

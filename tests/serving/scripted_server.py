@@ -21,8 +21,16 @@ class Call:
 
 
 @dataclass
+class Later:
+    """An answer that comes when something has happened."""
+
+    when: asyncio.Event
+    answer: Any
+
+
+@dataclass
 class ScriptedServer:
-    """`answer(call)` gives the JSON of a 200 answer, a `(status, JSON)` pair, HANG or DROP."""
+    """`answer(call)` gives the JSON of a 200 answer, a `(status, JSON)` pair, one of these `Later`, HANG or DROP."""
 
     answer: Callable[[Call], Any]
     calls: list[Call] = field(default_factory=list)
@@ -45,6 +53,9 @@ class ScriptedServer:
                 answer = self.answer(call)
                 if answer is HANG:
                     await asyncio.sleep(3600)
+                if isinstance(answer, Later):
+                    await answer.when.wait()
+                    answer = answer.answer
                 if answer is DROP:
                     return
                 status, content = answer if isinstance(answer, tuple) else (200, answer)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import pytest
 
 from agentrl.errors import ServingError
-from agentrl.records import Completion, SamplingParams, VersionSpan
+from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
 from agentrl.sampling import TIES, Supports
 from agentrl.serving.client import TokenClient, generate_body, parse_completion
 from agentrl.serving.server import FIRST
 from agentrl.serving.weights import WeightsInService
-from tests.serving.scripted_server import DROP, HANG, generated, scripted_server
+from tests.serving.scripted_server import DROP, HANG, Call, Later, generated, scripted_server
 from tests.waiting import until
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.7, stop_token_ids=(9,))
@@ -217,3 +217,27 @@ def test_every_swap_makes_old_cached_prefixes_unreachable() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         generate_body([], PARAMS, "r", "salt")
+
+
+async def test_a_request_that_is_cut_off_gives_the_tokens_that_were_sampled() -> None:
+    """The server answers the request once it is asked to end it."""
+    for tokens in ([4, 5, 6], []):
+        aborted = asyncio.Event()
+
+        def answer(call: Call, aborted: asyncio.Event = aborted, tokens: list[int] = tokens) -> object:
+            if call.path == "/inference/v1/abort_requests":
+                aborted.set()
+                return None
+            return Later(aborted, generated(tokens, finish_reason="abort"))
+
+        async with scripted_server(answer) as server:
+            completion = await generate(server.url, timeout_s=0.2)
+        assert server.calls[1].body == {"request_ids": ["generate-tokens-r1"]}
+        assert (completion.token_ids, completion.finish_reason) == (tuple(tokens), CUT)
+        assert len(completion.logprobs) == len(tokens) == sum(span.end - span.start for span in completion.versions)
+
+
+async def test_a_server_that_ends_a_request_unasked_has_failed() -> None:
+    async with scripted_server(lambda call: generated([4], finish_reason="abort")) as server:
+        with pytest.raises(ServingError, match="abort"):
+            await generate(server.url)

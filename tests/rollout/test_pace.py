@@ -1,0 +1,226 @@
+"""Whose doing it is that an episode ran out of time, over the tokens sampled, the time, and the speed of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.agent import TurnLoop
+from agentrl.records import Blame, Episode, Limits, Task
+from agentrl.rollout import EpisodeRunner
+from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, out_of_time
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
+from agentrl.testing.paced import PacedPolicy
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
+
+TOKENIZER = shared_tokenizer()
+WALL_S = 120.0
+ENDLESS = 10**9
+TASK = replace(sample_task(), tools=(), limits=Limits(turns=4, turn_tokens=10**6, episode_tokens=10**6, wall_s=WALL_S))
+
+
+def runner_of(policy: PacedPolicy, *, request_timeout_s: float = 120.0) -> EpisodeRunner:
+    return EpisodeRunner(
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("")),
+        agent=TurnLoop(chat=chat_of(TOKENIZER)),
+        sampling=Sampling(),
+        max_model_len=10**6,
+        request_timeout_s=request_timeout_s,
+    )
+
+
+def played(
+    policy: PacedPolicy, *names: str, before: Sequence[str] = (), task: Task = TASK, at: float = 0.0, request_timeout_s: float = 120.0
+) -> list[Episode]:
+    """Episodes side by side, after others one by one, from a given time on."""
+
+    async def play() -> list[Episode]:
+        runner = runner_of(policy, request_timeout_s=request_timeout_s)
+        for name in before:
+            await runner.run(task, episode_id=name)
+        await asyncio.sleep(max(0.0, at - asyncio.get_running_loop().time()))
+        return list(await asyncio.gather(*(runner.run(task, episode_id=name) for name in names)))
+
+    return run_virtually(play())
+
+
+def wants(babble: int = ENDLESS, sound: int = 50) -> Callable[[str, int], int]:
+    return lambda episode, turn: babble if episode.startswith("babble") else sound
+
+
+def has_every_token(policy: PacedPolicy, episode: Episode) -> bool:
+    """Whether the record holds what was sampled, token by token."""
+    (line,) = episode.trajectories
+    turns = {f"{episode.id}-{number}": len(turn.completion_ids) for number, turn in enumerate(line.turns)}
+    return turns == {name: count for name, count in policy.sampled.items() if name.rpartition("-")[0] == episode.id and count}
+
+
+@given(speed=st.floats(1.5, 100.0), history=st.booleans(), timeout_s=st.sampled_from([20.0, 120.0, 1000.0]))
+@settings(deadline=None, max_examples=25)
+def test_a_policy_that_samples_without_end_on_a_sound_server_is_scored(speed: float, history: bool, timeout_s: float) -> None:
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed)
+    sound = ["sound"] if history else []
+    (episode,) = played(policy, "babble", before=sound, request_timeout_s=timeout_s)
+    assert not episode.left_out and episode.trajectories[0].stop_reason == "wall_limit"
+    assert has_every_token(policy, episode) and episode.completion_tokens >= 0.9 * speed * WALL_S
+    assert [failure.blame for failure in episode.failures] == [Blame.POLICY]
+    assert episode.wall_s <= WALL_S
+
+
+@given(speed=st.floats(2.0, 100.0), stalls=st.floats(0.0, 95.0), wanted=st.sampled_from([ENDLESS, 400, 40]))
+@settings(deadline=None, max_examples=40)
+def test_a_server_that_stalls_never_costs_a_score(speed: float, stalls: float, wanted: int) -> None:
+    """It stalls until the end. An episode that was done before is scored, and any other is the machine's."""
+    begins = 1000.0
+    policy = PacedPolicy(TOKENIZER, wants=wants(wanted), speed=lambda now, in_flight: speed * (now < begins + stalls))
+    (episode,) = played(policy, "babble", before=["sound"], at=begins)
+    if episode.trajectories[0].stop_reason == "wall_limit":
+        assert episode.left_out and [failure.kind for failure in episode.failures] == ["slow_server"]
+        assert "fix: " in episode.failures[0].message and "tokens/s" in episode.failures[0].message
+    else:
+        assert policy.sampled["babble-0"] == wanted and not episode.left_out
+
+
+@given(speed=st.floats(5.0, 100.0), stalls=st.floats(1.0, 60.0), lasts=st.floats(1.0, 100.0), wanted=st.sampled_from([ENDLESS, 400]))
+@settings(deadline=None, max_examples=40)
+def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stalls: float, lasts: float, wanted: int) -> None:
+    begins = 1000.0
+    stalled = (begins + stalls, begins + stalls + lasts)
+    policy = PacedPolicy(TOKENIZER, wants=wants(wanted), speed=lambda now, in_flight: speed * (not stalled[0] <= now < stalled[1]))
+    (episode,) = played(policy, "babble", before=["sound"], at=begins)
+    if episode.trajectories[0].stop_reason != "wall_limit":
+        assert policy.sampled["babble-0"] == wanted and not episode.left_out
+    elif lasts >= 2.5 * WALL_S / PARTS:
+        assert episode.left_out, "at least one request was stalled all the time"
+    assert episode.left_out or has_every_token(policy, episode)
+
+
+@given(speed=st.floats(10.0, 100.0), slower=st.floats(2.6, 50.0))
+@settings(deadline=None, max_examples=25)
+def test_a_server_much_slower_than_usual_is_the_machines(speed: float, slower: float) -> None:
+    begins = 1000.0
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
+    (episode,) = played(policy, "babble", before=[f"babble-before{n}" for n in range(3)], at=begins)
+    assert episode.left_out and episode.failures[0].kind == "slow_server"
+
+
+@given(speed=st.floats(10.0, 100.0), slower=st.floats(0.2, 1.9))
+@settings(deadline=None, max_examples=25)
+def test_a_server_about_as_fast_as_usual_is_not(speed: float, slower: float) -> None:
+    begins = 1000.0
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: speed if now < begins else speed / slower)
+    (episode,) = played(policy, "babble", before=[f"babble-before{n}" for n in range(3)], at=begins)
+    assert not episode.left_out
+
+
+@given(at_once=st.integers(2, 40), capacity=st.floats(50.0, 2000.0))
+@settings(deadline=None, max_examples=20)
+def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity: float) -> None:
+    """The history is of one request at a time; then many sample without end, each at its share of the server."""
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: capacity / in_flight)
+    episodes = played(policy, *(f"babble{n}" for n in range(at_once)), before=["sound", "sound2"])
+    assert not any(episode.left_out for episode in episodes)
+    assert all(has_every_token(policy, episode) for episode in episodes)
+
+
+@pytest.mark.parametrize("wanted", [1, 3, 30])
+def test_many_short_turns_are_not_a_slow_server(wanted: int) -> None:
+    """Requests with a delay of their own before the first token: short ones are compared with short ones."""
+    policy = PacedPolicy(TOKENIZER, wants=wants(sound=wanted), speed=lambda now, in_flight: wanted / (2.0 + 0.01 * wanted))
+    (episode,) = played(policy, "many", before=["sound"])
+    assert not episode.left_out
+
+
+def test_a_policy_that_cannot_be_cut_off_loses_the_request_in_progress_alone() -> None:
+    """Its earlier turns are kept as they are, and the rule is the same: here the request was not overdue."""
+
+    class Talking(TurnLoop):
+        async def act(self, episode: Any) -> str:
+            line = episode.trajectories[0]
+            line.add_prompt(self.chat.opening(episode.task.prompt, []))
+            while not (limit := line.limit()):
+                completion = await line.sample(stop_token_ids=self.chat.stop_token_ids)
+                line.add_turn(completion, self.chat.parse(completion.token_ids).message)
+                line.add_prompt((1,))
+            return str(limit)
+
+    policy = PacedPolicy(TOKENIZER, wants=lambda episode, turn: 400, speed=lambda now, in_flight: 10.0, cuts=False)
+
+    async def play() -> Episode:
+        runner = replace(runner_of(policy), agent=Talking(chat=chat_of(TOKENIZER)))
+        return await runner.run(TASK, episode_id="e")
+
+    episode = run_virtually(play())
+    assert not episode.left_out and [len(turn.completion_ids) for turn in episode.trajectories[0].turns] == [400, 400]
+
+
+@given(
+    program=st.floats(0, 1),
+    sampled=st.floats(0, 1),
+    lost=st.floats(0, 1),
+    limit=st.floats(0.1, 10_000.0),
+)
+def test_the_rule(program: float, sampled: float, lost: float, limit: float) -> None:
+    blame = out_of_time(limit, program_s=program * limit, sampled_s=sampled * limit, lost_s=lost * limit)
+    if lost > LOST + 1e-6:
+        assert blame is Blame.INFRASTRUCTURE, "a stalled server never costs a score"
+    elif lost < LOST - 1e-6 and program + sampled > 0.5 + 1e-6:
+        assert blame is Blame.POLICY, "sampling is not a way out"
+    elif program + sampled < 0.5 - 1e-6:
+        assert blame is Blame.INFRASTRUCTURE
+
+
+readings = st.tuples(st.integers(1, 5000), st.floats(0.01, 200.0))
+
+
+@given(history=st.lists(readings, min_size=1, max_size=400), tokens=st.integers(1, 100_000))
+@settings(deadline=None, max_examples=100)
+def test_more_tokens_never_turn_a_usual_request_into_a_slow_one(history: list[tuple[int, float]], tokens: int) -> None:
+    """Of two requests with the same tokens per second and the same load, the one with more tokens is not judged worse, size by size."""
+    pace, now = Pace(), 0.0
+    for count, seconds in history:
+        request = pace.begin(now)
+        now += seconds
+        pace.end(request, now, tokens=count, at_most=count)
+    for cut in (False, True):
+        one, other = pace.usual_s(tokens, 1.0, cut=cut), pace.usual_s(2 * tokens, 1.0, cut=cut)
+        assert one is not None and other is not None and one > 0
+        alike = not any(count.bit_length() == (2 * tokens).bit_length() for count, _ in history)
+        smaller = any(count.bit_length() <= tokens.bit_length() for count, _ in history)
+        assert other >= 2 * one * (1 - 1e-9) or not (cut or (alike and smaller))
+
+
+def test_the_history_is_spread_over_the_run_and_bounded() -> None:
+    pace, now = Pace(), 0.0
+    for number in range(20_000):
+        request, seconds = pace.begin(now), 1.0 if number < 12_000 else 10.0
+        now += seconds
+        pace.end(request, now, tokens=100, at_most=100)
+    assert pace.usual_s(100, 1.0) == pytest.approx(1.0), "the greater part of the run decides, not the newest requests"
+    assert [len(kept) for kept in (pace._all, *pace._sizes.values())] < [257, 257]
+
+
+def test_a_request_cut_off_in_a_stall_is_not_the_usual_pace() -> None:
+    pace = Pace()
+    request = pace.begin(0.0)
+    reading = pace.end(request, 60.0, tokens=3, at_most=1000, cut=True)
+    assert not pace.known and reading.lost_s == 60.0 and reading.sampled_s == 0.0
+
+
+def test_slow_is_twice_the_usual() -> None:
+    pace = Pace()
+    pace.end(pace.begin(0.0), 10.0, tokens=100, at_most=100)
+    fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW, tokens=100, at_most=100)
+    slow = pace.end(pace.begin(100.0), 100.0 + 10 * SLOW + 30, tokens=100, at_most=100)
+    assert (fast.lost_s, slow.lost_s > 0) == (0.0, True)
