@@ -169,7 +169,7 @@ async def test_a_head_behind_a_request_that_is_being_answered_has_the_same_bound
 
 
 async def test_requests_in_a_row_have_a_bound(parser: str) -> None:
-    """A quarter of a megabyte holds 14,000 of the shortest ones, each of which a parser may turn into objects before the first is answered."""
+    """A quarter of a megabyte holds 14,000 of the shortest ones; a parser may turn all into objects before the first is answered."""
     gateway: Any = Gateway()
     async with gateway.session(Nobody()):
         reader, writer = await opened(gateway.url)

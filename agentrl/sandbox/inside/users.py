@@ -29,7 +29,7 @@ ENVIRONMENT = {
 }
 SERVER_FILES = 256
 NICE = 5
-"""Of programs of a sandbox without a control group: a third of the CPU time of a process with the usual priority."""
+"""Added to the niceness of programs in a sandbox without a control group: they get a third of the CPU time of the driver's processes."""
 VICTIM = b"1000"
 """The mark of programs: without memory they go, not the server. What has it from a process with SYS_RESOURCE cannot take it back."""
 CAPABILITY_VERSION_3 = 0x20080522
@@ -89,7 +89,7 @@ class Users:
     def lower_priority(self) -> None:
         """Lowers the priority of this thread, and of the programs that it starts, if it has no control group (see `policy`)."""
         if not self.grouped:
-            os.setpriority(os.PRIO_PROCESS, 0, NICE)
+            os.nice(NICE)
 
     def limit_program(self) -> None:
         """What holds for this process, a forked child, from before it becomes the agent's."""

@@ -1,0 +1,219 @@
+"""Programs that take all CPU time: their time-out is theirs, whoever answers late, and no neighbour is lost."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from agentrl.errors import SandboxTimeout
+from agentrl.sandbox import channel, channel_sandbox, residents, select_backend, shared
+from agentrl.sandbox.residents import Residents, Seen
+from benchmarks.sandbox_spin import KINDS, SCORED, spun
+from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="takes root to stop another user's exec server")
+SPIN = "import os\nos.fork()\nwhile True: pass\n"
+
+
+@pytest.fixture(params=BOTH)
+async def backend(request, root):
+    backend = select_backend(request.param, run_label="test", root=root)
+    await backend.prepare(SPEC)
+    yield backend
+    await backend.close()
+
+
+async def server_of(sandbox):
+    """Host pid of a sandbox's exec server, and the user of its programs."""
+    agent = int((await sandbox.python("import os; print(os.getuid())", timeout_s=10)).stdout)
+    mark = (await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=10)).stdout.strip()
+    pids = [process.pid for process in residents._all() if process.inner == 1 and link_of(process.pid) == mark]
+    assert len(pids) == 1
+    return pids[0], agent
+
+
+def link_of(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def running(user):
+    return [process for process in residents._all() if process.user == user and process.state not in residents.DEAD]
+
+
+async def until(true):
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+# Who is scheduled first ------------------------------------------------------------------------------------------------
+
+PRIORITIES = """
+import os
+tried = []
+for what in (
+    lambda: os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0)),
+    lambda: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1)),
+    lambda: os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) - 1),
+):
+    try: what()
+    except OSError: pass
+    else: tried.append(what)
+print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), len(tried))
+"""
+
+
+@pytest.mark.parametrize("spec", [SPEC, ALONE], ids=["shared", "alone"])
+async def test_programs_come_after_their_server_and_stay_there(backend, spec):
+    if backend.name == "bubblewrap":
+        spec = SPEC
+    sandbox = await backend.open(spec)
+    results = [
+        await sandbox.exec(["python3", "-I", "-c", PRIORITIES], timeout_s=20),
+        await sandbox.exec(["sh", "-c", f"python3 -I -c '{PRIORITIES}'"], timeout_s=20),
+        await sandbox.python(PRIORITIES, timeout_s=20),
+        await sandbox.python(PRIORITIES, timeout_s=20, session="main"),
+    ]
+    grouped = backend.name == "docker" or backend._hierarchy is not None
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    base = 0 if backend.name == "docker" else own  # the daemon's is not lowered
+    wanted = f"{os.SCHED_IDLE} {base} 0\n" if grouped else f"{os.SCHED_OTHER} {min(own + 5, 19)} 0\n"
+    assert [result.stdout for result in results] == [wanted] * 4, results
+    if os.geteuid() == 0:
+        server, _ = await server_of(sandbox)
+        assert os.sched_getscheduler(server) == os.SCHED_OTHER and os.getpriority(os.PRIO_PROCESS, server) <= base
+
+
+# A server that gets no CPU time, played by one that is stopped -----------------------------------------------------------
+
+
+@AS_ROOT
+@pytest.mark.parametrize("spec", [SPEC, ALONE], ids=["shared", "alone"])
+@pytest.mark.parametrize("kind", ["exec", "python", "session"])
+async def test_programs_that_keep_their_server_from_answering_time_out(backend, kind, spec, monkeypatch):
+    if backend.name == "bubblewrap":
+        spec = SPEC
+    monkeypatch.setattr(channel_sandbox, "GRACE_S", 0.5)
+    sandbox = await backend.open(spec)
+    server, agent = await server_of(sandbox)
+    calls = {
+        "exec": lambda: sandbox.exec(["python3", "-I", "-c", SPIN], timeout_s=1),
+        "python": lambda: sandbox.python(SPIN, timeout_s=1),
+        "session": lambda: sandbox.python(SPIN, timeout_s=1, session="main"),
+    }
+    call = asyncio.create_task(calls[kind]())
+    await until(lambda: len(running(agent)) >= 2)
+    os.kill(server, signal.SIGSTOP)
+    try:
+        await until(lambda: not running(agent))  # ended from outside
+        assert not call.done()
+    finally:
+        os.kill(server, signal.SIGCONT)
+    result = await call
+    assert result.reason == "timeout"
+    assert (await sandbox.python("print(6 * 7)", timeout_s=10)).stdout == "42\n", "the sandbox goes on"
+
+
+@AS_ROOT
+async def test_a_server_that_answers_late_with_no_program_to_blame_is_a_fault_of_the_machine(backend, monkeypatch):
+    monkeypatch.setattr(channel_sandbox, "GRACE_S", 0.5)
+    monkeypatch.setattr(channel, "UNRELIEVED_S", 0.5)
+    sandbox = await backend.open(SPEC)
+    server, _ = await server_of(sandbox)
+    os.kill(server, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(SandboxTimeout, match="no answer to python"):
+        await sandbox.python("print(1)", timeout_s=1)
+    assert time.monotonic() - start < 10
+
+
+@AS_ROOT
+@pytest.mark.parametrize("call", ["write", "read", "snapshot", "restore"])
+async def test_programs_left_behind_keep_no_file_operation_from_its_end(backend, call, monkeypatch):
+    monkeypatch.setattr(channel_sandbox, "FILE_S", 0.5)
+    sandbox = await backend.open(SPEC)
+    await sandbox.write("kept", b"kept")
+    archive = await sandbox.snapshot()
+    await sandbox.exec(["sh", "-c", "(while :; do :; done) & (while :; do :; done) &"], timeout_s=20)
+    server, agent = await server_of(sandbox)
+    calls = {
+        "write": lambda: sandbox.write("new", b"x"),
+        "read": lambda: sandbox.read("kept", max_bytes=10),
+        "snapshot": sandbox.snapshot,
+        "restore": lambda: sandbox.restore(archive),
+    }
+    os.kill(server, signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(calls[call]())
+        await until(lambda: not running(agent))
+    finally:
+        os.kill(server, signal.SIGCONT)
+    await task
+
+
+def test_a_process_number_that_belongs_to_another_by_now_is_not_signalled():
+    """Between the list of processes and the signal the kernel may have given the number away."""
+    mine = residents._seen(os.getpid())
+    Residents(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
+    Residents(server=1, agent=2)._kill(replace(mine, inner=mine.inner + 1))
+    Residents(server=1, agent=2)._kill(Seen(pid=2**22 - 1, parent=0, user=0, inner=1, state="R"))
+
+
+def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
+    def seen(pid, parent, inner, state="R", user=1000):
+        return Seen(pid=pid, parent=parent, user=user, inner=inner, state=state)
+
+    processes = [seen(7, 1, 7), seen(8, 7, 1), seen(9, 8, 2), seen(10, 9, 3), seen(11, 8, 4, "Z"), seen(12, 1, 12), seen(13, 12, 1)]
+    who = Residents(server=1000, agent=1000, top=7)
+    assert [process.pid for process in who._programs(processes)] == [9, 10]
+    assert [process.pid for process in who._servers(processes)] == [8]
+
+
+# Neighbours in a shared container --------------------------------------------------------------------------------------
+
+
+@AS_ROOT
+@pytest.mark.docker
+async def test_a_sandbox_that_ends_slowly_leaves_its_neighbours_alone(root, monkeypatch, caplog):
+    """The keeper stands still, so it cannot say that a sandbox has ended; the others in its container are used on, and no new one comes."""
+    monkeypatch.setattr(shared, "ENDING_S", 0.3)
+    backend = select_backend("docker", run_label="test", root=root)
+    await backend.prepare(SPEC)
+    one, other = await backend.open(SPEC), await backend.open(SPEC)
+    (container,) = [container for here in backend._shared._containers.values() for container in here]
+    (keeper,) = [pid for pid in processes_of("keep:/agentrl/link") if parent_of(await server_of(other)) == pid]
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        await one.close()
+        assert "did not end" in caplog.text
+        assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
+        assert not container.has_room
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+    third = await backend.open(SPEC)
+    assert (await third.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
+    assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
+    await other.close()
+    await backend.close()
+
+
+def parent_of(server):
+    return next(process.parent for process in residents._all() if process.pid == server[0])
+
+
+# The kinds, some at once -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+async def test_whatever_spins_is_scored(backend, kind):
+    """`python benchmarks/sandbox_spin.py` does this with 128 at once."""
+    outcome = await spun(backend, SPEC, kind, count=6, seconds=1.5)
+    assert set(outcome.ends) <= SCORED[kind], outcome
+    assert outcome.neighbour == "" and outcome.after == {"answers": 6}, outcome
