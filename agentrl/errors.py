@@ -45,6 +45,10 @@ class InfrastructureError(AgentRLError, RuntimeError):
     """A fault of a machine, process or network. Never becomes a reward."""
 
 
+class ToolUnavailable(InfrastructureError):
+    """A tool on this machine, an MCP server or what they call failed, and not because of the arguments (`agentrl.outages`)."""
+
+
 class SandboxError(InfrastructureError):
     """The sandbox or its daemon failed, not the program that ran in it."""
 

@@ -275,6 +275,7 @@ class ToolSource(Protocol):
     servers: Mapping[str, Any]
     bounds: Mapping[str, Any]
     words: Mapping[str, Any]
+    record: Any  # how the tools answered so far (`agentrl.agent.provoked.CallRecord`)
 
 
 class EpisodeMemory(Protocol):

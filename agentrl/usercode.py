@@ -19,7 +19,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 from agentrl.causes import leaves, location
-from agentrl.errors import SandboxUnavailable
+from agentrl.errors import InfrastructureError, SandboxUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -258,10 +258,10 @@ async def threaded(code: Callable[[], T], *, what: str) -> T:
     leaves it to itself, and it does not keep the program from ending.
 
     Raises:
-        RuntimeError: `MAX_THREADS` of them are still running.
+        InfrastructureError: `MAX_THREADS` of them are still running.
     """
     if not _threads.acquire(blocking=False):
-        raise RuntimeError(f"{MAX_THREADS} threads of tools are still running")
+        raise InfrastructureError(f"{MAX_THREADS} threads of tools are still running\n  fix: bound what blocks in the tools with timeouts")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 

@@ -1,21 +1,25 @@
-"""One tool call. Whatever the tool does, the agent gets an answer in time, and the episode is scored.
+"""One tool call. Whatever the tool does, the agent gets an answer in time and the episode is scored, or the infrastructure is at fault.
 
-A tool that raises on what an agent asks of it, hangs or gives something wrong is answered to the agent as an error: if that were
-a fault of the infrastructure, an agent could leave the training data by asking for it. Faults of the sandbox stay faults of the
-infrastructure, also when a tool hides them.
+A tool that raises on what an agent asks of it or gives something wrong is answered to the agent as an error. An outage of what the
+tool depends on (`agentrl.outages`), and no answer in time from a tool without a sandbox, are faults of the infrastructure: the attempt
+ends and is retried. The exception is an outage that the arguments provoked (`agentrl.agent.provoked`): an agent that could end its
+attempts that way would choose which of them count. Faults of the sandbox are faults of the infrastructure, also when a tool hides them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from agentrl import usercode
+from agentrl.agent.provoked import CallRecord
 from agentrl.agent.tools import MAX_TEXT, Fault, NotAnOutcome, Tool, ToolOutcome, bounds_of, clip
 from agentrl.contract.forwarding import ForwardingSandbox
-from agentrl.errors import InfrastructureError, PluginError, TaskError
+from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
+from agentrl.outages import Outage, outage
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Failure, Limits
 
@@ -47,16 +51,21 @@ async def call_tool(
     limits: Limits,
     *,
     turn: int,
+    attempt: str = "",
+    record: CallRecord | None = None,
     on_lost: Callable[[], None] = lambda: None,
 ) -> Called:
     """Calls a tool with a deadline: `limits.tool_timeout_s`, `SANDBOX_MARGIN_S` more for one that uses the sandbox, and what a server
     may take to be started (`opening_s`). What the tool has of bounds takes the place of these limits.
 
     Args:
+        attempt: id of the episode that calls, for `record`.
+        record: how the run's tools answered so far. Without it every outage is the infrastructure's, and no answer in time the policy's.
         on_lost: told at once when the call makes the sandbox useless, before others that wait for the sandbox fail.
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool says that something else did.
+        ToolUnavailable: what the tool depends on failed, and the arguments did not provoke it.
         TaskError, PluginError: the tool says that the task is wrong.
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
@@ -64,14 +73,20 @@ async def call_tool(
     limits = bounds_of(tool).over(limits)
     margin_s = float(getattr(tool, "opening_s", 0.0)) + (0.0 if sandbox is None else SANDBOX_MARGIN_S)
     what, timeout_s = f"tool {tool.name}", limits.tool_timeout_s + margin_s
-    since = usercode.cancellations()
+    since, started = usercode.cancellations(), time.monotonic()
     try:
         given = await usercode.call(lambda: tool(arguments, watched, limits), what=what, timeout_s=timeout_s)
         called = Called(outcome=checked(given, limits))
+        if record is not None and called.outcome.ok:
+            record.answered(tool.name, attempt=attempt, started=started)
     except BaseException as error:
         usercode.let_go(error, since)
         if (known := usercode.cause(error, InfrastructureError, TaskError, PluginError)) is not None and not (watched and watched.lost):
             raise known from None
+        ours = watched is not None and (watched.lost or watched.error is not None)  # the sandbox's, below
+        out = None if ours else _outage(error, arguments, alone=watched is None and record is not None)
+        if out is not None and not (record is not None and record.provoked(tool.name, attempt=attempt, started=started, late=out.late)):
+            raise _unavailable(what, out, server=isinstance(error, Fault)) from error
         called = Called(outcome=_told(tool.name, error, timeout_s), failure=_failure(what, error, turn))
     if watched is not None and watched.error is not None:
         raise watched.error
@@ -91,6 +106,20 @@ def checked(given: object, limits: Limits) -> ToolOutcome:
     if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
         return given
     return replace(given, output=clip(given.output, limits.tool_output_chars))
+
+
+def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
+    """The outage that ended a call. `alone`: no sandbox takes part, so that a call without an answer in time waited for this machine."""
+    if isinstance(error, Fault):
+        return error.outage
+    if isinstance(error, usercode.Overdue):
+        return Outage(text=usercode.text_of(error, 300), late=True) if alone else None
+    return None if isinstance(error, NotAnOutcome) else outage(error, arguments)
+
+
+def _unavailable(what: str, out: Outage, *, server: bool) -> ToolUnavailable:
+    fix = "start or repair " + ("the server, or what it calls" if server else "what the tool calls; for wrong arguments raise ValueError")
+    return ToolUnavailable(f"{what}: {out.text}\n  fix: {fix}")
 
 
 def _told(name: str, error: BaseException, timeout_s: float) -> ToolOutcome:

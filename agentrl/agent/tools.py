@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from agentrl import usercode
 from agentrl.fields import Record, Text
+from agentrl.outages import Outage
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
 
@@ -32,11 +33,15 @@ class NotAnOutcome(Exception):
 
 
 class Fault(Exception):
-    """A call went wrong in a way that the agent is told of in these words, and that the episode's record keeps as `kind`."""
+    """A call went wrong in a way that the agent is told of in these words, and that the episode's record keeps as `kind`.
 
-    def __init__(self, kind: str, text: str) -> None:
+    With an `outage` it is the infrastructure's instead, unless the arguments provoked it (`agentrl.agent.provoked`).
+    """
+
+    def __init__(self, kind: str, text: str, *, outage: Outage | None = None) -> None:
         super().__init__(text)
         self.kind = kind
+        self.outage = outage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +97,8 @@ class Tool(Protocol):
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Bad arguments are best an outcome with ok=False that tells the agent what is expected.
 
-        An exception, a wrong outcome, or none in time, is answered to the agent as an error, and its episode is scored (see
-        `agentrl.agent.invoke`). `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        An exception, a wrong outcome, or none in time, is answered to the agent as an error, and its episode is scored, unless it is an
+        outage (`agentrl.outages`), which ends the attempt. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
         """
         ...
 

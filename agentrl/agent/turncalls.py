@@ -77,7 +77,16 @@ async def _run(
         given = sandbox if tool.needs_sandbox else None
         limits, turn = episode.task.limits, episode.turn_count
         try:
-            called = await call_tool(tool, arguments, given, limits, turn=turn, on_lost=lambda: _lose(episode))
+            called = await call_tool(
+                tool,
+                arguments,
+                given,
+                limits,
+                turn=turn,
+                attempt=episode.id,
+                record=None if episode.tools is None else episode.tools.record,
+                on_lost=lambda: _lose(episode),
+            )
         except InfrastructureError:
             if given is None or not episode.sandbox_lost:
                 raise

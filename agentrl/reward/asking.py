@@ -13,6 +13,7 @@ from typing import Any
 from agentrl import usercode
 from agentrl.causes import location
 from agentrl.errors import InfrastructureError, PluginError, TaskError
+from agentrl.outages import outage
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Score, Task, Trajectory
 
@@ -67,7 +68,7 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
 
     Raises:
-        InfrastructureError: of the verifier; the caller asks again.
+        InfrastructureError: the verifier raised it, or reached a server that is down (`agentrl.outages`); the caller asks again.
     """
     grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
     since = usercode.cancellations()
@@ -89,6 +90,8 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         if (broken := usercode.cause(error, TaskError) or lacking(task, error, what)) is not None:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
+        if (down := outage(error)) is not None:
+            raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
         usercode.report(what, error)
         return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
 

@@ -72,6 +72,10 @@ def called(name, arguments, count):
     if WAY == "other-kinds":
         kinds = [{"type": "image", "data": "QUJD", "mimeType": "image/png"}, {"type": "resource", "resource": {"uri": "file:///x"}}, 3]
         return {"content": [*kinds, *([{"type": "text", "text": "a\x07\x00b\tc\ud800"}] * 100)], "isError": True}
+    if WAY == "unreachable":
+        return {"content": [{"type": "text", "text": f"Error executing tool {name}: [Errno 111] Connection refused"}], "isError": True}
+    if WAY == "echoes":
+        return {"content": [{"type": "text", "text": f"no notes hold {arguments['text']!r}"}], "isError": True}
     if name == "count":
         return {"content": [], "structuredContent": {"count": count}}
     return {"content": [{"type": "text", "text": arguments["text"] * arguments.get("times", 1)}]}
@@ -94,6 +98,9 @@ def main():
             result = listed(asked["params"].get("cursor"))
         else:
             count += 1
+            if WAY == "internal":
+                say({"jsonrpc": "2.0", "id": asked["id"], "error": {"code": -32603, "message": "Internal error"}})
+                continue
             if WAY == "refuses":
                 say({"jsonrpc": "2.0", "id": asked["id"], "error": {"code": -32602, "message": "\x1b[31mwrong " + "x" * 9999}})
                 continue

@@ -15,7 +15,7 @@ from agentrl import codec
 from agentrl.agent import ToolOutcome, invoke, load_tools
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.tools import Tool, function_schema
-from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskError
+from agentrl.errors import InfrastructureError, PluginError, SandboxError, TaskError, ToolUnavailable
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, EpisodeState, ExecResult, Limits, SandboxSpec, Task
 from agentrl.rollout import Capture
@@ -136,7 +136,6 @@ class NotAwaited(Own):
     [
         (raising(SystemExit(2)), "SystemExit", "error: own failed: SystemExit: 2"),
         (raising(MemoryError()), "MemoryError", "error: own failed: MemoryError"),
-        (raising(TimeoutError("at the bank")), "TimeoutError", "error: own failed: TimeoutError: at the bank"),
         (raising(asyncio.CancelledError()), "CancelledError", "error: own failed: CancelledError"),
         (raising(KeyError("\x1b[2J\ud800" + "x" * 9000)), "KeyError", "error: own failed: KeyError: '\\x1b[2J\\ud800xx"),
         (raising(KeyError(10**5000)), "KeyError", "error: own failed: KeyError: (its text cannot be shown)"),
@@ -163,6 +162,17 @@ async def test_what_a_tool_gives_is_cut_to_what_can_be_shown_and_stored() -> Non
     called = await call_tool(giving(ToolOutcome(output="a" * 3_000_000 + "\ud83d", ok=True, answer="b\ud83d")), {}, None, LIMITS, turn=1)
     assert called.failure is None and called.outcome.ok is True and called.outcome.answer == "b\ufffd"
     assert len(called.outcome.output) < 500 and "characters cut" in called.outcome.output and called.outcome.output.endswith("a\ufffd")
+
+
+OUTAGES = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("at the bank"), RuntimeError("503 Service Unavailable")]
+
+
+@pytest.mark.parametrize("error", [*OUTAGES, ExceptionGroup("g", [KeyError("x"), OUTAGES[0]])])
+async def test_an_outage_of_what_a_tool_calls_is_no_fault_of_the_policy(error: Exception) -> None:
+    with pytest.raises(ToolUnavailable, match=r"tool own: .*\n  fix: "):
+        await call_tool(raising(error), {"text": "a"}, None, LIMITS, turn=1)
+    called = await call_tool(raising(error), {"url": "http://10.0.0.1/"}, None, LIMITS, turn=1)
+    assert called.failure is not None and called.failure.blame is Blame.POLICY, "the agent chose the address"
 
 
 @pytest.mark.parametrize("error", [SandboxError("gone"), InfrastructureError("no licence server"), TaskError("no data"), PluginError("?")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from agentrl.agent.mcp.messages import Wrong
 from agentrl.agent.mcp.offers import Offer, changed, offer, offers
 from agentrl.agent.mcp.places import SESSION
 from agentrl.agent.mcp.servers import Connection, RunTools, Server
+from agentrl.agent.provoked import CallRecord
 from agentrl.agent.tools import Bounds
-from agentrl.errors import InfrastructureError, TaskError
+from agentrl.errors import InfrastructureError, TaskError, ToolUnavailable
 from agentrl.records import Blame, Limits, SandboxSpec
 from agentrl.sandbox import select_backend
 from agentrl.sections.tools import MCPConfig
@@ -47,7 +49,16 @@ def pinned(server: Server) -> Server:
 class Episode:
     """What an episode has of a server."""
 
-    def __init__(self, server: Server, saved: Any = None, bounds: dict[str, Bounds] | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        saved: Any = None,
+        bounds: dict[str, Bounds] | None = None,
+        *,
+        record: CallRecord | None = None,
+        attempt: str = "",
+    ) -> None:
+        self.record, self.attempt = record, attempt
         self.tools = load_tools((f"mcp:{server.name}",), saved, RunTools(servers={server.name: server}, bounds=bounds or {}))
 
     async def __aenter__(self) -> Episode:
@@ -57,7 +68,7 @@ class Episode:
         await self.tools.close(timeout_s=5.0)
 
     async def use(self, name: str, limits: Limits = LIMITS, **arguments: Any) -> Called:
-        return await call_tool(self.tools[name], arguments, None, limits, turn=1)
+        return await call_tool(self.tools[name], arguments, None, limits, turn=1, record=self.record, attempt=self.attempt)
 
 
 async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> None:
@@ -81,13 +92,11 @@ async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> 
 @pytest.mark.parametrize(
     ("way", "kind", "says"),
     [
-        ("dies", "mcp_died", "it has ended (exit code 3): "),
-        ("hangs", "mcp_timeout", "no answer within 0.5 s, and was ended; the next call starts it anew"),
         ("floods", "mcp_flood", "more than 1048576 bytes"),
         ("chatters", "mcp_flood", "more than 1048576 bytes"),
-        ("nonsense", "mcp_garbage", "neither a result nor an error"),
         ("refuses", "", "error: echo: \ufffd[31mwrong xxx"),
         ("asks", "", "[false, true]"),
+        ("echoes", "", "no notes hold 'connection refused'"),
         (
             "other-kinds",
             "",
@@ -95,11 +104,10 @@ async def test_a_server_is_the_episodes_own_and_its_tools_are_what_it_says() -> 
         ),
     ],
 )
-async def test_a_server_that_misbehaves_when_it_is_called_is_the_policys_doing(way: str, kind: str, says: str) -> None:
+async def test_what_a_server_says_of_a_request_is_told_to_the_agent(way: str, kind: str, says: str) -> None:
     async with Episode(pinned(hostile(way))) as episode:
-        # a deadline that it cannot keep, where that is what is tried
-        started, limits = time.monotonic(), replace(LIMITS, tool_timeout_s=0.5 if way == "hangs" else 20.0)
-        done = await episode.use("echo", limits, text="a")
+        started = time.monotonic()
+        done = await episode.use("echo", replace(LIMITS, tool_timeout_s=20.0), text="connection refused" if way == "echoes" else "a")
         assert time.monotonic() - started < 15
         assert says in done.outcome.output and len(done.outcome.output) < 1200
         assert done.outcome.output.replace("\n", "").isprintable()
@@ -107,11 +115,53 @@ async def test_a_server_that_misbehaves_when_it_is_called_is_the_policys_doing(w
         assert done.failure is None or (done.failure.blame is Blame.POLICY and done.outcome.ok is False)
 
 
+FAILING = [
+    ("dies", "mcp_died", "it has ended (exit code 3): "),
+    ("hangs", "mcp_timeout", "no answer within 1 s, and was ended; the next call starts it anew"),
+    ("nonsense", "mcp_garbage", "neither a result nor an error"),
+    ("internal", "mcp_outage", "Internal error"),
+    ("unreachable", "mcp_outage", "[Errno 111] Connection refused"),
+]
+
+
+@pytest.mark.parametrize(("way", "kind", "says"), FAILING)
+async def test_a_server_outside_that_fails_is_no_fault_of_the_policy(way: str, kind: str, says: str) -> None:
+    limits = replace(LIMITS, tool_timeout_s=1.0 if way == "hangs" else 20.0)
+    async with Episode(pinned(hostile(way))) as episode:
+        with pytest.raises(ToolUnavailable, match="tool echo: ") as error:
+            await episode.use("echo", limits, text="a")
+        assert says.partition(";")[0] in str(error.value) and "\n  fix: " in str(error.value)
+
+
+@pytest.mark.parametrize(("way", "kind", "says"), FAILING)
+async def test_a_server_that_fails_in_each_attempt_of_an_episode_and_answers_others_was_provoked(way: str, kind: str, says: str) -> None:
+    limits, record = replace(LIMITS, tool_timeout_s=1.0 if way == "hangs" else 20.0), CallRecord()
+    async with Episode(pinned(hostile(way)), record=record, attempt="g000000-0-a0") as first:
+        with pytest.raises(ToolUnavailable):
+            await first.use("echo", limits, text="a")
+    async with Episode(pinned(hostile("honest")), record=record, attempt="g000000-1-a0") as other:
+        assert (await other.use("echo", text="b")).outcome.ok
+    async with Episode(pinned(hostile(way)), record=record, attempt="g000000-0-a1") as second:
+        done = await second.use("echo", limits, text="c")
+    assert done.failure is not None and (done.failure.blame, done.failure.kind) == (Blame.POLICY, kind)
+    assert says in done.outcome.output and not done.outcome.ok
+    async with Episode(pinned(hostile(way)), record=record, attempt="g000000-2-a0") as third:
+        with pytest.raises(ToolUnavailable):
+            await third.use("echo", limits, text="d")
+
+
 async def test_a_server_that_keeps_failing_is_given_up_for_the_episode() -> None:
-    async with Episode(pinned(hostile("dies"))) as episode:
+    async with Episode(pinned(hostile("floods"))) as episode:
         kinds = [(done.failure.kind if done.failure else "") for done in [await episode.use("echo", text="a") for _ in range(5)]]
-        assert kinds == ["mcp_died"] * 3 + ["mcp_given_up"] * 2
+        assert kinds == ["mcp_flood"] * 3 + ["mcp_given_up"] * 2
         assert "is not asked again in this episode" in (await episode.use("echo", text="a")).outcome.output
+
+
+async def test_a_server_outside_that_cannot_be_started_again_is_no_fault_of_the_policy() -> None:
+    missing = replace(pinned(hostile("honest")), config=MCPConfig(host_command=("/nowhere/at/all",)))
+    async with Episode(missing, {"mcp:it": {"used": True}}) as resumed:
+        with pytest.raises(ToolUnavailable, match="FileNotFoundError"):
+            await resumed.use("echo", text="a")
 
 
 @pytest.mark.parametrize("way", ["changed", "no-tools", "endless", "old", "never-starts"])
@@ -186,11 +236,19 @@ async def test_programs_outside_get_no_secret_and_end_with_their_episode(monkeyp
         os.kill(pid, 0)
 
 
+PLAIN_ECHO = {"name": "echo", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
+
+
+def over_http(url: str) -> Server:
+    return Server(name="it", config=MCPConfig(url=url), root=HOSTILE.parent, offers=offers([PLAIN_ECHO], ()))
+
+
 class Scripted(BaseHTTPRequestHandler):
     """An MCP server over HTTP that does what its path says."""
 
     protocol_version = "HTTP/1.1"
     ended: list[str] = []  # noqa: RUF012
+    heard: list[str] = []  # noqa: RUF012
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -202,14 +260,21 @@ class Scripted(BaseHTTPRequestHandler):
             self.send_header("content-length", "0")
             return self.end_headers()
         hello = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
-        echo = {"name": "echo", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
-        given = {"initialize": hello, "tools/list": {"tools": [echo]}}.get(asked["method"])
+        given = {"initialize": hello, "tools/list": {"tools": [PLAIN_ECHO]}}.get(asked["method"])
         if given is None:
             given = {"content": [{"type": "text", "text": f"{asked['params']['arguments']['text']} {self.headers['mcp-session-id']}"}]}
             if self.path == "/flood":
                 return self.answer(200, b"x" * 3_000_000)
-            if self.path == "/broken":
-                return self.answer(500, b"no")
+            if self.path.startswith("/status/"):
+                return self.answer(int(self.path.rpartition("/")[2]), b"no")
+            if self.path in ("/empty", "/page"):
+                return self.answer(200, b"" if self.path == "/empty" else b"<html>we are down for maintenance</html>")
+            if self.path in ("/drop", "/hang"):
+                time.sleep(2.0 if self.path == "/hang" else 0.0)
+                return self.connection.shutdown(socket.SHUT_RDWR)
+            if self.path == "/forgets" and asked["params"]["arguments"]["text"] == "b" and "b" not in self.heard:
+                self.heard.append("b")
+                return self.answer(404, b"no such session")
         reply = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": given}).encode()
         if self.path == "/events":
             reply = b': hello\r\n\r\nevent: message\r\ndata: {"method": "x", "id": 1}\r\n\r\ndata: ' + reply + b"\r\n\r\n"
@@ -226,6 +291,7 @@ class Scripted(BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+        self.close_connection = self.path == "/closing"
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -249,15 +315,57 @@ async def test_a_server_over_http(address: str) -> None:
             done = await asyncio.gather(*(episode.use("echo", text=f"{n}") for n in range(3)))
             assert [one.outcome.output for one in done] == ["0 s1", "1 s1", "2 s1"]
         assert Scripted.ended[-1] == "s1", "a session ends with its episode"
-    kinds = {"/flood": "mcp_flood", "/broken": "mcp_died"}
-    for path, kind in kinds.items():
+    for path, kind in {"/flood": "mcp_flood", "/status/400": "", "/status/413": "", "/status/422": ""}.items():
         async with Episode(replace(server, config=MCPConfig(url=address + path))) as episode:
             done_one = await episode.use("echo", text="a")
-            assert done_one.failure is not None and done_one.failure.kind == kind
+            assert (done_one.failure.kind if done_one.failure else "") == kind and not done_one.outcome.ok
     for url in (f"{address}/elsewhere", "http://127.0.0.1:9/"):
         async with Episode(replace(server, config=MCPConfig(url=url))) as episode:
             with pytest.raises(InfrastructureError):
                 await episode.use("echo", text="a")
+
+
+OVER_HTTP = [
+    "/status/401",
+    "/status/403",
+    "/status/429",
+    "/status/500",
+    "/status/502",
+    "/status/503",
+    "/status/504",
+    "/empty",
+    "/page",
+    "/drop",
+]
+
+
+@pytest.mark.parametrize("path", [*OVER_HTTP, "/hang"])
+async def test_a_server_over_http_that_does_not_answer_a_call_is_no_fault_of_the_policy(path: str, address: str) -> None:
+    server = over_http(address + path)
+    async with Episode(server) as episode:
+        with pytest.raises(ToolUnavailable, match="tool echo: "):
+            await episode.use("echo", replace(LIMITS, tool_timeout_s=0.5 if path == "/hang" else 5.0), text="a")
+
+
+async def test_a_server_that_has_forgotten_a_session_is_given_another(address: str) -> None:
+    """A server that was restarted answers 404 to the sessions it had, and the protocol has the client begin another."""
+    server = over_http(address + "/forgets")
+    async with Episode(server) as episode:
+        assert (await episode.use("echo", text="a")).outcome.output == "a s1"
+        again = await episode.use("echo", text="b")
+        assert again.outcome.output == "note: the server it was started anew; what it kept is gone\nb s1" and again.failure is None
+
+
+async def test_a_server_that_is_gone_after_it_was_called_is_no_fault_of_the_policy() -> None:
+    held = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=held.serve_forever, daemon=True).start()
+    server = over_http(f"http://127.0.0.1:{held.server_address[1]}/closing")
+    async with Episode(server) as episode:
+        assert (await episode.use("echo", text="a")).outcome.output == "a s1"
+        held.shutdown()
+        held.server_close()
+        with pytest.raises(ToolUnavailable, match="ConnectError"):
+            await episode.use("echo", text="a")
 
 
 STOP = """

@@ -131,6 +131,22 @@ async def test_a_fault_of_the_sandboxes_is_tried_again_and_then_unscored_never_0
         assert score.blame is Blame.INFRASTRUCTURE and "daemon is gone" in score.reason
 
 
+OUTAGES = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("late"), ExceptionGroup("g", [RuntimeError("HTTP 503")])]
+
+
+@pytest.mark.parametrize(("faults", "value"), [(2, 1.0), (3, None)])
+@pytest.mark.parametrize("error", OUTAGES)
+async def test_a_server_that_a_verifier_does_not_reach_is_asked_again_and_then_the_machines_fault(
+    error: Exception, faults: int, value: float | None
+) -> None:
+    verifier = InSandboxes(faults, error)
+    scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})
+    score = await scorer(replace(task(), verifiers=("v",)), EPISODE)
+    assert score.value == value and len(verifier.seen) == 3
+    if value is None:
+        assert score.blame is Blame.INFRASTRUCTURE and "reached nothing that answers" in score.reason
+
+
 async def test_a_task_that_is_wrong_is_unscored_at_once() -> None:
     verifier = InSandboxes(9, TaskError("the tests do not load"))
     scorer = TaskScorer(sandboxes=ScriptedSandboxes(printing("")), _verifiers={"v": verifier})

@@ -305,6 +305,8 @@ def expected(awaits: Awaits) -> str:
     if "_judge_once" in " ".join(where) or "judge" in where:
         return "unscored"
     in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which is called so, too
+    if in_tool and isinstance(error, TimeoutError) and not any(name.startswith("Box.") for name in where):
+        return "fault"  # what the tool waits for did not answer
     if in_tool and not ours and (isinstance(error, ARGUMENT_FAULTS) or not any(name.startswith("Box.") for name in where)):
         return "tool"
     return "fault"
@@ -361,7 +363,7 @@ async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any
         if not isinstance(error, PluginError):
             assert [failure is None for failure in scene.told] == [became in ("nothing", "tool")]
     assert seen["fault"] > 5 and seen["nothing"] > 3 and seen["unscored"]
-    assert (seen["tool"] > 3) != isinstance(error, OURS_OR_GROUP)
+    assert (seen["tool"] > 3) != isinstance(error, (*OURS_OR_GROUP, TimeoutError))
 
 
 @pytest.mark.slow

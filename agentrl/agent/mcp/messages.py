@@ -13,6 +13,7 @@ from agentrl.usercode import printable
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
 """Pieces of content that one result is read for."""
+_INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; connection closed and request timeout of the MCP SDKs
 _CLIENT = {"name": "agentrl", "version": "1"}
 
 
@@ -21,7 +22,11 @@ class Wrong(Exception):
 
 
 class Refused(Exception):
-    """The server answered with an error of the protocol, whose text this is."""
+    """The server answered with an error of the protocol, whose text this is. `internal`: its code says that the server is at fault."""
+
+    def __init__(self, text: str, *, internal: bool = False) -> None:
+        super().__init__(text)
+        self.internal = internal
 
 
 def request(number: int, method: str, parameters: Mapping[str, Any]) -> str:
@@ -47,7 +52,7 @@ def result(line: bytes) -> dict[str, Any]:
         return found
     error = answer.get("error") if isinstance(answer, dict) else None
     if isinstance(error, dict):
-        raise Refused(clean(error.get("message"), 500) or "an error without words")
+        raise Refused(clean(error.get("message"), 500) or "an error without words", internal=error.get("code") in _INTERNAL)
     raise Wrong("an answer with neither a result nor an error")
 
 

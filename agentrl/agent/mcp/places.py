@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl import usercode
 from agentrl.agent.inside import line as inside_line
-from agentrl.agent.mcp.messages import clean
+from agentrl.agent.mcp.messages import Refused, clean
 from agentrl.protocols import Sandbox
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ MAX_BYTES = 1 << 20
 """Of one answer; four times as many of all that a server says before it."""
 SESSION = "mcp"
 """The sandbox session in which the programs of servers are kept."""
+_OF_THE_REQUEST = (400, 413, 414, 415, 422, 431)
 _SLACK_S = 5.0  # that a sandbox may take beyond the time that the program is given
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; no key of anybody's is among them
 _MOST_STDERR = 300
@@ -52,7 +53,8 @@ class Place(Protocol):
     """One connection to one server, which is started by the first question."""
 
     async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """Sends messages and gives the line that answers request `until`. Raises `Unanswered`.
+        """Sends messages and gives the line that answers request `until`. Raises `Unanswered`, and `Refused` for a request that the
+        transport does not take.
 
         Args:
             begin: start the server anew.
@@ -171,7 +173,7 @@ class OverHTTP:
                 self._session = clean(response.headers.get("mcp-session-id", ""), 200)
             body, taken = b"", 0
             if response.status_code >= 400:
-                raise Unanswered("ended", f"it answered with status {response.status_code}")
+                raise _by_status(response.status_code, in_session=bool(headers.get("mcp-session-id")))
             if "id" not in json.loads(message):
                 return b""
             events = response.headers.get("content-type", "").startswith("text/event-stream")
@@ -197,6 +199,14 @@ class OverHTTP:
             with contextlib.suppress(Exception):  # whatever it is, the connection ends
                 await client.delete(self._url, headers={"mcp-session-id": session}, timeout=2.0)
         await client.aclose()
+
+
+def _by_status(status: int, *, in_session: bool) -> Unanswered | Refused:
+    """What a status that is no success means. Only some say that the request was wrong: address and key are the recipe's."""
+    text = f"it answered with status {status}"
+    if status == 404 and in_session:  # so says the protocol
+        return Unanswered("gone", "its session has ended")
+    return Refused(text) if status in _OF_THE_REQUEST else Unanswered("ended", text)
 
 
 def _trusted(url: str) -> ssl.SSLContext | bool:

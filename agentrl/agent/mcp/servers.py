@@ -1,8 +1,9 @@
 """The servers of a run, and an episode's connection to one of them.
 
-Whose fault it is when a server gives no answer: the policy's, once its episode has called the server, and always where the server is its
-neighbour in the sandbox; else an agent could leave the training data by ending it. A server outside that is not there, or not the
-one that the run began with, before this episode has asked anything of it, is a fault of the infrastructure.
+Whose fault it is when a server gives no answer. In the sandbox the server is the agent's neighbour, which can kill it and take its place:
+always the policy's. A server outside that cannot be started, is not the one that the run began with, dies, does not answer in time,
+answers with nonsense, or reports an outage is a fault of the infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
+What is wrong with a request, and an answer that is too long, is the policy's.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from agentrl.agent.mcp import messages
 from agentrl.agent.mcp.messages import Refused, Wrong
 from agentrl.agent.mcp.offers import MAX_PAGES, MAX_TOOLS, Offer, changed
 from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place, Unanswered
+from agentrl.agent.provoked import CallRecord
 from agentrl.agent.tools import FREE, Bounds, Fault, ToolOutcome
 from agentrl.agent.wording import Words
 from agentrl.errors import InfrastructureError, TaskError
+from agentrl.outages import Outage, outage_in
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
 from agentrl.sections.tools import MCPConfig
@@ -80,7 +83,8 @@ class Connection:
             usercode.report(what, error)
 
     async def call(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """One call of one of its tools. Raises `Fault`, and `InfrastructureError` for a server outside that was not there to begin with."""
+        """One call of one of its tools. Raises `Fault`, and `InfrastructureError` for a server outside that this episode has not called
+        before and that is not there."""
         if self.server.config.together:
             async with self._lock:
                 note = await self._ready(sandbox)
@@ -112,7 +116,7 @@ class Connection:
             if outside and not before:
                 raise InfrastructureError(f"MCP server {self.server.name}: {text}")
             self._given_up = text
-            raise Fault("mcp_changed", text)
+            raise Fault("mcp_changed", text, outage=Outage(text=f"MCP server {self.server.name}: {text}") if outside else None)
         self._open = True
         return f"note: the server {self.server.name} was started anew; what it kept is gone\n" if before else ""
 
@@ -150,12 +154,21 @@ class Connection:
             line = await self._place.ask([asked], number, begin=False, sandbox=sandbox, timeout_s=limits.tool_timeout_s)
             outcome = messages.outcome(messages.result(line), limits.tool_output_chars)
         except Refused as error:
+            if not self.server.in_sandbox and (error.internal or outage_in(str(error), arguments)):
+                raise self._out(str(error)) from None
             return ToolOutcome(output=f"{note}error: {offer.name}: {error}", ok=False)
         except (Unanswered, Wrong) as error:
-            if isinstance(error, Unanswered) and error.ending == "gone" and not first and not note:
+            once_more = not first and not note and not self.server.config.together
+            if isinstance(error, Unanswered) and error.ending == "gone" and once_more:
                 raise _Gone from None
             raise self._fault(error) from None
+        if not outcome.ok and not self.server.in_sandbox and outage_in(outcome.output, arguments):
+            raise self._out(outcome.output)
         return replace(outcome, output=note + outcome.output)
+
+    def _out(self, text: str) -> Fault:
+        """An outage that a server outside reports of itself or of what it calls; the connection stays."""
+        return Fault("mcp_outage", text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
     def _fault(self, error: Exception) -> Fault:
         """Counts a failure, after which the next call starts the server anew, or does not."""
@@ -166,7 +179,9 @@ class Connection:
             self._given_up = f"it has failed {self._failures} times"
         kind = ENDINGS[error.ending] if isinstance(error, Unanswered) else "mcp_garbage"
         again = "" if self._given_up else "; the next call starts it anew"
-        return Fault(kind, f"the server {self.server.name} failed: {error}{again}")
+        text, ending = f"the server {self.server.name} failed: {error}", getattr(error, "ending", "")
+        outside = not self.server.in_sandbox and ending != "flood"
+        return Fault(kind, f"{text}{again}", outage=Outage(text=text, late=ending == "late") if outside else None)
 
 
 class _Gone(Exception):
@@ -199,6 +214,7 @@ class RunTools:
     servers: Mapping[str, Server]
     bounds: Mapping[str, Bounds]
     words: Mapping[str, Words] = field(default_factory=dict)
+    record: CallRecord = field(default_factory=CallRecord, compare=False, repr=False)
 
 
 NO_TOOLS = RunTools(servers={}, bounds={})

@@ -1,0 +1,192 @@
+"""A backend that is down costs no episode its score, and an agent cannot leave the training data by calling one that is up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from agentrl.agent.mcp import RunTools
+from agentrl.errors import InfrastructureError
+from agentrl.failure.rate import FaultRate
+from agentrl.records import Blame, Episode, Failure, Group, Score, Task
+from agentrl.rollout import GroupRunner, group
+from agentrl.testing import ScriptedPolicy
+from tests.rollout.backend_tools import BACKEND
+
+SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_call>'
+
+
+def calling(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Backend(BaseHTTPRequestHandler):
+    """Answers what `statuses` says of a path, which may change; 200 else."""
+
+    statuses: dict[str, int] = {}  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self.send_response(self.statuses.get(self.path, self.statuses.get("*", 200)))
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def backend() -> Iterator[dict[str, int]]:
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Backend)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    BACKEND["url"] = f"http://127.0.0.1:{served.server_address[1]}"
+    Backend.statuses = {}
+    yield Backend.statuses
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "RETRY_S", 0.0)
+
+
+def nobody() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+async def by_answer(task: Task, episode: Episode) -> Score:
+    return Score(value=float(episode.answer == "3"))
+
+
+class Run:
+    """Groups of attempts at a task with one tool, and what the run counts of them."""
+
+    def __init__(self, make_runner: Any, tokenizer: Any, task: Task, name: str, script: Callable[[int, str], str]) -> None:
+        limits = replace(task.limits, turns=4, turn_tokens=400, episode_tokens=4000)
+        self.task = replace(task, tools=(f"tests.rollout.backend_tools:{name}", "submit"), limits=limits)
+        self.told: list[Failure | None] = []
+        runner = replace(make_runner(ScriptedPolicy(tokenizer, script)), tools=RunTools(servers={}, bounds={}))
+        self.groups = GroupRunner(
+            runner=runner, score=by_answer, slots=asyncio.Semaphore(1), group_size=4, max_retries=2, on_attempt=self.told.append
+        )
+
+    async def group(self, index: int = 0) -> Group:
+        return await self.groups.group(index, self.task)
+
+    @property
+    def faults(self) -> list[Failure]:
+        return [one for one in self.told if one is not None]
+
+
+def uses(name: str, **arguments: Any) -> Callable[[int, str], str]:
+    return lambda turn, episode: calling(name, **arguments) if turn == 0 else SUBMIT
+
+
+async def test_a_backend_that_refuses_connections_leaves_every_episode_unscored_and_pauses_the_run(
+    make_runner: Any, tokenizer: Any, task: Task
+) -> None:
+    BACKEND["url"] = nobody()
+    run, rate = Run(make_runner, tokenizer, task, "look_up", uses("look_up", key="a")), FaultRate(0.5, concurrency=1)
+    for index in range(3):
+        done = await run.group(index)
+        assert done.scored == () and all(one.score.value is None for one in done.episodes)
+    assert len(run.told) == len(run.faults) == 3 * 4 * 3, "each attempt is retried twice"
+    assert {(one.stage, one.kind, one.blame) for one in run.faults} == {("tool", "ToolUnavailable", Blame.INFRASTRUCTURE)}
+    assert "tool look_up: " in run.faults[0].message and "Connection refused" in run.faults[0].message and "fix: " in run.faults[0].message
+    for failure in run.told:
+        rate.attempt(failure)
+    with pytest.raises(InfrastructureError, match=r"36 x tool ToolUnavailable: tool look_up:.*Connection refused"):
+        await asyncio.wait_for(rate.watch(), 1.0)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504, 429, 401])
+async def test_a_backend_that_is_broken_for_all_is_a_fault(
+    status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
+) -> None:
+    backend["*"] = status
+    run = Run(make_runner, tokenizer, task, "look_up", uses("look_up", key="a"))
+    assert (await run.group()).scored == () and len(run.faults) == 12
+
+
+async def test_a_backend_that_comes_back_costs_a_retry(backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task) -> None:
+    backend["*"] = 503
+
+    def script(turn: int, episode: str) -> str:
+        if episode.endswith("-a1"):
+            backend.clear()
+        return uses("look_up", key="a")(turn, episode)
+
+    done = await (run := Run(make_runner, tokenizer, task, "look_up", script)).group()
+    assert [one.score.value for one in done.episodes] == [1.0] * 4 and 1 <= len(run.faults) <= 4
+    assert sum(one.episode.attempt for one in done.episodes) == len(run.faults)
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+async def test_what_the_backend_refuses_is_told_to_the_agent_which_is_scored(
+    status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
+) -> None:
+    backend["*"] = status
+    run = Run(make_runner, tokenizer, task, "look_up", uses("look_up", key="a"))
+    done = await run.group()
+    assert len(done.scored) == 4 and run.faults == []
+    result = done.episodes[0].episode.trajectories[0].turns[0].tool_results[0]
+    assert result.output.startswith(f"error: look_up failed: HTTPError: HTTP Error {status}") and not result.ok
+
+
+async def test_an_agent_that_names_a_dead_address_is_scored(make_runner: Any, tokenizer: Any, task: Task) -> None:
+    run = Run(make_runner, tokenizer, task, "fetch", uses("fetch", url=nobody()))
+    done = await run.group()
+    assert len(done.scored) == 4 and run.faults == []
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_an_agent_that_breaks_each_of_its_attempts_is_scored(
+    status: int, backend: dict[str, int], make_runner: Any, tokenizer: Any, task: Task
+) -> None:
+    """Members 0 and 2 know what the backend fails at, and request it in every attempt, in words that are never the same."""
+    tries = iter(range(1000))
+
+    def script(turn: int, episode: str) -> str:
+        if turn == 0 and episode[:9] in ("g000000-0", "g000000-2"):
+            key = f"bad{next(tries)}"
+            backend[f"/{key}"] = status
+            return calling("look_up", key=key)
+        honest = episode[:9] in ("g000000-1", "g000000-3")
+        if turn < (3 if honest else 0):
+            return calling("look_up", key="good")
+        return SUBMIT.replace('"3"', '"wrong"') if episode.startswith("g000000-0") else SUBMIT
+
+    run = Run(make_runner, tokenizer, task, "look_up", script)
+    run.groups = replace(run.groups, slots=asyncio.Semaphore(4))
+    done = await run.group()
+    assert [one.score.value for one in done.episodes] == [0.0, 1.0, 1.0, 1.0], "scored by what they hand in, as any other"
+    assert [one.episode.attempt for one in done.episodes] == [1, 0, 1, 0] and len(run.faults) == 2
+    (failure,) = done.episodes[0].episode.failures
+    assert (failure.blame, failure.kind, failure.turn) == (Blame.POLICY, "HTTPError", 1)
+    assert f"HTTP Error {status}" in done.episodes[0].episode.trajectories[0].turns[0].tool_results[0].output
+
+
+async def test_a_tool_that_takes_too_long_for_one_and_not_for_others_is_the_agents_doing(
+    make_runner: Any, tokenizer: Any, task: Task
+) -> None:
+    def script(turn: int, episode: str) -> str:
+        slow = episode.startswith("g000000-0")
+        return calling("compute", seconds=30.0 if slow else 0.0) if turn < (1 if slow else 3) else SUBMIT
+
+    run = Run(make_runner, tokenizer, task, "compute", script)
+    run.groups = replace(run.groups, slots=asyncio.Semaphore(4))
+    done = await run.group()
+    assert len(done.scored) == 4 and run.faults == [] and done.episodes[0].episode.attempt == 0
+    assert [one.kind for one in done.episodes[0].episode.failures] == ["tool_timeout"]
+    hangs = Run(make_runner, tokenizer, task, "compute", uses("compute", seconds=30.0))
+    hangs.groups = replace(hangs.groups, slots=asyncio.Semaphore(4))
+    assert (await hangs.group()).scored == () and len(hangs.faults) == 12, "nobody was answered: nothing says that the tool works"
