@@ -19,11 +19,10 @@ from pydantic import Field
 from agentrl.contract.values import number, same_number, whole
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
+from agentrl.reward.configured import SHOWN, Configured, answer_of, need, unfenced, wrong
 from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
 
 DEADLINE_S = 3.0
-_FENCE = "```"
 
 
 class JsonSchema(Configured):
@@ -40,7 +39,7 @@ class JsonSchema(Configured):
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     """None: the task has it, in `data["schema"]`."""
     fenced: bool = False
-    """Whether an answer that is one block fenced by ``` is what stands in it."""
+    """Whether an answer that is one fenced block is what stands in it (`agentrl.reward.configured.unfenced`)."""
     equal: bool = False
     """Whether the answer must also equal the truth."""
     longest: int = Field(100_000, gt=0)
@@ -59,7 +58,7 @@ class JsonSchema(Configured):
         text, problem = answer_of(episode, longest=rules.longest)
         if problem:
             return wrong(problem, **nothing)
-        request = {"schema": schema, "text": _unfenced(text) if rules.fenced else text, "truth": truth}
+        request = {"schema": schema, "text": unfenced(text, "json") if rules.fenced else text, "truth": truth}
         try:
             told = await _worker.judge(request, sound=request | {"text": "null"})
         except AtAnswer as error:
@@ -69,12 +68,6 @@ class JsonSchema(Configured):
         right = not told["misfit"] and (told["equal"] or not rules.equal)
         parts = {"fits": float(not told["misfit"])} | ({"equal": float(told["equal"])} if rules.equal else {})
         return Score(value=float(right), parts=parts, evidence=told["misfit"] or ("" if right else "it does not equal the truth"))
-
-
-def _unfenced(text: str) -> str:
-    if text.startswith(_FENCE) and text.endswith(_FENCE) and text.count(_FENCE) == 2:
-        return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
-    return text
 
 
 def strict_json(text: str) -> Any:

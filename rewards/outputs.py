@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -22,18 +23,18 @@ from agentrl.contract.values import number, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import Configured
+from rewards import bags
 from rewards.json_schema import strict_json
 
 MAX_CELLS = 200_000
-_NEAR = 300  # rows that are compared with a tolerance
 KINDS = ("text", "json", "has", "table", "absent")
 
 
 class Outputs(Configured):
     """1 when every path holds what the truth says, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
 
-    Text is UTF-8; line ends and white space at the end of the file play no part. In tables the order of columns plays no part, nor that of
-    rows unless `row_order`; cells that are numbers are compared as numbers.
+    Text is UTF-8; a byte order mark, line ends and white space at the end of the file play no part. In tables the order of columns plays no
+    part, nor that of rows unless `row_order`; cells that are numbers are compared as numbers.
     """
 
     name: ClassVar[str] = "outputs"
@@ -73,12 +74,15 @@ class Outputs(Configured):
         """What is wrong with a file; empty when it is right."""
         if kind == "absent":
             return "" if data is None else "it is there"
+        written = due if isinstance(due, str) else json.dumps(due, ensure_ascii=False, separators=(",", ":"))
+        if (least := len(written.encode("utf-8", "replace"))) > self.longest:
+            raise _BadTruth(f"{least} bytes, more than an output may have (longest={self.longest})")
         if data is None:
             return "it is missing"
         if len(data) > self.longest:
             return f"{len(data)} bytes, more than {self.longest}"
         try:
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             return "it is not UTF-8"
         if kind == "text":
@@ -107,25 +111,16 @@ class Outputs(Configured):
         places = [given[0].index(name) for name in wanted[0]]
         rows = [tuple(row[place] for place in places) for row in given[1:]]
         due_rows = [tuple(row) for row in wanted[1:]]
+        cells = bags.Cells(near=partial(_same_cell, relative=self.relative), number=_finite, relative=self.relative)
         if self.row_order:
-            return "" if all(map(self._near, rows, due_rows)) else "other rows, or in another order"
-        return "" if self._same_bag(rows, due_rows) else "other rows"
-
-    def _same_bag(self, rows: Sequence[tuple[str, ...]], due: Sequence[tuple[str, ...]]) -> bool:
-        """Whether two bags of rows are equal: rows that are exactly so are taken away, and what remains is paired."""
-        one, other = Counter(rows), Counter(due)
-        rest, left = list((one - other).elements()), list((other - one).elements())
-        if len(rest) > _NEAR:
-            return False
-        for row in rest:
-            place = next((place for place, true in enumerate(left) if self._near(row, true)), None)
-            if place is None:
-                return False
-            del left[place]
-        return True
-
-    def _near(self, one: Sequence[str], other: Sequence[str]) -> bool:
-        return all(a == b or _same_cell(a, b, self.relative) for a, b in zip(one, other, strict=True))
+            same_rows = all(bags.near_rows(row, true, cells) for row, true in zip(rows, due_rows, strict=True))
+            return "" if same_rows else "other rows, or in another order"
+        if bags.crowded(due_rows, cells):
+            raise _BadTruth(
+                f"more than {bags.MAX_CROWD} rows are so near each other that relative={self.relative} cannot tell them apart: "
+                "make it smaller, or set row_order"
+            )
+        return "" if bags.same_bag(rows, due_rows, cells) else "other rows"
 
 
 class _BadTruth(Exception):
@@ -149,7 +144,7 @@ def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> boo
 def table(text: str) -> list[list[str]]:
     """The rows of a CSV text, its header first; cells without white space at their ends. Raises `ValueError`."""
     try:
-        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text.lstrip("\ufeff")), strict=True) if row]
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if row]
     except csv.Error as error:
         raise ValueError(f"no table: {error}") from None
     if not rows or len(set(rows[0])) < len(rows[0]):
@@ -165,9 +160,19 @@ def _lines(text: str) -> str:
     return text.replace("\r\n", "\n").rstrip()
 
 
-def _same_cell(one: str, other: str, relative: float) -> bool:
+def _same_cell(one: str, other: str, *, relative: float) -> bool:
+    if one == other:
+        return True
     given, wanted = number(one), number(other)
     return given is not None and wanted is not None and same_number(given, wanted, relative=relative)
+
+
+def _finite(text: str) -> float | None:
+    value = number(text)
+    try:
+        return None if value is None else float(value)
+    except OverflowError:
+        return None
 
 
 outputs = Outputs()

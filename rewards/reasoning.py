@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.worker import PATIENCE_S
+from agentrl.scores import ROUNDING, reaches
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
 from sandboxes.reasoning.catalogue import speaks, too_long
 
 LONGEST = 1000
 """Characters of an answer that are looked at; four times the true one's where that is more."""
 SHOWN = 80  # characters of an answer quoted as evidence
-NEAR = 1e-9  # a score this close to 1 is full marks: some scorers compute it
 
 _scorers = Scorers()
 _asking = ThreadPoolExecutor(1, thread_name_prefix="reasoning")
@@ -48,13 +48,13 @@ class OwnScorer:
         if wrong := _wrong(name, answer, truth):
             return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
         mark, problem = await _marked(origin, truth, answer)
-        if problem and (await _marked(origin, truth, truth))[0] >= 1 - NEAR:  # the scorer is sound, so the answer is not
+        if problem and reaches((await _marked(origin, truth, truth))[0], 1.0):  # the scorer is sound, so the answer is not
             mark, problem = await _marked(origin, truth, answer)  # once more: the machine may have been slow
             if problem:
                 return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"at answer {answer[:SHOWN]!r} the scorer {problem}")
         if problem:
             return Score(value=None, reason=f"reasoning-gym's scorer of {name} {problem}")
-        exact = float(mark >= 1 - NEAR)
+        exact = float(reaches(mark, 1.0))
         return Score(
             value=exact,
             parts={"exact": exact, "partial": min(max(mark, 0.0), 1.0)},
@@ -68,7 +68,7 @@ async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
         mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
     except (Raised, Stopped) as error:
         return 0.0, str(error)
-    if not -NEAR <= mark <= 1 + NEAR:  # NaN is not
+    if not -ROUNDING <= mark <= 1 + ROUNDING:  # NaN is not
         return 0.0, f"gave {mark}, which is no mark from 0 to 1"
     return mark, ""
 

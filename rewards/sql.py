@@ -4,17 +4,19 @@
 
 Both queries are executed; nothing is judged by how it is written. They run in SQLite, in memory, in a process that is ended at a
 deadline, on a connection that can only read: opened read-only, with an authorizer that lets SELECT, columns and SQLite's harmless
-functions pass, and with bounds on steps, lengths and rows. `sqlglot` only parses: to refuse what is no single query, and to see whether
-the truth orders its rows.
+functions pass, and with bounds on steps, lengths and rows.
 
-A query that names the result's values gives the right result too. So give several databases that differ; a query must be right on all.
+A query that spells out the result gives the right rows too. So both queries are also executed on changed copies of the databases
+(`rewards.sql_copies`): if the true result changes there, the answer's must change with it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,26 +25,34 @@ from pydantic import Field
 from agentrl.contract.values import same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
-from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, need, wrong
+from agentrl.reward.configured import LONGEST, SHOWN, Configured, answer_of, unfenced, wrong
 from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from rewards import bags
+from rewards.sql_copies import altered_copies, changed_copies, smaller
+from rewards.sql_text import orders, statements
 
-DEADLINE_S = 5.0
+DEADLINE_S = 10.0
 MAX_ROWS = 20_000
 MAX_STEPS = 50_000_000  # of SQLite's virtual machine, for one query
 MAX_LENGTH = 1_000_000  # bytes of a value, and of a row
-_NEAR = 1000  # rows that are compared with a tolerance
 _BAD_FUNCTIONS = frozenset({"load_extension", "randomblob", "random", "readfile", "writefile", "edit", "fts3_tokenizer", "zeroblob"})
 
 Row = tuple[Any, ...]
 
 
 class Sql(Configured):
-    """1 when the answer's rows are the truth's on every database, else 0. Settings in `task.data["sql"]`.
+    """1 when the answer's rows are the truth's on every database, and change with the data as the truth's do; else 0.
 
-    Rows are compared as a bag, in order where the truth has an ORDER BY of its own; columns by position, not by name; numbers within
-    `relative`, whole ones exactly.
-    An answer that reads no table where the truth reads one is wrong. A truth that fails, or gives no row on any database, is
-    the task's fault. A truth that orders should leave no ties, or one order of them is right and another wrong.
+    Settings in `task.data["sql"]`. Rows are compared as a bag, in order if the truth has an ORDER BY of its own; columns by position, not
+    by name; numbers within `relative`, whole ones exactly. Comments, semicolons and a fence around the query play no part. A truth that
+    fails, gives no row on any database, or has more rows near each other than can be told apart within `relative`, is the task's fault. A
+    truth that orders should leave no ties, or one order of them is right and another wrong.
+
+    On changed copies of the databases (rows removed or added, other values) on which the truth's rows change, the answer must give the
+    truth's rows for some of the different results (a fifth, and two if there are four), and its rows must change with every column
+    whose values the truth gives or computes with. So an answer that differs from the truth in cases that the databases do not show, such
+    as ties or missing rows, is right. One that gives constants, or reads data without using it, is wrong; so is one from other columns
+    that repeat the truth's data.
     """
 
     name: ClassVar[str] = "sql"
@@ -51,13 +61,10 @@ class Sql(Configured):
     databases: tuple[str, ...] = ()
     """SQL scripts, each of which makes one database. None: the task has them, in `data["databases"]`, a text or a list."""
     ordered: bool | None = None
-    """Whether the order of rows matters. None: where the truth has an ORDER BY."""
+    """Whether the order of rows matters. None: if the truth has an ORDER BY."""
     relative: float = Field(1e-9, ge=0, lt=1)
     after: str = ""
     """The query is what follows the last occurrence of this. Empty: all that was submitted."""
-
-    def model_post_init(self, context: Any) -> None:
-        need("sqlglot")
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         rules = self.of(task)
@@ -65,10 +72,13 @@ class Sql(Configured):
         scripts = [scripts] if isinstance(scripts, str) else list(scripts)
         if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
             raise TaskError(f"task {task.id}: it needs a query as its truth, and data.databases, a list of SQL scripts")
+        if len(truth) > LONGEST:
+            raise TaskError(f"task {task.id}: its true query has {len(truth)} characters, and an answer at most {LONGEST}")
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
         if problem:
             return wrong(problem)
-        request = {"truth": truth, "answer": text, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
+        query = unfenced(text, "sql", "sqlite")
+        request = {"truth": truth, "answer": query, "databases": scripts, "ordered": rules.ordered, "relative": rules.relative}
         try:
             told = await _worker.judge(request, sound=request | {"answer": truth})
         except AtAnswer as error:
@@ -83,55 +93,136 @@ class Refused(Exception):
 
 
 class Result(NamedTuple):
-    """What a query gave, and whether it read a table."""
+    """What a query gave, and the (table, column) pairs of the database that it read."""
 
     rows: list[Row]
     columns: int
-    reads: bool
+    reads: frozenset[tuple[str, str]]
 
 
-def prepare() -> None:
-    """In the process, before anything is asked."""
-    import sqlglot  # noqa: F401
+class _Database(NamedTuple):
+    """A database of the task, open, and what the true query gives on it."""
+
+    connection: sqlite3.Connection
+    name: str
+    wanted: Result
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, str]:
     """In the process: what is wrong with the task, and with the answer; both empty when the answer is right."""
-    truth, answer, told = request["truth"], request["answer"], {"task": "", "wrong": ""}
-    refused, some = _refused(answer), False
-    for number, script in enumerate(request["databases"]):
-        where = f"database {number + 1}"
-        name = f"/agentrl-{next(_numbers)}"
-        writable = sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)
+    truth, answer, relative = request["truth"], request["answer"], request["relative"]
+    ordered = orders(truth) if request["ordered"] is None else request["ordered"]
+    with contextlib.ExitStack() as opened:
         try:
-            writable.executescript(script)
-            writable.commit()
-            wanted = execute(name, truth)
-        except (sqlite3.Error, Refused, ValueError) as error:
-            writable.close()
-            return told | {"task": f"on {where} the truth or the script fails: {str(error)[:300]}"}
-        some |= bool(wanted.rows)
-        try:
-            given = execute(name, answer) if not refused and not told["wrong"] else None
+            databases = [_made(script, truth, f"database {number + 1}", opened) for number, script in enumerate(request["databases"])]
         except Refused as error:
-            told["wrong"] = f"on {where}: {str(error)[:300]}"
-        else:
-            ordered = orders(truth) if request["ordered"] is None else request["ordered"]
-            if given is not None and (difference := differ(given, wanted, ordered=ordered, relative=request["relative"])):
-                told["wrong"] = f"on {where}: {difference}"
-        finally:
-            writable.close()
-    if not some:
-        return told | {"task": "the truth gives no row on any database, so that every query without rows would be right"}
-    return told | ({"wrong": refused} if refused else {})
+            return {"task": str(error), "wrong": ""}
+        if not any(database.wanted.rows for database in databases):
+            return {"task": "the truth gives no row on any database, so that every query without rows would be right", "wrong": ""}
+        if not ordered and any(bags.crowded(database.wanted.rows, _cells(relative)) for database in databases):
+            return {
+                "task": f"more than {bags.MAX_CROWD} rows of the truth are so near each other that relative={relative} cannot tell "
+                "them apart: make it smaller, or order the truth",
+                "wrong": "",
+            }
+        problems = (_wrong(answer, database, f"database {number + 1}", ordered, relative) for number, database in enumerate(databases))
+        return {"task": "", "wrong": next(filter(None, problems), "") or _does_not_follow(truth, answer, databases, relative)}
 
 
 _numbers = count()
 
 
+def _made(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
+    """The database that a script makes. Raises `Refused` when the script or the truth fails."""
+    name = f"/agentrl-{next(_numbers)}"
+    connection = opened.enter_context(contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)))
+    try:
+        connection.executescript(script)
+        connection.commit()
+        return _Database(connection, name, execute(name, truth))
+    except (sqlite3.Error, Refused, ValueError) as error:
+        raise Refused(f"on {where} the truth or the script fails: {str(error)[:300]}") from None
+
+
+def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative: float) -> str:
+    """What is wrong with an answer on a database; empty when it gives the truth's rows."""
+    try:
+        given = execute(database.name, answer)
+    except Refused as error:
+        return f"on {where}: {str(error)[:300]}"
+    difference = differ(given, database.wanted, ordered=ordered, relative=relative)
+    return f"on {where}: {difference}" if difference else ""
+
+
+def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], relative: float) -> str:
+    """How an answer that is right on all databases does not follow their data; empty when it does.
+
+    A true result without rows, or of nothing but 0, NULL and empty texts, is what a query gives by accident: it counts only without others.
+    """
+    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it says something -> true result -> whether the answer gives it
+    with contextlib.ExitStack() as opened:
+        smaller_ones = [_smaller(database, truth, opened) for database in databases]
+        for wanted, given in _on_copies(truth, answer, smaller_ones):
+            same = given is not None and not differ(given, wanted, ordered=False, relative=relative)
+            results, result = shared[_says_something(wanted)], repr(sorted(map(repr, wanted.rows)))
+            results[result] = results.get(result, False) or same
+        results = shared[True] or shared[False]
+        if sum(results.values()) < max(min(2, len(results) // 2), len(results) / 5):
+            return "its rows do not change with the data as the truth's do"
+        unused = next((column for database in smaller_ones for column in _unused(truth, answer, database, relative)), "")
+        return f"its rows do not change with {unused} as the truth's do" if unused else ""
+
+
+def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _Database:
+    """A large database with fewer rows if the truth still says something there, for the many copies of it."""
+    connection, name = opened.enter_context(smaller(database.connection))
+    with contextlib.suppress(Refused):
+        wanted = execute(name, truth)
+        if _says_something(wanted):
+            return _Database(connection, name, wanted)
+    return database
+
+
+def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Iterator[tuple[Result, Result | None]]:
+    """What truth and answer give on each changed copy on which the truth gives other rows; None for an answer that fails there."""
+    for database in databases:
+        original = Counter(database.wanted.rows)
+        for name in changed_copies(database.connection, truth, database.wanted.reads):
+            wanted = _executed(name, truth)
+            if wanted is not None and Counter(wanted.rows) != original:
+                yield wanted, _executed(name, answer)
+
+
+def _unused(truth: str, answer: str, database: _Database, relative: float) -> Iterator[str]:
+    """Columns whose values the truth gives or computes with, and the answer does not."""
+    before = _executed(database.name, answer)
+    for column, name in altered_copies(database.connection, database.wanted.reads):
+        wanted = _executed(name, truth)
+        if wanted is None or len(wanted.rows) != len(database.wanted.rows) or not _says_something(wanted):
+            continue  # its values are compared with something, and given or computed with only perhaps
+        if not differ(wanted, database.wanted, ordered=False, relative=relative):
+            continue
+        after = _executed(name, answer)
+        if before is not None and after is not None and not differ(after, before, ordered=False, relative=relative):
+            yield column
+
+
+def _says_something(result: Result) -> bool:
+    return any(cell not in (None, 0, "") for row in result.rows for cell in row)
+
+
+def _executed(name: str, query: str) -> Result | None:
+    with contextlib.suppress(Refused):
+        return execute(name, query)
+    return None
+
+
 def execute(name: str, query: str) -> Result:
     """The result of a query on the database `name`, read-only. Raises `Refused`."""
-    read: set[str] = set()
+    single = statements(query)
+    if len(single) != 1:
+        raise Refused(f"{len(single)} statements, and one query is wanted")
+    read: set[tuple[str, str]] = set()
     connection = sqlite3.connect(f"file:{name}?vfs=memdb&mode=ro", uri=True)
     try:
         connection.execute("PRAGMA query_only = ON")
@@ -140,7 +231,7 @@ def execute(name: str, query: str) -> Result:
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         connection.set_authorizer(_authorizer(read))
         connection.set_progress_handler(_budget(), 10_000)
-        cursor = connection.execute(query)
+        cursor = connection.execute(single[0])
         if cursor.description is None:
             raise Refused("it gives no rows and no columns")
         rows = cursor.fetchmany(MAX_ROWS + 1)
@@ -150,15 +241,16 @@ def execute(name: str, query: str) -> Result:
         connection.close()
     if len(rows) > MAX_ROWS:
         raise Refused(f"it gives more than {MAX_ROWS:,} rows")
-    return Result(rows, len(cursor.description), bool(read))
+    return Result(rows, len(cursor.description), frozenset(read))
 
 
-def _authorizer(read: set[str]) -> Callable[..., int]:
-    """Lets a query read and compute, and notes the tables that it reads."""
+def _authorizer(read: set[tuple[str, str]]) -> Callable[..., int]:
+    """Lets a query read and compute, and notes the columns that it reads of the database's tables (not of SQLite's own)."""
 
     def allow(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
         if action == sqlite3.SQLITE_READ:
-            read.add(str(first))
+            if not str(first).lower().startswith("sqlite_"):
+                read.add((str(first), str(second or "")))
             return sqlite3.SQLITE_OK
         if action == sqlite3.SQLITE_FUNCTION and str(second).lower() not in _BAD_FUNCTIONS:
             return sqlite3.SQLITE_OK
@@ -172,28 +264,6 @@ def _budget() -> Callable[[], int]:
     return lambda: int(next(left) <= 0)
 
 
-def _refused(query: str) -> str:
-    """Why a text is no single query; empty when it is one, or when sqlglot cannot tell: SQLite decides then."""
-    import sqlglot
-    from sqlglot import exp
-    from sqlglot.errors import SqlglotError
-
-    try:
-        found = [one for one in sqlglot.parse(query, read="sqlite") if one is not None]
-    except (SqlglotError, RecursionError):
-        return ""
-    if len(found) != 1:
-        return f"{len(found)} statements, and one query is wanted"
-    return "" if isinstance(found[0], exp.Query | exp.Values) else f"{found[0].key.upper()} is no query"
-
-
-def orders(query: str) -> bool:
-    """Whether a query orders its rows itself, not only a part of it."""
-    import sqlglot
-
-    return sqlglot.parse_one(query, read="sqlite").args.get("order") is not None
-
-
 def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> str:
     """How two results differ; empty when they do not."""
     if given.columns != wanted.columns:
@@ -202,28 +272,19 @@ def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> 
         return f"{len(given.rows)} rows, not {len(wanted.rows)}"
     if wanted.reads and not given.reads:
         return "it reads no table"
+    cells = _cells(relative)
     if ordered:
-        same = all(_near(one, other, relative) for one, other in zip(given.rows, wanted.rows, strict=True))
+        same = all(bags.near_rows(one, other, cells) for one, other in zip(given.rows, wanted.rows, strict=True))
         return "" if same else "other rows, or in another order"
-    return "" if same_bag(given.rows, wanted.rows, relative) else "other rows"
+    return "" if bags.same_bag(given.rows, wanted.rows, cells) else "other rows"
 
 
-def same_bag(given: Sequence[Row], wanted: Sequence[Row], relative: float) -> bool:
-    """Whether two bags of rows are equal: those that are exactly so are taken away, what remains is paired within the tolerance."""
-    one, other = Counter(given), Counter(wanted)
-    rest, due = list((one - other).elements()), list((other - one).elements())
-    if len(rest) != len(due) or len(rest) > _NEAR:
-        return False
-    for row in rest:
-        place = next((place for place, true in enumerate(due) if _near(row, true, relative)), None)
-        if place is None:
-            return False
-        del due[place]
-    return True
+def _cells(relative: float) -> bags.Cells:
+    return bags.Cells(near=lambda one, other: _same(one, other, relative), number=_number, relative=relative)
 
 
-def _near(one: Row, other: Row, relative: float) -> bool:
-    return all(_same(a, b, relative) for a, b in zip(one, other, strict=True))
+def _number(cell: Any) -> float | None:
+    return float(cell) if isinstance(cell, int | float) and math.isfinite(cell) else None
 
 
 def _same(one: Any, other: Any, relative: float) -> bool:
@@ -232,5 +293,5 @@ def _same(one: Any, other: Any, relative: float) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-_worker = Worker(verdict, prepare=prepare, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
+_worker = Worker(verdict, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)
 sql = Sql()

@@ -12,6 +12,7 @@ from fractions import Fraction
 from agentrl.compare import intervals, power
 from agentrl.compare.exact import sign_flips
 from agentrl.compare.sequential import e_value
+from agentrl.scores import exact, slack
 
 Scores = Mapping[str, Sequence[float | None]]
 """Case -> the score of each attempt, in their order; None: unscored."""
@@ -39,8 +40,9 @@ class Pair:
 
     @property
     def difference(self) -> Fraction:
-        """After minus before, the mean over the attempts; exact."""
-        return (sum(map(Fraction, self.after), Fraction()) - sum(map(Fraction, self.before), Fraction())) / len(self.before)
+        """After minus before, the mean over the attempts; exact, and 0 if they are equal up to rounding."""
+        moved = (sum(map(exact, self.after), Fraction()) - sum(map(exact, self.before), Fraction())) / len(self.before)
+        return moved if abs(moved) > slack(*self.before, *self.after) else Fraction()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +111,17 @@ def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: floa
     pairs = both.pairs
     if not pairs:
         return None
-    exact = [pair.difference for pair in pairs]
-    moved = [float(one) for one in exact]
+    differences = [pair.difference for pair in pairs]
+    moved = [float(one) for one in differences]
     wide = intervals.differences(moved, seed=seed)
     narrow = intervals.differences(moved, level=1 - 2 * alpha, made_up=_FOR_SAMENESS, seed=seed)
-    tails = sign_flips(exact, seed=seed)
+    tails = sign_flips(differences, seed=seed)
     verdict = Verdict.NOT_ENOUGH
     if -margin < narrow.low and narrow.high < margin:
         verdict = Verdict.SAME
     elif tails.both <= alpha:
         verdict = Verdict.WORSE if wide.value < 0 else Verdict.BETTER
-    ranked = sorted(zip(exact, pairs, strict=True), key=lambda item: (item[0], item[1].case))
+    ranked = sorted(zip(differences, pairs, strict=True), key=lambda item: (item[0], item[1].case))
     return Comparison(
         cases=len(pairs),
         attempts=sum(len(pair.before) for pair in pairs),

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from agentrl.compare.exact import fisher_less, holm, sign_flips
 from agentrl.compare.paired import Scores, paired
 from agentrl.fields import Record
+from agentrl.scores import above, reaches
 
 _SPENT = 0.7
 """Share of `alpha` that one evaluation may spend."""
@@ -151,7 +152,7 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
     differences = [pair.difference for pair in pairs]
     effect, share = float(sum(differences) / len(pairs)), rule.suite_alpha(before, now)
     p_value = sign_flips(differences).low
-    suite_blocks = p_value <= share and -effect > rule.margin
+    suite_blocks = p_value <= share and above(-effect, rule.margin)
     looked = set(suspicious(rule, before, now)) & again.keys()
     drops = [_drop(rule, case, before, now, again) for case in sorted(looked)]
     unknown = len(before) - len(drops)  # not tried again: as if their p-values were 1
@@ -173,7 +174,7 @@ def judge(rule: Rule, before: Scores, now: Scores, again: Scores) -> Judgement:
 
 def passes(score: float | None, threshold: float) -> bool:
     """Whether an attempt with this score has passed."""
-    return score is not None and score >= threshold - 1e-9
+    return score is not None and reaches(score, threshold)
 
 
 def _nameable(rule: Rule, before: Scores, now: Scores) -> list[str]:

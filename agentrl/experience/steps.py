@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import RolloutConfig
 from agentrl.records import Group
+from agentrl.scores import alike
 
 _FAR = 1 << 30  # a schedule's position that no group of a run reaches: where the tasks of extra groups begin
 
 
 def has_preference(group: Group, *, min_group_size: int) -> bool:
     """Whether some of a group's attempts were scored higher than others, so that it can teach anything."""
-    return len(group.scored) >= min_group_size and len({scored.score.value for scored in group.scored}) > 1
+    return len(group.scored) >= min_group_size and not alike(scored.score.value or 0.0 for scored in group.scored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from agentrl.failure.trace import Trace, Why
 from agentrl.failure.triage import Rule, by_rules, load_rules
 from agentrl.files import sync
 from agentrl.records import Group, ScoredEpisode, Task
+from agentrl.scores import reaches
 from agentrl.sections.failures import CaptureConfig
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def why(scored: ScoredEpisode, *, below: float, audit: str = "", passed_before: 
         return Why.FAULT
     if audit:
         return Why.HACKED
-    if value >= below:
+    if reaches(value, below):
         return None
     if passed_before:
         return Why.REGRESSED

@@ -16,6 +16,7 @@ from agentrl.failure.trace import Tag, Trace, Why
 from agentrl.failure.triage import Rule
 from agentrl.failure.view import Call, Step, View, view
 from agentrl.records import Blame
+from agentrl.scores import above
 
 _HANDS_IN = ("submit", "finish", "final_answer", "answer", "complete", "done")
 _REPEATS = 3
@@ -162,7 +163,7 @@ def format_of_answer(trace: Trace) -> Tag | None:
     if seen.answer is None or seen.answer == seen.truth:
         return None
     if is_truth(seen.answer, seen.truth, seen.tolerance):
-        wrong = trace.score is not None and trace.score.value is not None and trace.score.value <= 0
+        wrong = trace.score is not None and trace.score.value is not None and not above(trace.score.value, 0.0)
         return _at(seen.last, "format", 0.7, "the right answer in another form, which was not accepted") if wrong else None
     if len(seen.answer) <= 400 and said_alone(seen.truth, seen.answer, seen.tolerance):
         return _at(seen.last, "format", 0.8, "the answer holds the right one, and more")

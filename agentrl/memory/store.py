@@ -22,6 +22,7 @@ from agentrl.database import damaged, enter_wal, make_tables, pragma, transactio
 from agentrl.errors import StoreError, UserError
 from agentrl.memo import Memo
 from agentrl.records import ScoredEpisode
+from agentrl.scores import reaches
 from agentrl.sections.tools import MemoryConfig
 
 QUERY_CHARS = 200
@@ -74,7 +75,7 @@ def written(episodes: Iterable[ScoredEpisode], *, min_score: float | None) -> li
         Written(episode=one.episode.id, task_key=one.episode.task_key, memo=one.episode.memory)
         for one in episodes
         if one.episode.memory is not None and one.episode.memory.notes
-        if not one.episode.left_out and one.score.value is not None and (min_score is None or one.score.value >= min_score)
+        if not one.episode.left_out and one.score.value is not None and (min_score is None or reaches(one.score.value, min_score))
     ]
 
 

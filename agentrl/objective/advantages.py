@@ -17,6 +17,7 @@ from agentrl.errors import PluginError
 from agentrl.protocols import AdvantageEstimator
 from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Group
+from agentrl.scores import alike, negligible
 
 STD_EPS = 1e-4
 
@@ -95,7 +96,8 @@ def batch_advantages(
 
     Episodes that are unscored, or left out for an infrastructure or task failure, get None and count in no mean. A group is
     dropped, with the reason, when fewer than `min_group_size` episodes count, when a score is infinite, or when all its advantages
-    would be zero: with a group baseline when all its scores are equal, with a batch baseline when all scores of the batch are.
+    would be zero up to rounding (`agentrl.scores`): with a group baseline when all its scores are equal, with a batch baseline when all
+    scores of the batch are.
 
     Args:
         penalties: subtracted from the score of the episode with that id (the KL term of the reward).
@@ -109,7 +111,7 @@ def batch_advantages(
     estimates = _estimate(usable, objective)
     advantages = []
     for group, some, reason, estimate in zip(groups, scores, reasons, estimates, strict=True):
-        empty = reason or ("" if objective.advantage == "gae" or any(estimate.values()) else "all_equal")
+        empty = reason or ("" if objective.advantage == "gae" or not negligible(estimate.values(), some.values()) else "all_equal")
         values = tuple(None if empty or index not in some else estimate[index] for index in range(len(group.episodes)))
         advantages.append(GroupAdvantages(values=values, dropped=empty))
     return advantages
@@ -198,8 +200,8 @@ def _without_itself(scores: Sequence[float], normalize_std: bool) -> list[float]
 
 
 def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Divides by the sample standard deviation of the scores. Equal scores give exact zeros, not amplified rounding noise."""
-    if min(scores) == max(scores):
+    """Divides by the sample standard deviation of the scores. Scores that are equal up to rounding give exact zeros."""
+    if alike(scores):
         return [0.0] * len(scores)
     scale = sample_std(scores) + STD_EPS if normalize_std else 1.0
     return [value / scale for value in centred]

@@ -37,6 +37,7 @@ from agentrl.objective.advantages import STD_EPS, sample_std
 from agentrl.objective.branches import Key, turn_key
 from agentrl.recipe import ObjectiveConfig
 from agentrl.records import ScoredEpisode, Trajectory
+from agentrl.scores import alike
 
 Credit = dict[str, list[list[float]]]
 """Episode id -> [trajectory][turn]."""
@@ -100,7 +101,7 @@ def _against_role(scores: Sequence[Sequence[float]], places: Sequence[Sequence[i
     """Rollout -> advantages of its trajectories of one role, which are at `places` in it."""
     given = {number: [scores[number][at] for at in found] for number, found in enumerate(places) if found}
     every = [score for some in given.values() for score in some]
-    if not every or min(every) == max(every):  # exact zeros, not amplified rounding noise
+    if not every or alike(every):
         return {number: [0.0] * len(some) for number, some in given.items()}
     means = {number: fmean(some) for number, some in given.items()}
     mean, n = fmean(means.values()), len(means)
@@ -125,7 +126,7 @@ def _counterfactual(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> 
     for one in rollouts:
         value, without = one.scored.score.value, _said(one, one.scored.score.without, "without")
         assert value is not None, "a rollout that counts has a score"
-        made.append([one.advantage if left is None else (value - left) / scale for left in without])
+        made.append([one.advantage if left is None else _difference(value, left) / scale for left in without])
     return made
 
 
@@ -159,7 +160,7 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
             above[place] = group
             rest = group - shared if objective.advantage == "rloo" else group
             if rest and shared != group:
-                made[one.scored.episode.id][place[0]][place[1]] = (_mean(scores, shared) - _mean(scores, rest)) / scale
+                made[one.scored.episode.id][place[0]][place[1]] = _difference(_mean(scores, shared), _mean(scores, rest)) / scale
     return made
 
 
@@ -178,13 +179,18 @@ def _before(one: Rollout, place: tuple[int, int]) -> tuple[int, int] | None:
     return None if parent is None else (parent.trajectory, parent.turn)
 
 
+def _difference(one: float, other: float) -> float:
+    """Exactly zero if two scores are equal up to rounding."""
+    return 0.0 if alike((one, other)) else one - other
+
+
 def _mean(scores: Sequence[float], numbers: set[int]) -> float:
     return fmean(scores[number] for number in sorted(numbers))
 
 
 def _deviation(scores: Sequence[float], objective: ObjectiveConfig) -> float:
     """sigma of scores, one for each rollout."""
-    if not objective.divides_by_std or len(scores) < 2 or min(scores) == max(scores):
+    if not objective.divides_by_std or alike(scores):
         return 1.0
     return sample_std(scores) + STD_EPS
 

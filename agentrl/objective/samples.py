@@ -19,6 +19,7 @@ from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, Recipe
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
 from agentrl.sampling import Supports
+from agentrl.scores import negligible
 
 _LARGEST = 3.4028234663852886e38  # largest float32, the dtype of the loss
 
@@ -117,7 +118,7 @@ def _group_samples(
     ]
     given = {} if objective.advantage == "gae" else branch_credit(rollouts, objective)
     credits = [value for made in (turns, given) for one in made.values() for line in one for value in line]
-    if objective.advantage != "gae" and not any(credits):
+    if objective.advantage != "gae" and negligible(credits, [one.score for one in rollouts]):
         return [], "all_equal"
     lines = []
     for one in rollouts:

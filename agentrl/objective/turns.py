@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from agentrl.objective.advantages import STD_EPS, sample_std
+from agentrl.scores import alike
 
 TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
 
@@ -24,7 +25,7 @@ def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> l
         normalize_std: divide by the standard deviation (n - 1) of R.
     """
     flat = [reward for episode in rewards for trajectory in episode for reward in trajectory]
-    if not flat or min(flat) == max(flat):
+    if alike(flat):
         return [[[0.0] * len(trajectory) for trajectory in episode] for episode in rewards]
     mean = sum(flat) / len(flat)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.observe.rundata import listed
+from agentrl.scores import above, alike, reaches
 
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
@@ -22,10 +23,11 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
     """Pairs of the same task that say the most: what was learned (each kind and split once), then what went wrong or stayed wrong."""
     first = {_key(item): item for item in before}
     pairs = [(first[_key(item)], item) for item in after if _key(item) in first]
-    gained = _one_of_each([pair for pair in pairs if _value(pair[1]) > _value(pair[0])])
-    lost = [pair for pair in pairs if _value(pair[1]) < _value(pair[0])]
-    failing = [pair for pair in pairs if _value(pair[0]) == _value(pair[1]) < 1]
-    rest = [pair for pair in pairs if _value(pair[0]) == _value(pair[1]) >= 1]
+    gained = _one_of_each([pair for pair in pairs if above(_value(pair[1]), _value(pair[0]))])
+    lost = [pair for pair in pairs if above(_value(pair[0]), _value(pair[1]))]
+    same = [pair for pair in pairs if pair not in gained and pair not in lost and alike(map(_value, pair))]
+    failing = [pair for pair in same if not reaches(_value(pair[1]), 1.0)]
+    rest = [pair for pair in same if pair not in failing]
     chosen = gained[: max(wanted - 2, 1)] + lost[:1] + failing[:1]
     return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
 
@@ -156,7 +158,7 @@ def _badge(item: Transcript) -> Badge:
     score = item.get("score")
     if item.get("left_out") or not isinstance(score, int | float):
         return Badge(text="left out", style="none")
-    return Badge(text=f"{score:g}", style="good" if score >= 1 else "bad" if score <= 0 else "part")
+    return Badge(text=f"{score:g}", style="good" if reaches(score, 1.0) else "bad" if score <= 0 else "part")
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:

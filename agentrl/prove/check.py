@@ -44,6 +44,7 @@ from agentrl.reward.asking import prepare
 from agentrl.reward.together import GroupScorer, load_group_judge
 from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_backend, open_sandboxes, select_backend
+from agentrl.scores import alike
 from agentrl.task import make_task
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class CaseResult:
 
     @property
     def ok(self) -> bool:
-        return self.value == self.wanted
+        return self.value is not None and alike((self.value, self.wanted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

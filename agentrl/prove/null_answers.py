@@ -7,7 +7,6 @@ What each verifier gives for each kind is a table in the report of `agentrl chec
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from agentrl.prove.verifiers import Golden, quiet
 from agentrl.records import Episode, Message, Score, ScoredEpisode, Task, ToolCall, Trajectory, Turn
 from agentrl.reward import TaskScorer
 from agentrl.reward.together import GroupScorer
+from agentrl.scores import above, slack
 
 NAME = "answers without work score at the bottom"
 TASKS = 3
@@ -62,7 +62,7 @@ class _Given:
 
     @property
     def pays(self) -> bool:
-        return self.score.value is not None and self.score.value > self.bottom
+        return self.score.value is not None and above(self.score.value, self.bottom)
 
 
 async def prove_null_answers(
@@ -97,7 +97,7 @@ async def prove_null_answers(
         group = [_waiting(gold), _waiting(_episode(task, answer, golden[task.id]))]
         async with slots:
             best, score = await judge.together(task, group)
-        bottom = 0.0 if best.value is None else math.nextafter(best.value, -math.inf)
+        bottom = 0.0 if best.value is None else best.value - 2 * slack(best.value)
         return _Given(verifier=judge.name, task=task, kind=kind, answer=answer, score=score, bottom=bottom)
 
     chosen = _chosen(tasks, audit)

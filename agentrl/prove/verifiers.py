@@ -13,6 +13,7 @@ from agentrl.prove import odd
 from agentrl.prove.findings import Finding, Proof, clipped, examples, plural
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
+from agentrl.scores import above
 
 NAME = "verifiers score anything, and twice alike"
 TASKS = 3
@@ -87,7 +88,7 @@ def _problem(score: Score) -> str:
         return f"no score: {clipped(score.reason, 300)}"
     if not math.isfinite(score.value):
         return f"a score that is not finite: {score.value}"
-    return f"a score of {score.value:g} for work that is wrong" if score.value > 0 else ""
+    return f"a score of {score.value:g} for work that is wrong" if above(score.value, 0.0) else ""
 
 
 def _unlike(pairs: Sequence[tuple[str, Score, Score]]) -> list[Finding]:

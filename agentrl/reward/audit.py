@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from agentrl import usercode
 from agentrl.records import Score, ScoredEpisode, Task
+from agentrl.scores import reaches
 
 AUDIT = "audit"
 HALF = 0.5  # an audit below this share of the reward contradicts it
@@ -36,7 +37,7 @@ def disagreement(task: Task, scored: ScoredEpisode, *, below: float) -> str:
     """
     del task
     value, audit = scored.score.value, scored.score.parts.get(AUDIT)
-    if value is None or audit is None or not value >= below or value <= 0 or audit >= HALF * value:
+    if value is None or audit is None or not reaches(value, below) or value <= 0 or reaches(audit, HALF * value):
         return ""
     about = "; ".join(line for line in scored.score.evidence.splitlines() if line.startswith("audit "))
     return usercode.printable(f"the audit gives {audit:g} where the reward is {value:g}{about and ': '}{about}", _SAID)

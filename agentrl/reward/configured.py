@@ -11,6 +11,8 @@ class Near(Configured):
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar, Self
@@ -25,6 +27,9 @@ from agentrl.section import Section, describe
 LONGEST = 10_000
 """Characters of an answer that are looked at, unless a verifier says otherwise; a longer one is wrong."""
 SHOWN = 80  # characters of an answer quoted as evidence
+_FENCE = re.compile(r"\s*(`{3,}|~{3,})")
+_INFO = re.compile(r"[ \t]*[\w+#.-]*\s*")  # the language of a block
+_LETTERS = string.ascii_letters
 
 
 class Configured(Section):
@@ -72,8 +77,31 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = LONGEST) -> t
         _, found, text = text.rpartition(after)
         if not found:
             return "", f"nothing follows {after!r} in the answer"
-    text = text.strip()
+    text = text.strip().strip("\ufeff").strip()  # a byte order mark is no white space to Python
     return text, "" if text else "the answer is empty"
+
+
+def unfenced(text: str, *languages: str) -> str:
+    """What stands in a text that is one fenced code block of Markdown, as CommonMark reads it; any other text as it is.
+
+    A block that is not closed ends with the text. A fence may also stand on the line of what it encloses, after one of `languages` or
+    nothing. A text of several blocks, or with anything around its block, is not one block.
+    """
+    opening = _FENCE.match(text)
+    if opening is None:
+        return text
+    fence, inside = opening[1], text[opening.end() :].rstrip()
+    info, _, rest = inside.partition("\n")
+    if not rest or not _INFO.fullmatch(info):  # what it encloses begins on the line of the fence
+        inside, info = inside.lstrip(), info.lstrip()
+        word = info[: len(info) - len(info.lstrip(_LETTERS))]
+        return inside[len(word) if word.lower() in languages else 0 :].removesuffix(fence).strip()
+    lines = rest.split("\n")
+    closing = re.compile(rf" {{0,3}}{fence[0]}{{{len(fence)},}}\s*")
+    at = next((number for number, line in enumerate(lines) if closing.fullmatch(line)), None)
+    if at is None:
+        return rest.removesuffix(fence).strip()
+    return "\n".join(lines[:at]).strip() if at == len(lines) - 1 else text
 
 
 def wrong(evidence: str, **parts: float) -> Score:

@@ -27,13 +27,13 @@ from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.asking import ask, bounds_of, limit_of, needs_sandboxes, prepare
 from agentrl.reward.branches import with_branches
+from agentrl.scores import reaches
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str
 """A verifier, or a reference to one."""
 Gate: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
 """A verifier that must give 1, or at least a number; or, of a part with this name, the number alone."""
 
-PASSED = 1 - 1e-9  # a value this close to 1 is full marks: some verifiers compute it
 BOUNDS = (0.0, 1.0)
 PART_S = 30.0
 SANDBOX_PART_S = 9000.0  # of a part that judges in sandboxes, which sets its own deadlines for what it runs
@@ -102,7 +102,7 @@ class Rubric:
             scores[name] = score = await self._ask(name, task, episode, sandboxes)
             if score.value is None:
                 return _unscored({name: score})
-            if score.value < least:
+            if not reaches(score.value, least):
                 told = f"gate {name} fails: {score.value:g}, at least {least:g} is needed"
                 return Score(value=0.0, parts=_named(scores), evidence=_evidence(scores, told))
         rest = [name for name in self._weights if name not in scores]
@@ -136,7 +136,7 @@ class Rubric:
         value = sum(weight * given[name] for name, weight in weights.items()) / whole
         notes = [f"{name} has no value, the others' weights count alone: {score.reason}" for name, score in lacking.items()]
         for name, (least, most) in self._caps.items():
-            if name in given and given[name] < least and value > most:
+            if name in given and not reaches(given[name], least) and value > most:
                 value = most
                 notes.append(f"capped at {most:g}, because {name} is {given[name]:g}")
         parts = _named(scores) | {f"{name}/unscored": 1.0 for name in lacking}
@@ -160,12 +160,12 @@ class Rubric:
         """The least value that passes gate `name`, whose verifier is known from then on."""
         if isinstance(what, bool | int | float):
             self._known(name, "gate")
-            return min(_number(what, f"gate {name!r}", above=0.0), PASSED)
+            return _number(what, f"gate {name!r}", above=0.0)
         verifier, least = what if isinstance(what, tuple) else (what, 1.0)
         if name in self._verifiers:
             raise PluginError(f"gate {name!r} is a part too", fix=f'write gate={{"{name}": 0.5}} to have the part be at least 0.5')
         self._add(name, verifier)
-        return min(_number(least, f"gate {name!r}", above=0.0), PASSED)
+        return _number(least, f"gate {name!r}", above=0.0)
 
     def _known(self, name: str, where: str) -> str:
         if name not in self._weights:
@@ -185,7 +185,7 @@ def _gates(gate: object) -> Iterator[tuple[str, Any]]:
 def _cap(name: str, cap: float | tuple[float, float]) -> tuple[float, float]:
     """(least, most): below `least` of the part, the whole is at most `most`."""
     least, most = cap if isinstance(cap, tuple) else (1.0, cap)
-    return min(_number(least, f"caps: least of {name!r}", above=0.0), PASSED), _number(most, f"caps: most of {name!r}", most=1.0)
+    return _number(least, f"caps: least of {name!r}", above=0.0), _number(most, f"caps: most of {name!r}", most=1.0)
 
 
 def _number(value: Any, what: str, *, above: float | None = None, most: float = math.inf) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from agentrl.contract.together import WAITS
 from agentrl.records import Cancelled, ScoredEpisode
 from agentrl.rollout.life import EpisodeLife
+from agentrl.scores import alike
 
 SPARE, EQUAL = "spare", "equal"
 """`Cancelled.reason`: as many attempts as the group needs had ended; the first ones had all scored the same."""
@@ -121,7 +122,8 @@ class Race:
             playing += 1
 
     def _equal(self) -> bool:
-        return len({place.scored.score.value for place in self.counted if place.scored is not None}) < 2
+        scores = [place.scored.score.value for place in self.counted if place.scored is not None]
+        return alike(score for score in scores if score is not None)
 
     def _end(self, reason: str) -> None:
         self._over, self._reason = True, reason

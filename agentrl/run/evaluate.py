@@ -19,6 +19,7 @@ from agentrl.records import Failure, ScoredEpisode, Split, Task
 from agentrl.rollout import GroupRunner, left_out_group, task_fault
 from agentrl.run.memory import HeldOutNotes
 from agentrl.run.transcript import transcript
+from agentrl.scores import reaches
 from agentrl.task import make_task
 
 PASSED = 1.0
@@ -128,7 +129,7 @@ def _measured(played: Sequence[_Played], *, phase: str, step: int) -> Evaluation
     """The figures. Attempts at one task are alike, so a rate is taken over tasks: its interval does not shrink with their attempts."""
     means = [(_kind(one.task), statistics.fmean(value for value, _ in one.counted)) for one in played if one.counted]
     kinds = sorted({kind for kind, _ in means})
-    tries = [[Attempt(passed=value >= PASSED, tokens=tokens) for value, tokens in one.counted] for one in played]
+    tries = [[Attempt(passed=reaches(value, PASSED), tokens=tokens) for value, tokens in one.counted] for one in played]
     tokens = [attempt.tokens for some in tries for attempt in some]
     episodes = sum(len(one.attempts) for one in played)
     return Evaluation(

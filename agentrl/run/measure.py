@@ -31,6 +31,7 @@ from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.audit import AUDIT
 from agentrl.reward.judges.ledger import spent_in
 from agentrl.run.evaluate import Evaluation
+from agentrl.scores import alike
 from agentrl.usercode import printable
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         "episode_retries": sum(scored.episode.attempt for scored in episodes),
         "tool_failures": sum(1 for scored in episodes for one in scored.episode.failures if one.stage == "tool"),
         "groups_quarantined": sum(1 for group in groups if group.fault is not None),
-        "groups_without_signal": sum(1 for group in groups if len({e.score.value for e in group.scored}) < 2),
+        "groups_without_signal": sum(alike(e.score.value or 0.0 for e in group.scored) for group in groups),
         "tokens_sampled": sampled,
         "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0,
         "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,

@@ -33,6 +33,7 @@ from agentrl.run.preflight import Checked
 from agentrl.run.rollouts import make_group
 from agentrl.run.supervise import watch_daemon
 from agentrl.run.transcript import transcript
+from agentrl.scores import reaches
 
 FILE = "sample.json"
 """Of a run folder: how many groups were asked for, and what came of them."""
@@ -59,7 +60,7 @@ class Came:
                 self.left_out += 1
                 continue
             self.scores[group.task_key].append(value)
-            self.tries[group.task_key].append(Attempt(passed=value >= PASSED, tokens=one.episode.completion_tokens))
+            self.tries[group.task_key].append(Attempt(passed=reaches(value, PASSED), tokens=one.episode.completion_tokens))
         self.left_out_reasons = add(self.left_out_reasons, reasons(group.episodes))
         self.differ += has_preference(group, min_group_size=min_group_size)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Sample
+from agentrl.scores import above, reaches
 
 IGNORED = -100  # the label that losses skip
 
@@ -46,7 +47,7 @@ def demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task:
     by_task: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
     for group in groups:
         for score, samples in _episodes(group):
-            if score >= min_score:
+            if reaches(score, min_score):
                 by_task[group.task_key].append((-score, sum(len(sample.token_ids) for sample in samples), samples))
     rows = []
     for attempts in by_task.values():
@@ -74,7 +75,7 @@ def preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task: int =
         scored.sort(key=lambda attempt: -attempt[0])
         for rank in range(len(scored) // 2):
             (high, chosen), (low, rejected) = scored[rank], scored[-1 - rank]
-            if high > low and high - low >= margin and chosen.token_ids != rejected.token_ids:
+            if above(high, low) and reaches(high - low, margin) and chosen.token_ids != rejected.token_ids:
                 pairs[key].append(_pair(key, prompt, chosen, rejected, high - low))
     return [pair for of_task in pairs.values() for pair in of_task[:per_task]]
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from agentrl import codec
 from agentrl.records import Group, Task
+from agentrl.scores import above
 from agentrl.sections.tasks import WeightingConfig
 
 MOST_KIND = 200  # characters of a kind's name that are kept: a family may name it as it likes
@@ -59,7 +60,7 @@ class Taught:
     @property
     def differs(self) -> bool:
         """Whether some attempts were scored higher than others."""
-        return self.highest > self.lowest
+        return above(self.highest, self.lowest)
 
     @property
     def headroom(self) -> float:

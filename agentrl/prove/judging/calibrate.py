@@ -22,6 +22,7 @@ from agentrl.prove.judging.labels import Item, Labelled, different
 from agentrl.records import Score
 from agentrl.reward.judges import Comparison, Spent
 from agentrl.reward.judges.calibration import Calibration, Measured
+from agentrl.scores import reaches
 
 _TIMEOUT_S = 60.0  # of a verifier that does not say how long it may take
 _PAIRS = 4  # of a right and a wrong answer that a judge of pairs is shown of each task
@@ -194,7 +195,7 @@ def _pairs(known: Sequence[Labelled]) -> list[tuple[Item, Item, bool]]:
 
 def _calibration(judge: Any, verdicts: Sequence[Verdict], *, reference: str, labels_sha256: str, threshold: float) -> Calibration:
     given = [one for one in verdicts if one.score is not None]
-    said = [(one.label, one.score >= threshold) for one in given if one.score is not None]
+    said = [(one.label, reaches(one.score, threshold)) for one in given if one.score is not None]
     table, worth = Table.of(said), Effects.of([one.task_id for one in given], said)
     silent = stats.design_effect([(one.task_id, float(one.score is not None)) for one in verdicts])
     if not table.rights or not table.wrongs:

@@ -19,6 +19,7 @@ from agentrl.reward.asking import ask, limit_of, needs_sandboxes, prepare
 from agentrl.reward.judges.asking import digest
 from agentrl.reward.judges.calibration import check_demands, require
 from agentrl.reward.judges.ledger import Spent
+from agentrl.scores import reaches
 
 _TIMEOUT_S = 30.0  # of a member that does not say how long it may take
 _OTHER_PARTS = ("", "disagreement", "judges")
@@ -147,7 +148,7 @@ class Ensemble:
             return statistics.median(values)
         if self.aggregate == "mean":
             return statistics.fmean(values)
-        yes = sum(value >= self.threshold for value in values)
+        yes = sum(reaches(value, self.threshold) for value in values)
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
     async def _one(self, name: str, task: Task, episode: Episode) -> Score:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from agentrl.reward.configured import unfenced
+
 MAX_REASONING = 4000
 """Characters kept of what a judge gives as its reasons."""
 
-_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n(.*?)\n?[ \t]*```", re.DOTALL)
 _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 
 
@@ -29,8 +30,7 @@ def json_object(text: str) -> dict[str, Any]:
     """
     thought = _THOUGHT.match(text)
     text = (text if thought is None else text[thought.end() :]).strip()
-    if fenced := _FENCE.fullmatch(text):
-        text = fenced[1].strip()
+    text = unfenced(text, "json")
     if not text:
         raise Unreadable("says nothing")
     if not text.startswith("{"):

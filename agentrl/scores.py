@@ -1,0 +1,46 @@
+"""When two scores are equal. Sums in another order, such as 0.1 + 0.2 + 0.2 and 0.5, differ by rounding, which is no preference.
+
+Whatever compares scores uses these functions: advantages, groups without a preference, preference pairs, thresholds and comparisons of
+policies. Scores count to nine decimals, or to nine digits if they are larger than 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+ROUNDING = 1e-9
+"""Largest difference of equal scores, relative to the larger one or to 1."""
+
+
+def slack(*scores: float) -> float:
+    """The largest difference at which these scores count as equal. Infinite scores have none."""
+    largest = max(map(abs, scores), default=0.0)
+    return ROUNDING * max(1.0, largest) if largest < float("inf") else 0.0
+
+
+def alike(scores: Iterable[float]) -> bool:
+    """Whether all scores are equal up to rounding; so are none, and one. Nothing is equal to NaN."""
+    some = list(scores)
+    return len(some) < 2 or max(some) - min(some) <= slack(*some) or min(some) == max(some)
+
+
+def above(one: float, other: float) -> bool:
+    """Whether a score is higher than another by more than rounding."""
+    return one > other and one - other > slack(one, other)
+
+
+def reaches(score: float, bar: float) -> bool:
+    """Whether a score is at least `bar`, up to rounding."""
+    return score >= bar or bar - score <= slack(score, bar)
+
+
+def negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
+    """Whether credits that were computed from these scores are all zero up to rounding."""
+    bound = slack(*scores)
+    return all(abs(one) <= bound for one in credits)
+
+
+def exact(score: float) -> Fraction:
+    """A finite score as the fraction that it was before rounding, so that sums and ties of scores are exact."""
+    return Fraction(f"{score:.9f}" if abs(score) <= 1 else f"{score:.9e}")

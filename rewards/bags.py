@@ -1,0 +1,146 @@
+"""Two tables as bags: whether their rows can be paired one to one so that the rows of each pair are near each other.
+
+Equal rows are paired first. The others are split by the cells that are no numbers, then at the gaps between the numbers of a column that
+are wider than the tolerance. The few rows that are left together are paired in order, or else by augmenting paths. Time is that of sorting,
+for any number of rows, unless many rows of the truth are near each other in several columns and yet differ: `crowded` finds such a truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+MAX_CROWD = 128
+"""Rows near each other that are paired by augmenting paths."""
+
+Row = tuple[Any, ...]
+
+
+class Cells(NamedTuple):
+    """How cells are compared."""
+
+    near: Callable[[Any, Any], bool]
+    """Whether a cell (first) is near a cell of the truth (second)."""
+    number: Callable[[Any], float | None]
+    """A cell as a finite float if it is compared as a number, else None."""
+    relative: float
+    """No cells further apart than this, relative to the larger, are near. Less than 1."""
+
+
+class _Item(NamedTuple):
+    numbers: tuple[float, ...]
+    row: Row
+
+
+def near_rows(one: Row, other: Row, cells: Cells) -> bool:
+    """Whether every cell of a row is near that of the truth's row."""
+    return all(map(cells.near, one, other))
+
+
+def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
+    """Whether every row of `given` is near a row of `wanted` of its own, and none of `wanted` is left."""
+    one, other = Counter(given), Counter(wanted)
+    ours = _by_texts((one - other).elements(), cells)
+    theirs = _by_texts((other - one).elements(), cells)
+    return ours.keys() == theirs.keys() and all(
+        len(some) == len(true) and _paired(some, true, cells)
+        for texts, side in ours.items()
+        for some, true in _split(side, theirs[texts], cells.relative, pairs=True)
+    )
+
+
+def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
+    """Whether a truth has more than `MAX_CROWD` rows near each other that `same_bag` cannot pair in order.
+
+    Rows of a right answer join rows of the truth that are up to three tolerances apart, so they are looked for within four. If this is
+    False, an answer of which more rows lie together is wrong.
+    """
+    wide = min(4 * cells.relative, 0.999)
+    return any(
+        len(some) > MAX_CROWD and len(some[0].numbers) > 1 and not _tight(some, cells.relative / 4)
+        for side in _by_texts(wanted, cells, whole=True).values()
+        for some, _ in _split(side, [], wide, pairs=False)
+    )
+
+
+def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict[tuple[Any, ...], list[_Item]]:
+    """Rows by their cells that are no numbers; `whole`: nor whole numbers, of which in-order pairing needs no tolerance."""
+    sides: dict[tuple[Any, ...], list[_Item]] = {}
+    for row in rows:
+        numbers = [cells.number(cell) for cell in row]
+        if whole:
+            numbers = [None if value is None or value.is_integer() else value for value in numbers]
+        texts = tuple((type(cell), cell) if value is None else None for cell, value in zip(row, numbers, strict=True))
+        sides.setdefault(texts, []).append(_Item(tuple(value for value in numbers if value is not None), row))
+    return sides
+
+
+def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
+    """Parts of both sides such that rows of different parts are not near each other; `pairs`: parts that cannot be paired stay whole."""
+    pending = [(some, true, 0, 0)]
+    while pending:
+        some, true, column, unsplit = pending.pop()
+        columns = len((some or true)[0].numbers)
+        if unsplit == columns or len(some) + len(true) <= 2 or (pairs and len(some) != len(true)):
+            yield some, true
+            continue
+        parts = list(_gaps(some, true, column, relative))
+        pending += [(*part, (column + 1) % columns, unsplit + 1 if len(parts) == 1 else 0) for part in parts]
+
+
+def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) -> Iterator[tuple[list[_Item], list[_Item]]]:
+    """Both sides, cut where the numbers of a column have a gap wider than the tolerance."""
+    marked = [(item.numbers[column], True, item) for item in some] + [(item.numbers[column], False, item) for item in true]
+    marked.sort(key=lambda each: each[0])
+    part: tuple[list[_Item], list[_Item]] = ([], [])
+    before = marked[0][0]
+    for value, ours, item in marked:
+        if not _close(before, value, relative):
+            yield part
+            part = ([], [])
+        part[0 if ours else 1].append(item)
+        before = value
+    yield part
+
+
+def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
+    """Whether as many rows of both sides can be paired."""
+    columns = len(some[0].numbers)
+    for column in range(max(columns, 1)):
+        ours, theirs = ([item.row for item in sorted(side, key=partial(_from, column))] for side in (some, true))
+        if all(near_rows(row, other, cells) for row, other in zip(ours, theirs, strict=True)):
+            return True
+    if columns < 2 or len(some) > MAX_CROWD:  # in one column no other pairing is better
+        return False
+    options = [[place for place, other in enumerate(theirs) if near_rows(row, other, cells)] for row in ours]
+    owner: dict[int, int] = {}
+
+    def place(number: int, tried: set[int]) -> bool:
+        for at in options[number]:
+            if at not in tried:
+                tried.add(at)
+                if at not in owner or place(owner[at], tried):
+                    owner[at] = number
+                    return True
+        return False
+
+    return all(place(number, set()) for number in range(len(ours)))
+
+
+def _tight(some: Sequence[_Item], relative: float) -> bool:
+    """Whether all rows are so near each other that any pairing is as good as another."""
+    columns = list(zip(*(item.numbers for item in some), strict=True))
+    return all(_close(min(column), max(column), relative) for column in columns)
+
+
+def _close(one: float, other: float, relative: float) -> bool:
+    """With some room for the rounding of whole numbers that a float does not hold."""
+    return math.isclose(one, other, rel_tol=relative + 1e-15)
+
+
+def _from(column: int, item: _Item) -> tuple[float, ...]:
+    """An order of rows in which a column comes first."""
+    return (*item.numbers[column:], *item.numbers[:column])

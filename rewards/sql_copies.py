@@ -1,0 +1,185 @@
+"""Changed copies of a database: rows removed, rows added, and columns with other values. A query that reads the data notices.
+
+The copies are a pure function of the database and of the true query. Values are taken from the same column, or from the query's
+literals, so that joins and conditions still select something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from itertools import count
+from random import Random
+from typing import Any
+
+from rewards.sql_text import literals
+
+MAX_TABLES = 4  # of the true query, of which rows are removed or added while the others stay as they are
+MAX_COLUMNS = 8  # of the true query, for which copies with other values are made
+MAX_VALUES = 1000  # of a column that others are chosen from
+MAX_ROWS = 2000
+"""Of all tables together, in `smaller`."""
+_REMOVED = (0.5, 0.25, 0.75)  # shares of the rows
+
+_numbers = count()
+Change = Callable[[sqlite3.Connection, Random], None]
+
+
+def smaller(origin: sqlite3.Connection) -> AbstractContextManager[tuple[sqlite3.Connection, str]]:
+    """A copy with about `MAX_ROWS` rows, or with all if there are fewer, and its name."""
+    tables = _tables(origin)
+    total = sum(_size(origin, table) for table in tables)
+    return _copy(origin, _without(tables, 1 - MAX_ROWS / total) if total > MAX_ROWS else lambda copy, random: None, 0)
+
+
+def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names of copies with other rows, for connections by `file:NAME?vfs=memdb`; each exists until the next is asked for.
+
+    Args:
+        query: the true query.
+        columns: (table, column) pairs that it reads.
+    """
+    tables, known = _tables(origin), literals(query)
+    columns = list(columns)
+    read = _read(tables, columns)
+    used = sorted({table for table, _ in columns if table in tables})[:MAX_TABLES]
+    removed = [_without(some, share) for share in _REMOVED for some in (tables, *([table] for table in used))]
+    doubled = [_doubled([table]) for table in used]
+    others = [_other(table, column, known) for table, column in read]
+    for number, change in enumerate([*removed, *doubled, *others, *others]):
+        with _copy(origin, change, number) as (_, name):
+            yield name
+
+
+def altered_copies(origin: sqlite3.Connection, columns: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Names of a column, and of a copy in which every value of that column is another, and different values are different."""
+    for table, column in _read(_tables(origin), columns):
+        with _copy(origin, _altered(table, column), 0) as (_, name):
+            yield f"{table}.{column}", name
+
+
+@contextlib.contextmanager
+def _copy(origin: sqlite3.Connection, change: Change, seed: int) -> Iterator[tuple[sqlite3.Connection, str]]:
+    """A changed copy, without triggers and without checks."""
+    name = f"/agentrl-copy-{next(_numbers)}"
+    with contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)) as copy:
+        origin.backup(copy)
+        copy.execute("PRAGMA ignore_check_constraints = ON")
+        for (trigger,) in copy.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            copy.execute(f"DROP TRIGGER {_quoted(trigger)}")
+        change(copy, Random(seed))
+        copy.commit()
+        yield copy, name
+
+
+def _tables(origin: sqlite3.Connection) -> list[str]:
+    named = origin.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite~_%' ESCAPE '~'")
+    return [name for (name,) in named]
+
+
+def _read(tables: list[str], columns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return sorted((table, column) for table, column in columns if table in tables and column)[:MAX_COLUMNS]
+
+
+def _without(tables: list[str], share: float) -> Change:
+    """Removes a share of the rows of every table, and leaves at least one."""
+
+    def change(copy: sqlite3.Connection, random: Random) -> None:
+        for table in tables:
+            _per_row(copy, "agentrl_gone", _some(copy, table, random, share, all_but_one=True))
+            _try(copy, f"DELETE FROM {_quoted(table)} WHERE agentrl_gone()")
+
+    return change
+
+
+def _doubled(tables: list[str]) -> Change:
+    """Adds copies of some rows of every table, with a new id if that is a whole number."""
+
+    def change(copy: sqlite3.Connection, random: Random) -> None:
+        for table in tables:
+            described = copy.execute(f"PRAGMA table_info({_quoted(table)})").fetchall()
+            keys = [name for _, name, kind, *_, key in described if key and str(kind).upper() == "INTEGER"]
+            names = ", ".join(_quoted(name) for _, name, *_ in described if [name] != keys)
+            _per_row(copy, "agentrl_twice", _some(copy, table, random, 0.5))
+            _try(copy, f"INSERT OR IGNORE INTO {_quoted(table)} ({names}) SELECT {names} FROM {_quoted(table)} WHERE agentrl_twice()")
+
+    return change
+
+
+def _other(table: str, column: str, known: list[Any]) -> Change:
+    """Gives about half of a column's cells another value of the column, or one of `known`. NULL stays."""
+
+    def change(copy: sqlite3.Connection, random: Random) -> None:
+        at, place = _quoted(table), _quoted(column)
+        values = [value for (value,) in _rows(copy, f"SELECT DISTINCT {place} FROM {at} WHERE {place} NOT NULL LIMIT {MAX_VALUES}")]
+        kinds = {type(value) for value in values}
+        named = [value for value in known if type(value) in kinds]
+        chosen = _some(copy, table, random, 0.5)
+
+        def other(value: Any) -> Any:
+            if value is None or not chosen():
+                return value
+            return random.choice(named if named and random.random() < 0.5 else values)
+
+        copy.create_function("agentrl_other", 1, other)
+        _try(copy, f"UPDATE OR IGNORE {at} SET {place} = agentrl_other({place})")
+
+    return change
+
+
+def _altered(table: str, column: str) -> Change:
+    """Gives every cell of a column a new value, and different cells different ones. NULL stays."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, str):
+            return f"{value}~"
+        if isinstance(value, bytes):
+            return value + b"~"
+        return value if value is None else value + 1
+
+    def change(copy: sqlite3.Connection, random: Random) -> None:
+        at, place = _quoted(table), _quoted(column)
+        copy.create_function("agentrl_other", 1, other)
+        _try(copy, f"UPDATE {at} SET {place} = agentrl_other({place})") or _try(copy, f"UPDATE {at} SET {place} = -agentrl_other({place})")
+
+    return change
+
+
+def _some(copy: sqlite3.Connection, table: str, random: Random, share: float, *, all_but_one: bool = False) -> Callable[[], bool]:
+    """A function that says for each row in turn whether it is chosen; at least one is, or at least one is not."""
+    sure, numbers = random.randrange(max(_size(copy, table), 1)), count()
+
+    def chosen() -> bool:
+        number = next(numbers)
+        return not all_but_one if number == sure else random.random() < share
+
+    return chosen
+
+
+def _per_row(copy: sqlite3.Connection, name: str, function: Callable[[], bool]) -> None:
+    copy.create_function(name, 0, function)
+
+
+def _size(copy: sqlite3.Connection, table: str) -> int:
+    return sum(number for (number,) in _rows(copy, f"SELECT count(*) FROM {_quoted(table)}"))
+
+
+def _rows(copy: sqlite3.Connection, query: str) -> list[Any]:
+    with contextlib.suppress(sqlite3.Error):
+        return copy.execute(query).fetchall()
+    return []
+
+
+def _try(copy: sqlite3.Connection, change: str) -> bool:
+    """Whether a table could be changed. A virtual one or a generated column stays as it is."""
+    try:
+        copy.execute(change)
+    except sqlite3.Error:
+        return False
+    return True
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

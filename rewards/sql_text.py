@@ -1,0 +1,62 @@
+"""What a verifier reads of SQL itself: the statements of a text, whether one orders its rows, and its literals. SQLite does the rest.
+
+Comments, white space, a byte order mark and semicolons around a statement play no part; what stands in quotes or parentheses is not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_TOKEN = re.compile(
+    r"""(?P<blank>[\s\ufeff]++|--[^\n]*+|/\*(?:[^*]|\*(?!/))*+(?:\*/)?)
+      | (?P<text>'(?:[^']|'')*+'?)
+      | (?P<name>"(?:[^"]|"")*+"?|`(?:[^`]|``)*+`?|\[[^\]]*+\]?|[^\W\d][\w$]*+)
+      | (?P<number>(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?)
+      | (?P<end>;)
+      | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def statements(text: str) -> list[str]:
+    """The statements of a text, without semicolons and without comments around them."""
+    found: list[str] = []
+    start = stop = -1
+    for kind, match in _tokens(text):
+        if kind == "end":
+            found += [text[start:stop]] if start >= 0 else []
+            start = -1
+        elif kind != "blank":
+            start, stop = (match.start() if start < 0 else start), match.end()
+    return found + ([text[start:stop]] if start >= 0 else [])
+
+
+def orders(query: str) -> bool:
+    """Whether a query orders its rows itself, not only a part of it."""
+    depth, before = 0, ""
+    for kind, match in _tokens(query):
+        token = match[0].lower()
+        depth += (token == "(") - (token == ")") if kind == "other" else 0
+        if kind == "name" and token == "by" and before == "order" and depth == 0:
+            return True
+        before = before if kind == "blank" else token
+    return False
+
+
+def literals(query: str) -> list[str | int | float]:
+    """The texts and numbers that stand in a query."""
+    found: list[str | int | float] = []
+    for kind, match in _tokens(query):
+        token = match[0]
+        if kind == "text":
+            found.append(token[1:].removesuffix("'").replace("''", "'"))
+        elif kind == "number" and len(token) < 19:
+            found.append(int(token) if token.isdigit() else float(token))
+    return found
+
+
+def _tokens(text: str) -> Iterator[tuple[str, re.Match[str]]]:
+    for match in _TOKEN.finditer(text):
+        assert match.lastgroup is not None, "every alternative has a name"
+        yield match.lastgroup, match
