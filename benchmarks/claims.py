@@ -147,6 +147,12 @@ def _learner(result: dict[str, Any]) -> str:
     return f"TRL's update takes {min(ratios):.1f} to {max(ratios):.1f} times as long, each with its fastest batch"
 
 
+def _learner_smollm2(result: dict[str, Any]) -> str:
+    [[case]] = result["models"].values()
+    ratios = [theirs / mine for theirs, mine in zip(case["seconds"]["TRL GRPOTrainer"], case["seconds"]["agentrl"], strict=True)]
+    return f"{statistics.median(ratios):.1f} times ({min(ratios):.1f} to {max(ratios):.1f}, n={len(ratios)}) on a group of SmolLM2-135M"
+
+
 def _attacks() -> str:
     hundreds = len(attacks()) // 100 * 100
     return f"more than {hundreds} attacks"
@@ -162,6 +168,7 @@ _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "rollout-idle": _idle,
     "rollout-crowd": _crowd,
     "learner": _learner,
+    "learner-smollm2": _learner_smollm2,
 }
 """Name of a stored result -> its text."""
 

@@ -1,6 +1,6 @@
 """One learner update on this machine: ours (forests of shared prefixes), TRL's GRPOTrainer and a padded plain loop, side by side.
 
-    python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--out docs/learner-results.md]
+    python benchmarks/learner.py [--repeat 9] [--size small|base] [--threads 1] [--store]
     python benchmarks/learner.py --only tree --clock cpu        # one case; processor time, on a machine that others use too
     python benchmarks/learner.py --model recipes/models/tables-base --prompt 300 --answers 64    # a group on a real model's weights
 
@@ -8,9 +8,9 @@ The same random Qwen3 model, samples, advantages and thread count; forward, back
 With --model the weights are a folder's, the tokens' behaviour logprobs its own, and the plain loop is excluded. Contenders take turns
 within each repetition. TRL runs with what is fastest here: no reference model, its fused output head, and of the batches of 1, 2, 4, ...
 samples, and of those that fit the token budget, the one that is fastest on each case. Every contender gets its samples sorted and batched
-the way that pads least. --store keeps every time as JSON. Gradients are compared before anything is timed: the figures
-mean nothing unless all compute the same update. Last comes the memory of the output head at a vocabulary of 151,936, each way in a
-process of its own (not with --model or --only).
+the way that pads least. Gradients are compared before anything is timed: the figures mean nothing unless all compute the same update.
+--store keeps every time in docs/results, and writes the tables of docs/learner-results.md from what is there. Last comes the memory of
+the output head at a vocabulary of 151,936, each way in a process of its own (not with --model or --only).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from agentrl.records import Sample  # noqa: E402
 from agentrl.testing.tiny_model import make_tokenizer  # noqa: E402
 from benchmarks import stored  # noqa: E402
 
+PAGE = ROOT / "docs" / "learner-results.md"
+BEGIN, END = "<!-- made by benchmarks/learner.py: begin -->", "<!-- made by benchmarks/learner.py: end -->"
 CODE = ("agentrl/learner", "agentrl/objective", "agentrl/model", "benchmarks/learner.py")
 CPU = torch.device("cpu")
 VOCABULARY = 640
@@ -474,6 +476,19 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write_page() -> None:
+    """Writes the tables of docs/learner-results.md from all stored times."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    sections = []
+    for path in sorted(stored.RESULTS.glob("learner*.json")):
+        result = json.loads(path.read_text())
+        origin, clock = result["origin"], "" if result["clock"] == "wall" else f", {result['clock']} time"
+        made = f"`{origin['command']}` on {stored.shown([origin['machine']])}{clock}, commit {origin['commit']}."
+        sections += [f"Model `{name}`. {made}\n\n{table(cases)}" for name, cases in result["models"].items()]
+    write(PAGE, "\n\n".join([f"{before}{BEGIN}", *sections, f"{END}{after}"]))
+
+
 def head_peak(kind: str) -> None:
     """Prints by how many MiB scoring and its backward pass raise this process's peak memory. Runs alone, in its own process."""
     torch.manual_seed(0)
@@ -533,8 +548,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="only cases with this in their name, and no memory")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: this process's time alone, for a shared machine")
-    parser.add_argument("--out", type=Path, help="also write the tables to this Markdown file")
-    parser.add_argument("--store", type=Path, help="also write every time to this JSON file: docs/results/learner.json")
+    parser.add_argument(
+        "--store", action="store_true", help="keep the times in docs/results, and write the tables of docs/learner-results.md"
+    )
     parser.add_argument("--head", choices=["full", "chunked"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -551,13 +567,12 @@ def main() -> None:
     origin = stored.origin(command, CODE, seeds=[0])
     results = {Path(name).name: measured(name, options.repeat, made=made, clock=clock) for name, made in subjects.items()}
     if options.store:
-        write(options.store, json.dumps({"origin": origin, "clock": options.clock, "models": results}, indent=1) + "\n")
+        name = f"learner-{Path(options.model).name}" if options.model else "learner"
+        stored.keep(name, origin, clock=options.clock, models=results)
+        write_page()
     parts = [f"## Model `{name}`\n\n{table(result)}" for name, result in results.items()]
     text = "\n\n".join(parts if options.only or options.model else [*parts, f"## Memory\n\n{head_table()}"])
-    page = f"# One learner update, side by side\n\nCommand: `{command}`. Float32; {os.cpu_count()} cores.\n\n{text}\n"
-    print(page)
-    if options.out:
-        options.out.write_text(page)
+    print(text)
 
 
 if __name__ == "__main__":

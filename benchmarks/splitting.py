@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 
 from agentrl.estimates import wilson  # noqa: E402
 from agentrl.files import read_json_lines, write  # noqa: E402
+from benchmarks import stored  # noqa: E402
 from benchmarks.quickstart import timed  # noqa: E402
-from benchmarks.real_model import machine  # noqa: E402
 from rewards.pages import page_asked  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "splitting.py"
@@ -84,8 +84,9 @@ def run(credit: str, seed: int, runs: Path, out: Path, note: str, overrides: Seq
     folder = runs / f"{credit}-{seed}"
     resume = ["--resume"] if (folder / "recipe.json").exists() else []
     given = [f"seed={seed}", f"objective.credit={credit}", *overrides]
+    machine = stored.machine()
     wall_s, peak_gib = timed([sys.executable, str(RECIPE), *given, "--run-dir", str(folder), *resume])
-    measured = {"wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine(), "resumed": bool(resume)}
+    measured = {"wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine, "resumed": bool(resume)}
     outcome = read(folder, credit, seed, {**measured, "overrides": list(overrides)})
     out.mkdir(parents=True, exist_ok=True)
     write(kept_as(out, credit, seed), json.dumps(asdict(outcome), indent=1) + "\n")
@@ -229,7 +230,8 @@ def page(outcomes: list[Outcome]) -> str:
     command = f"python benchmarks/splitting.py --seeds {' '.join(map(str, seeds))} --credits {' '.join(credits)} {overrides[0]}".strip()
     return "\n\n".join(
         [
-            f"Command: `{command}`. Machine: {first.measured['machine']}; sandbox: {first.sandboxes}. {versions}. " + " ".join(notes),
+            f"Command: `{command}`. Machines: {stored.shown(one.measured['machine'] for one in outcomes)}; sandbox: {first.sandboxes}. "
+            f"{versions}. " + " ".join(notes),
             "Held-out tasks, one attempt each, sampled at temperature 1 as in training, with 95% Wilson intervals over the attempts; each"
             " seed has tasks of its own. Split: the agent gave every page to a helper of its own. Rewards and helpers are means over the"
             f" training episodes of the first {ENDS} steps and of the last {ENDS}.",

@@ -83,7 +83,7 @@ def machine() -> dict[str, Any]:
     """The machine and how busy it is now: CPU model, float32 speed, load average of a minute, and cores in use over two seconds."""
     processor = next(
         (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
-        platform.processor(),
+        platform.machine(),
     )
     cores = os.cpu_count() or 1
     return {

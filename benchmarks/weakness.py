@@ -350,7 +350,7 @@ def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
 
 def table(experiments: Sequence[Experiment]) -> str:
     """Markdown: a row a seed."""
-    head = ["seed", "tagged right", "cases", "practice tasks", "before", "after", "versions refused", "after the gate"]
+    head = ["seed", "tagged by the rule", "cases", "practice tasks", "before", "after", "versions refused", "after the gate"]
     head += ["audit against reward", "alarms of the relapse", "targets missed"]
     rows = [row(one.seed, {phase: one.done(phase) for phase in PHASES}) for one in experiments]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
@@ -392,6 +392,9 @@ def main() -> int:
             f"Before and after are success rates on held-out questions of kind `{KIND}`, one greedy attempt each, with 95% intervals."
             " Versions of the later run are judged every four steps; after two rollbacks the gate only blocks (`gate.max_rollbacks`).",
             table(experiments) + (f"\n\nMade with `{' '.join(given.overrides)}`." if given.overrides else ""),
+            "`tagged by the rule` counts the failures in which the whole part was submitted, and those of them that triage tags"
+            f" `{CAUSE}`. The rule looks for the same sign, so the column shows that capture and triage work together. It does not show how"
+            " often a tag is right on other failures.",
             f"Targets: at least {TARGETS['tagged right']:.0%} of the planted failures tagged {CAUSE}; success from below"
             f" {TARGETS['before']} to above {TARGETS['after']}, and still there after the gate, which rolls back; no contradiction by the"
             " audit. The alarms are those of the later run: the reward rises while the audit falls (docs/verifiers.md).",

@@ -81,7 +81,7 @@ formats = pytest.mark.parametrize("name", TOKENIZERS)
 
 
 @formats
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(asked=texts, said=conversations())
 @example(asked="-", said=[Round(thought="", calls=({"code": "x"},), outputs=("<tool_call>",))])
 @example(asked="<tool_call>", said=[Round(thought="</think>", calls=({"code": "</tool_call>"},), outputs=("<|observation|><|im_end|>",))])

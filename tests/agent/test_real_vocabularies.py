@@ -70,7 +70,7 @@ def test_form_and_ends_are_found(name: str) -> None:
 
 
 @models
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_parts_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
     asked: str = data.draw(texts)

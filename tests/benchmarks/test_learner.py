@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import learner
+from benchmarks import learner, stored
 
 MODEL = "recipes/models/tables-base"
 
@@ -77,3 +79,19 @@ def test_a_ratio_is_taken_within_each_turn() -> None:
     result = {"case": "c", "trained": 8, "tokens": dict.fromkeys(seconds, 64), "seconds": seconds, "bound": None, "batch": "batches of 2"}
     assert learner.times_ours(result, "TRL GRPOTrainer") == [3.0, 4.0, 2.0]
     assert "TRL GRPOTrainer, batches of 2 | 64 | 8.000 (3.000 to 8.000) | 1 | 3.00 (2.00 to 4.00)" in learner.table([result])
+
+
+def test_the_page_is_written_from_all_stored_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "RESULTS", tmp_path)
+    monkeypatch.setattr(learner, "PAGE", tmp_path / "page.md")
+    (tmp_path / "page.md").write_text(f"Before.\n\n{learner.BEGIN}\nold\n{learner.END}\n\nAfter.\n")
+    seconds = {"agentrl": [1.0, 2.0], "TRL GRPOTrainer": [3.0, 8.0]}
+    case = {"case": "c", "trained": 8, "tokens": dict.fromkeys(seconds, 64), "seconds": seconds, "bound": None, "batch": "batches of 2"}
+    machine = {"cores": 2, "processor": "AMD EPYC", "memory_gib": 24, "gflops": 120, "busy_cores": 0.1}
+    origin = {"command": "python benchmarks/learner.py", "machine": machine, "commit": "0123456789ab"}
+    stored.keep("learner", origin, clock="wall", models={"small": [case]})
+    stored.keep("learner-tables-base", origin, clock="cpu", models={"tables-base": [case]})
+    learner.write_page()
+    text = (tmp_path / "page.md").read_text()
+    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
+    assert text.count("3.50 (3.00 to 4.00)") == 2 and "Model `tables-base`" in text and "cpu time" in text

@@ -90,7 +90,14 @@ async def test_what_was_made_in_another_way_is_not_put_beside_it(tmp_path: Path,
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone)]
     finish(tmp_path / "run", attempts)
     for seed, words in enumerate(([], ["learner.lr=1e-4"])):
-        measured = {"overrides": words, "machine": "", "note": "", "wall_s": 1.0, "peak_gib": 1.0, "resumed": False}
+        measured = {
+            "overrides": words,
+            "machine": {"cores": 2, "processor": "p", "memory_gib": 24},
+            "note": "",
+            "wall_s": 1.0,
+            "peak_gib": 1.0,
+            "resumed": False,
+        }
         one = splitting.read(tmp_path / "run", "roles", seed, measured)
         splitting.kept_as(tmp_path, "roles", seed).write_text(json.dumps(asdict(one)))
         if seed == 0:

@@ -127,7 +127,7 @@ def last_words(name: str, text: str) -> list[int]:
 
 
 @models
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_conversation_with_tools_is_what_the_template_makes_of_it(name: str, data: st.DataObject) -> None:
     """Calls come back with ids of the gateway's, keys in another order and results from the last to the first."""

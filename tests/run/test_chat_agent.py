@@ -63,7 +63,7 @@ async def test_an_endpoint_acts_with_the_tasks_tools_and_is_judged_as_ever(suite
     assert [call["id"] for call in said["tool_calls"]] == ["c0", "c1"] and said["content"] == "let me see"
     assert (shown["tool_call_id"], shown["content"]) == ("c0", "97") and "not valid JSON" in wrong["content"]
     text = (done.folder.parent / "recipe.json").read_text() + (done.folder / "about.json").read_text()
-    assert ("k-123" not in text and "theirs at http" not in text.replace(server.url, "http")) or "k-123" not in text
+    assert "k-123" not in text
 
 
 async def test_an_endpoint_reads_the_words_of_the_evaluation(suite: Suite) -> None:
