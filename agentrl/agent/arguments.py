@@ -15,6 +15,7 @@ from agentrl.usercode import printable
 MAX_DEPTH = 8
 MAX_TOLD = 5
 _EXAMPLE_CHARS = 300
+_EXAMPLE_VALUES = 100
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -29,40 +30,54 @@ _SAMPLES: Mapping[str, Any] = {"string": "...", "integer": 1, "number": 1.5, "bo
 
 def example(schema: Mapping[str, Any]) -> str:
     """What a call of the tool with this function schema may look like, to be put behind an error; empty where it would be long."""
-    parameters = schema["function"].get("parameters", {})
-    made = _sample(parameters, parameters, 0)
+    parameters = _parameters(schema)
+    made = _sample(parameters, parameters, 0, [_EXAMPLE_VALUES])
     text = json.dumps(made if isinstance(made, dict) else {}, ensure_ascii=False)
     return f"; for example {printable(text, _EXAMPLE_CHARS)}" if len(text) <= _EXAMPLE_CHARS else ""
 
 
 def problems(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of a call, argument by argument; empty when nothing is."""
-    parameters = schema["function"].get("parameters", {})
+    parameters = _parameters(schema)
     found = _wrong(parameters, parameters, dict(arguments), "", 0)
     told = found[:MAX_TOLD] + ([f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else [])
     return printable("; ".join(told), 1500)
 
 
-def _sample(one: Any, root: Mapping[str, Any], depth: int) -> Any:
-    """A value that fits a schema. Of an object, what it requires; where that is nothing, its first property."""
+def _parameters(schema: Any) -> Mapping[str, Any]:
+    """The parameters of a function schema, which may hold any JSON in any place."""
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    found = function.get("parameters") if isinstance(function, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _sample(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> Any:
+    """A value that fits a schema. Of an object, what it requires; if that is nothing, its first property.
+
+    Args:
+        left: values that may still be made; a schema that refers to itself asks for any number of them.
+    """
     one = _resolved(one, root)
+    left[0] -= 1
+    if left[0] < 0:
+        return None
     if "default" in one:
         return one["default"]
     if "const" in one:
         return one["const"]
-    if isinstance(one.get("enum"), Sequence) and one["enum"]:
-        return one["enum"][0]
+    if options := _list(one, "enum"):
+        return options[0]
     for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(one.get(key), Sequence) and one[key]:
-            return _sample(one[key][0], root, depth + 1)
+        if (options := _list(one, key)) and depth < MAX_DEPTH:
+            return _sample(options[0], root, depth + 1, left)
     kind = next(iter(_types(one)), "object" if "properties" in one else "string")
     if depth >= MAX_DEPTH or kind in _SAMPLES:
         return _SAMPLES.get(kind, [] if kind == "array" else {})
     if kind == "array":
-        return [_sample(one.get("items", {}), root, depth + 1)]
+        return [_sample(one.get("items", {}), root, depth + 1, left)]
     properties = _properties(one)
-    needed = [name for name in one.get("required", ()) if name in properties] or list(properties)[:1]
-    return {name: _sample(properties[name], root, depth + 1) for name in needed}
+    needed = [name for name in _required(one) if name in properties] or list(properties)[:1]
+    return {name: _sample(properties[name], root, depth + 1, left) for name in needed}
 
 
 def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int) -> list[str]:
@@ -70,15 +85,15 @@ def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int
     if depth >= MAX_DEPTH:
         return []
     for key in ("anyOf", "oneOf"):
-        if isinstance(one.get(key), Sequence) and one[key]:
-            if any(not _wrong(other, root, value, where, depth + 1) for other in one[key]):
+        if options := _list(one, key):
+            if any(not _wrong(other, root, value, where, depth + 1) for other in options):
                 return []
-            kinds = [kind for other in one[key] for kind in _types(_resolved(other, root))]
+            kinds = [kind for other in options for kind in _types(_resolved(other, root))]
             return [f"{where or 'arguments'}: needs {_listed(kinds) or 'something else'}, got {_got(value)}"]
     kinds = _types(one)
     if kinds and not any(_is(value, kind) for kind in kinds):
         return [f"{where or 'arguments'}: needs {_listed(kinds)}, got {_got(value)}"]
-    allowed = one["enum"] if isinstance(one.get("enum"), Sequence) else [one["const"]] if "const" in one else None
+    allowed = _list(one, "enum") or ([one["const"]] if "const" in one else None)
     if allowed is not None and value not in allowed:
         return [f"{where}: needs one of {json.dumps(list(allowed), ensure_ascii=False)[:200]}, got {_got(value)}"]
     if isinstance(value, Mapping):
@@ -91,7 +106,7 @@ def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int
 def _wrong_object(one: Mapping[str, Any], root: Mapping[str, Any], value: Mapping[str, Any], where: str, depth: int) -> list[str]:
     properties = _properties(one)
     dot = f"{where}." if where else ""
-    found = [f"{dot}{name}: is missing" for name in one.get("required", ()) if name not in value]
+    found = [f"{dot}{name}: is missing" for name in _required(one) if name not in value]
     for name, item in value.items():
         if name in properties:
             found += _wrong(properties[name], root, item, f"{dot}{name[:40]}", depth + 1)
@@ -128,9 +143,18 @@ def _properties(one: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def _list(one: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = one.get(key)
+    return found if isinstance(found, list | tuple) else ()
+
+
+def _required(one: Mapping[str, Any]) -> list[str]:
+    return [name for name in _list(one, "required") if isinstance(name, str)]
+
+
 def _types(one: Mapping[str, Any]) -> list[str]:
-    kinds = one.get("type", [])
-    return [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _KINDS]
+    kinds = one.get("type")
+    return [kind for kind in ([kinds] if isinstance(kinds, str) else _list(one, "type")) if isinstance(kind, str) and kind in _KINDS]
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -44,7 +44,9 @@ def worded(schema: Mapping[str, Any], words: Words) -> Mapping[str, Any]:
     function = made["function"]
     if words.description:
         function["description"] = words.description
-    known = function.get("parameters", {}).get("properties", {})
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    known: dict[str, Any] = properties if isinstance(properties, dict) else {}
     for name, meaning in words.arguments.items():
         if not isinstance(known.get(name), dict):
             raise UserError(

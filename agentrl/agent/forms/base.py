@@ -73,13 +73,22 @@ class Collected:
 
 
 def declared(schemas: Schemas, name: str) -> Mapping[str, frozenset[str]]:
-    """The JSON types that a tool's schema allows each of its parameters; empty for a tool without one."""
+    """The JSON types that a tool's schema allows each of its parameters; empty for a tool without one.
+
+    A schema comes from a task, a server or a client, and may hold any JSON in any place.
+    """
     for schema in schemas:
-        function = schema.get("function", {})
+        function = _part(schema, "function")
         if function.get("name") == name:
-            properties = function.get("parameters", {}).get("properties", {})
+            properties = _part(_part(function, "parameters"), "properties")
             return {key: _types(value, _NESTED) for key, value in properties.items()}
     return {}
+
+
+def _part(schema: Any, key: str) -> Mapping[str, Any]:
+    """The object under a key of a schema; an empty one for anything else."""
+    found = schema.get(key) if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def _types(schema: Any, depth: int) -> frozenset[str]:
@@ -88,7 +97,8 @@ def _types(schema: Any, depth: int) -> frozenset[str]:
     named = schema.get("type", ())
     found = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)} if isinstance(named, list) else set()
     for key in ("anyOf", "oneOf"):
-        for one in schema.get(key, ()):
+        some = schema.get(key)
+        for one in some if isinstance(some, list | tuple) else ():
             found |= _types(one, depth - 1)
     return frozenset(found)
 
