@@ -50,7 +50,7 @@ class FaultRate:
             kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
             if kind not in self._messages and len(self._messages) >= _KINDS:
                 kind = OTHERS
-            self._messages[kind] = " ".join(usercode.printable(failure.message, 200).split())
+            self._messages[kind] = " ".join(usercode.printable(failure.message, 600).split())
         if len(self._newest) == self._newest.maxlen and self._newest[0] is not None:
             self._failed -= 1
         self._newest.append(kind)

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from agentrl import parts
-from agentrl.section import Section
+from agentrl.section import Section, resumable
 
 
 class PolicyConfig(Section):
@@ -51,7 +51,7 @@ class ServingConfig(Section):
     startup_timeout_s: float = Field(600.0, gt=0)
     """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
     request_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of one completion, and of one weight swap."""
+    """Time that one turn may lose to a slow server, and deadline of one weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
     """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
 
@@ -81,17 +81,17 @@ class JudgeServerConfig(Section):
     """Weights and arithmetic. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(2048, ge=16)
     """Longest context in tokens, question and verdict together."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = resumable(0, ge=0, le=65535)
     """0: any free port."""
-    max_num_seqs: int = Field(16, ge=1)
+    max_num_seqs: int = resumable(16, ge=1)
     """Questions answered at once."""
-    threads: int = Field(1, ge=1)
+    threads: int = resumable(1, ge=1)
     """CPU threads of the engine (CPU only)."""
-    kv_cache_gb: float = Field(0.25, gt=0)
+    kv_cache_gb: float = resumable(0.25, gt=0)
     """Key/value cache in GiB (CPU only)."""
-    gpu_memory_utilization: float = Field(0.2, gt=0, le=1)
+    gpu_memory_utilization: float = resumable(0.2, gt=0, le=1)
     """Share of GPU memory for the server (GPU only)."""
-    startup_timeout_s: float = Field(600.0, gt=0)
+    startup_timeout_s: float = resumable(600.0, gt=0)
     """Deadline for the server to answer after a start."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: int = resumable(5, ge=0)
     """Times that it is started again after it died, in the whole run; questions wait meanwhile. Then they are refused."""
