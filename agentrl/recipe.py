@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from agentrl import parts, section
 from agentrl.gating import GateConfig
-from agentrl.section import Needs, Section
+from agentrl.section import Needs, Section, resumable
 from agentrl.sections.failures import CaptureConfig
 from agentrl.sections.learner import LearnerConfig, Limit, LimitsConfig, LoraConfig
 from agentrl.sections.objective import CriticConfig, ObjectiveConfig
@@ -68,7 +68,7 @@ class Recipe(Section):
     """Name of the run; its folder is `runs/NAME` unless --run-dir says otherwise."""
     seed: int = Field(0, ge=0)
     """Fixes the tasks and seeds the server's sampler and the learner. Sampling is not repeatable bit for bit: batching is asynchronous."""
-    steps: int = Field(16, ge=1)
+    steps: int = resumable(16, ge=1)
     """Learner steps."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions an episode may lag behind. 0: strictly on-policy, rollouts wait for each update."""
@@ -77,29 +77,29 @@ class Recipe(Section):
     policy: PolicyConfig
     tasks: TasksConfig
     rollout: RolloutConfig = RolloutConfig()
-    evaluation: EvalConfig = EvalConfig()
+    evaluation: EvalConfig = resumable(EvalConfig())
     tools: ToolsConfig = ToolsConfig()
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes and find again; None: there are none. `{}` takes its defaults."""
-    capture: CaptureConfig = CaptureConfig()
+    capture: CaptureConfig = resumable(CaptureConfig())
     store: parts.Store = "sqlite"
     """Where scored groups wait for the learner. sqlite: a file in the run folder."""
     store_options: parts.Options = Field({})
     """Keyword arguments of a store that is named by reference."""
-    trackers: tuple[parts.TrackerName, ...] = ("terminal", "tensorboard")
+    trackers: tuple[parts.TrackerName, ...] = resumable(("terminal", "tensorboard"))
     """Who hears of the run's figures, besides `metrics.jsonl`, which is always written. terminal: progress, where a person can see it.
     tensorboard: event files in logs/tensorboard."""
-    tracker_options: dict[str, parts.Options] = Field({})
+    tracker_options: dict[str, parts.Options] = resumable({})
     """Keyword arguments of trackers that are named by reference, by that name."""
-    sandbox: SandboxConfig = SandboxConfig()
-    serving: ServingConfig = ServingConfig()
+    sandbox: SandboxConfig = resumable(SandboxConfig())
+    serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()
     critic: CriticConfig | None = None
     """The value model that objective.advantage=gae needs, and nothing else uses; `{}` takes its defaults."""
     learner: LearnerConfig = LearnerConfig()
     judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
     """Servers that the run starts for its judges, by the name that `agentrl.reward.judges.served(NAME)` takes."""
-    gate: GateConfig | None = None
+    gate: GateConfig | None = resumable(None)
     """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
 
     @model_validator(mode="after")

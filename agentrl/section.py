@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from agentrl.errors import RecipeError
@@ -102,6 +102,30 @@ def idle(whole: Section, section: Section | None = None, path: str = "") -> Iter
             for one, inner in value.items():
                 if isinstance(inner, Section):
                     yield from idle(whole, inner, f"{key}.{one}.")
+
+
+_RESUMABLE = "resumable"
+
+
+def resumable(default: Any, **bounds: Any) -> Any:
+    """The `Field` of a key that a resumed run may change, with all keys below it: it decides how fast and how long a run runs, where, and
+    what is reported of it, and not what is sampled or learned."""
+    return Field(default, json_schema_extra={_RESUMABLE: True}, **bounds)
+
+
+def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
+    """The keys that a resumed run may change, as patterns: `serving.*` stands for all keys of a section, `*` for the name of one."""
+    found: list[str] = []
+    for name, field in kind.model_fields.items():
+        key, inner = f"{prefix}{name}", section_of(field.annotation)
+        several = named_section_of(field.annotation)
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get(_RESUMABLE):
+            found += [key] if inner is None else [key, f"{key}.*"]
+        elif inner is not None:
+            found += resumable_keys(inner, f"{key}.")
+        elif several is not None:
+            found += resumable_keys(several, f"{key}.*.")
+    return found
 
 
 def meanings(kind: type[Section]) -> dict[str, str]:

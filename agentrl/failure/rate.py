@@ -11,6 +11,8 @@ from agentrl.errors import InfrastructureError
 from agentrl.records import Failure
 
 MIN_WINDOW = 64
+SUSPECT = 0.1
+"""Share of the newest attempts that may be excluded after the policy has spoken before the run gives an alert."""
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
 OTHERS = "others"
@@ -35,6 +37,9 @@ class FaultRate:
         self._newest: deque[str | None] = deque(maxlen=window)  # kind of fault, None for a sound attempt
         self._failed = 0  # of the newest
         self._messages: dict[str, str] = {}  # newest of each kind
+        self._spoken: deque[bool] = deque(maxlen=window)  # of the newest: whether it failed after the policy had said something
+        self._suspected = False
+        self._since_spoken = 0
         self._since = Counter[bool]()  # sound (False) and faulty (True) attempts since `figures` was last asked
         self._exceeded = asyncio.Event()
 
@@ -45,11 +50,14 @@ class FaultRate:
             kind = usercode.printable(f"{failure.stage} {failure.kind}", 100)
             if kind not in self._messages and len(self._messages) >= _KINDS:
                 kind = OTHERS
-            self._messages[kind] = " ".join(usercode.printable(failure.message, 200).split())
+            self._messages[kind] = " ".join(usercode.printable(failure.message, 600).split())
         if len(self._newest) == self._newest.maxlen and self._newest[0] is not None:
             self._failed -= 1
         self._newest.append(kind)
         self._failed += failure is not None
+        spoken = failure is not None and (failure.stage == "score" or (failure.turn or 0) > 0)
+        self._spoken.append(spoken)
+        self._since_spoken += spoken
         self._since[failure is not None] += 1
         if len(self._newest) >= self._judged_from and self.share > self.limit:
             self._exceeded.set()
@@ -69,6 +77,27 @@ class FaultRate:
         ended, failed = self._since.total(), self._since[True]
         self._since.clear()
         return {"attempts_ended": ended, "attempts_failed": failed}
+
+    def suspects(self) -> dict[str, float]:
+        """Attempts since the last call that failed after the policy had said something; for the metrics of a step."""
+        spoken, self._since_spoken = self._since_spoken, 0
+        return {"attempts_failed_spoken": spoken}
+
+    def suspicion(self) -> str:
+        """An alert if many attempts fail after the policy has said something, once each time that their share passes `SUSPECT`; else "".
+
+        Only such attempts can be ones that the policy has ended itself: a fault that it can provoke spares it a bad score.
+        """
+        count, newest = sum(self._spoken), len(self._spoken)
+        before, self._suspected = self._suspected, newest >= MIN_WINDOW // 2 and count > SUSPECT * newest
+        if before or not self._suspected:
+            return ""
+        kind, times = self.kinds.most_common(1)[0]
+        return (
+            f"{count} of the newest {newest} attempts were excluded after the policy had said something, most often with {kind}"
+            f" ({times}): {self._messages.get(kind, '')[:200]}. If what it says provokes this, it is spared a bad score: look at these"
+            " episodes with `agentrl failures`"
+        )
 
     async def watch(self) -> NoReturn:
         """Waits until the limit is exceeded, then raises `InfrastructureError` that says what failed how often."""

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from agentrl.rollout.life import EpisodeLife
 
 
+CLOSE_S = 60.0
+"""How long a sandbox may take to close; after that its backend ends it when the run does."""
+
+
 class Workplace:
     """Where one or several agents of an episode work. Many episodes of a weak policy never open it.
 
@@ -92,7 +96,8 @@ class Workplace:
     async def _end(self, sandbox: Sandbox) -> None:
         started, since = time.monotonic(), usercode.cancellations()
         try:
-            await sandbox.close()
+            async with asyncio.timeout(CLOSE_S):
+                await sandbox.close()
         except BaseException as error:
             usercode.let_go(error, since)
             usercode.report("closing a sandbox", error)

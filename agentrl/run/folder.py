@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from agentrl import files
 from agentrl.errors import RecipeError, RunFolderBusy, UserError
 from agentrl.recipe import Recipe, load
 from agentrl.runlock import driving, vacant
+from agentrl.section import resumable_keys
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
@@ -147,31 +149,22 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def check_same(folder: Path, recipe: Recipe) -> list[str]:
-    """What a resumed run changes, a line each. Raises `RecipeError` when that is more than its length, placement and bounds.
+    """What a resumed run changes, a line each. Raises `RecipeError` for a key that is not declared as `agentrl.section.resumable`.
 
     What was sampled under one recipe may not be trained under another.
     """
-    learner = {"ranks", "sequence_parallel", "zero_stage", "threads", "keep_checkpoints", "keep_versions", "full_every"}
-    learner |= {"limits", "max_bad_updates", "max_bad_groups"}
-    free: Any = {name: True for name in ("steps", "sandbox", "serving", "evaluation", "capture", "trackers", "tracker_options", "gate")} | {
-        "learner": learner
-    }
-    free["rollout"] = {"checkpoint_turns", "max_fault_rate", "max_quarantined"}
-    old = load(folder / _RECIPE)
-    before, after = _flat(old.model_dump(exclude=free)), _flat(recipe.model_dump(exclude=free))
-    changed = _changes(before, after)
-    if changed:
+    before, after = _flat(load(folder / _RECIPE).model_dump()), _flat(recipe.model_dump())
+    keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
+    changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
+    may = resumable_keys(Recipe)
+    fixed = [change for key, change in changes.items() if not any(fnmatchcase(key, pattern) for pattern in may)]
+    if fixed:
+        named = ", ".join(key for key in may if f"{key}.*" not in may)
         raise RecipeError(
-            f"--resume: the recipe is not the run's own: {'; '.join(changed)}",
-            fix="leave these as they were (steps, sandbox, serving, evaluation, capture, trackers, tracker_options, gate,"
-            f" learner.{{{','.join(sorted(learner))}}} and rollout.{{{','.join(sorted(free['rollout']))}}} may change), or start a new run",
+            f"--resume: the recipe is not the run's own: {'; '.join(fixed)}",
+            fix=f"leave these as they were, or start a new run. These may change: {named}",
         )
-    return _changes(_flat(old.model_dump()), _flat(recipe.model_dump()))
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    keys = [*before, *(key for key in after if key not in before)]
-    return [f"{key} {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
+    return list(changes.values())
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

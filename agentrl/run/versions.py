@@ -62,10 +62,11 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
         metrics["groups_extra"] = len(groups) - run.step_groups.per_step
     measure.keep_left_out(run.folder, version.number, groups)
     run.last_step_at = now
-    return metrics | memory.figures(groups) | run.faults.figures() | run.served.figures()
+    return metrics | memory.figures(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
 
 
 def _record(run: Run, version: PolicyVersion, metrics: dict[str, float]) -> None:
     run.tracker.log(version.number, metrics)
-    for line in measure.alerts(run.folder, version.number - 1):
+    suspicion = run.faults.suspicion()
+    for line in (*measure.alerts(run.folder, version.number - 1), *([suspicion] if suspicion else [])):
         run.tracker.alert(line)

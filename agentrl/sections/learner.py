@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl.section import Needs, Section
+from agentrl.section import Needs, Section, resumable
 
 _ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
 _DELTAS = Needs("serving.weight_transfer=delta: every version is whole", lambda recipe, own: recipe.serving.weight_transfer == "delta")
@@ -90,37 +90,37 @@ class LearnerConfig(Section):
     """Decoupled weight decay on matrices; vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """The gradient's global norm is clipped to this."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: Literal[0, 1, 2, 3] = resumable(2)
     """DeepSpeed ZeRO stage: 1 shards optimizer state over the ranks, 2 also gradients, 3 also weights."""
-    ranks: int = Field(1, ge=1)
+    ranks: int = resumable(1, ge=1)
     """Learner processes (torchrun --nproc-per-node)."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of the weights; `{}` takes their defaults. They want a learning rate about ten times higher."""
     offload: Annotated[Literal["none", "optimizer", "parameters"], _ON_GPU] = "none"
     """What lives in the CPU's memory instead of the GPU's. optimizer: master weights, Adam's moments and its step (zero_stage 1 to 3).
     parameters: these and the weights, fetched layer by layer (zero_stage 3)."""
-    sequence_parallel: int = Field(1, ge=1)
+    sequence_parallel: int = resumable(1, ge=1)
     """Ranks that share every sequence (Ulysses), for contexts too long for one. Divides `ranks`, and the model's key heads."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch; above 1 the later ones are off-policy and the ratio clip matters."""
-    max_tokens_per_microbatch: int = Field(16384, ge=16)
+    max_tokens_per_microbatch: int = resumable(16384, ge=16)
     """Tokens in one forward/backward pass on one rank; there is no padding, and a shared token counts once."""
     share_prefixes: bool = True
     """Tokens that samples begin with in common (a group's prompt, the history of turns) are computed once, forward and backward."""
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool | None = resumable(None)
     """Recompute layers in the backward pass: less memory, about a third more arithmetic. None: on CUDA only."""
     kernels: Literal["torch", "liger"] = "torch"
     """What computes norms, MLPs and rotary positions. liger: fused GPU kernels of the package liger-kernel, checked at the start."""
-    threads: int = Field(0, ge=0)
+    threads: int = resumable(0, ge=0)
     """CPU threads per rank; 0: torch's default."""
-    max_bad_updates: int = Field(3, ge=1)
+    max_bad_updates: int = resumable(3, ge=1)
     """Optimizer steps left out in a row, because something was not finite or a limit said skip, before the run stops."""
-    max_bad_groups: int = Field(16, ge=1)
+    max_bad_groups: int = resumable(16, ge=1)
     """Groups left out in the whole run, because a score, logprob or advantage was not finite, before the run stops."""
-    limits: LimitsConfig = LimitsConfig()
-    keep_checkpoints: int = Field(2, ge=1)
+    limits: LimitsConfig = resumable(LimitsConfig())
+    keep_checkpoints: int = resumable(2, ge=1)
     """Newest checkpoints kept on disk."""
-    full_every: Annotated[int, _DELTAS] = Field(8, ge=2)
+    full_every: Annotated[int, _DELTAS] = resumable(8, ge=2)
     """With serving.weight_transfer=delta: every so many versions one is published whole, and so is one that changed in most bytes."""
-    keep_versions: int = Field(4, ge=2)
+    keep_versions: int = resumable(4, ge=2)
     """Newest exported policy versions kept on disk, and as many promoted ones, besides version 0 and the serving one."""

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from agentrl import parts
 from agentrl.contract.outputs import wrong_pattern
 from agentrl.sampling import MAX_TOP_K, Sampling
-from agentrl.section import Needs, Section
+from agentrl.section import Needs, Section, resumable
 
 SUITE_FAMILY = "agentrl.run.suite_tasks:SuiteTasks"
 """The task family of an evaluation on suites: its cases are sampled as `evaluation` says, and there are no held-out tasks."""
@@ -137,9 +137,9 @@ class RolloutConfig(Section):
     extra_groups: int = Field(0, ge=0)
     """Groups that a step may have beyond these: one is made for each whose attempts all score the same, which teaches nothing. 0: a step
     trains on what is left."""
-    concurrency: int = Field(64, ge=1)
+    concurrency: int = resumable(64, ge=1)
     """Episodes in flight at once."""
-    max_cache_use: float = Field(0.9, gt=0, le=1)
+    max_cache_use: float = resumable(0.9, gt=0, le=1)
     """Share of the server's key/value cache up to which further episodes begin, by what those in flight take; a server that runs out of it
     computes contexts again. 1: as many as `concurrency` says."""
     temperature: float = Field(1.0, ge=_COLDEST, le=2)
@@ -151,16 +151,16 @@ class RolloutConfig(Section):
     """Of these, only the fewest likeliest that together have this share of their probability; 1: off. Needs top_k, which bounds them."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Only tokens with at least this share of the likeliest one's probability; 0: off. Needs top_k, which bounds what is kept."""
-    max_retries: int = Field(2, ge=0)
+    max_retries: int = resumable(2, ge=0)
     """Fresh attempts after an infrastructure failure, before the episode is left out."""
     min_group_size: int = Field(2, ge=1)
     """A group with fewer counted episodes is dropped."""
-    max_quarantined: int = Field(8, ge=0)
+    max_quarantined: int = resumable(8, ge=0)
     """Broken tasks that are quarantined, and their groups left out, before the run stops with their list."""
-    max_fault_rate: float = Field(0.5, ge=0, le=1)
+    max_fault_rate: float = resumable(0.5, ge=0, le=1)
     """Largest share of the newest attempts (four times `concurrency`, at least 64) that may fail by no doing of the policy before the
     run pauses and says why. 1: it never does."""
-    checkpoint_turns: bool = False
+    checkpoint_turns: bool = resumable(False)
     """Keep every running episode's state in the run folder after each turn, so that --resume goes on from there. Costs a snapshot of the
     working directory and a file a turn: some milliseconds with little in it, and up to 64 MiB of disk for each episode in flight."""
     branching: BranchingConfig | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from agentrl import parts
-from agentrl.section import Needs, Section
+from agentrl.section import Needs, Section, resumable
 
 ON_CPU = Needs("a server on the CPU (device=cpu or auto)", lambda recipe, own: recipe.device != "cuda")
 ON_GPU = Needs("a server on a GPU (device=cuda or auto)", lambda recipe, own: recipe.device != "cpu")
@@ -54,7 +54,7 @@ class ServingConfig(Section):
     startup_timeout_s: float = Field(600.0, gt=0)
     """Deadline for the server to answer after a start; requests wait as long for one that is being restarted."""
     request_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of one completion, and of one weight swap."""
+    """Time that one turn may lose to a slow server, and deadline of one weight swap."""
     probe_max_abs_diff: float = Field(1e-3, gt=0)
     """A swap whose logprob probe differs by more (nats) is refused. Use about 0.15 with bfloat16."""
 
@@ -84,17 +84,17 @@ class JudgeServerConfig(Section):
     """Weights and arithmetic. Use float32 on CPUs without AMX."""
     max_model_len: int = Field(2048, ge=16)
     """Longest context in tokens, question and verdict together."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = resumable(0, ge=0, le=65535)
     """0: any free port."""
-    max_num_seqs: int = Field(16, ge=1)
+    max_num_seqs: int = resumable(16, ge=1)
     """Questions answered at once."""
-    threads: Annotated[int, ON_CPU] = Field(1, ge=1)
+    threads: Annotated[int, ON_CPU] = resumable(1, ge=1)
     """CPU threads of the engine (CPU only)."""
-    kv_cache_gb: Annotated[float, ON_CPU] = Field(0.25, gt=0)
+    kv_cache_gb: Annotated[float, ON_CPU] = resumable(0.25, gt=0)
     """Key/value cache in GiB (CPU only)."""
-    gpu_memory_utilization: Annotated[float, ON_GPU] = Field(0.2, gt=0, le=1)
+    gpu_memory_utilization: Annotated[float, ON_GPU] = resumable(0.2, gt=0, le=1)
     """Share of GPU memory for the server (GPU only)."""
-    startup_timeout_s: float = Field(600.0, gt=0)
+    startup_timeout_s: float = resumable(600.0, gt=0)
     """Deadline for the server to answer after a start."""
-    max_restarts: int = Field(5, ge=0)
+    max_restarts: int = resumable(5, ge=0)
     """Times that it is started again after it died, in the whole run; questions wait meanwhile. Then they are refused."""

@@ -91,3 +91,24 @@ def test_it_pauses_exactly_when_the_share_of_the_newest_exceeded_the_limit(fault
 
     told, expected = asyncio.run(run())
     assert told == expected
+
+
+def test_exclusions_that_the_policy_could_have_caused_are_counted_and_told_once() -> None:
+    rate = FaultRate(0.5, concurrency=4)
+    early = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServingError", message="down", turn=0)
+    late = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxTimeout", message="no answer", turn=2)
+    for _ in range(40):
+        rate.attempt(None)
+        rate.attempt(early)
+    assert rate.suspects() == {"attempts_failed_spoken": 0} and rate.suspicion() == "", "nothing was said in any of them"
+    for _ in range(10):
+        rate.attempt(late)
+    told = rate.suspicion()
+    assert "10 of the newest 64" in told and "agentrl" in told and rate.suspicion() == ""
+    assert rate.suspects() == {"attempts_failed_spoken": 10} and rate.suspects() == {"attempts_failed_spoken": 0}
+    for _ in range(64):
+        rate.attempt(None)
+    assert rate.suspicion() == ""
+    for _ in range(10):
+        rate.attempt(late)
+    assert rate.suspicion(), "once more, when it happens again"

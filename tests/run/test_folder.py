@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from agentrl.errors import RecipeError, UserError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
 from agentrl.run.folder import Start, check_same, claimed, given_before, merged, write_start
 from agentrl.runlock import DRIVER
+from agentrl.section import Section, named_section_of, resumable_keys, section_of
 
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
@@ -112,3 +114,52 @@ def test_merged_overrides_mean_what_both_mean_one_after_the_other(earlier: list[
     one_by_one = apply_overrides(RECIPE, [*frame, *earlier, *later])
     assert apply_overrides(RECIPE, list(merged([*frame, *earlier], later))) == one_by_one
     assert merged(merged(earlier, later), later) == merged(earlier, later)
+
+
+def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every key that has a value of its own, sections by name included under the name `x`."""
+    for name, found in kind.model_fields.items():
+        inner, several = section_of(found.annotation), named_section_of(found.annotation)
+        if inner is not None or several is not None:
+            yield from leaves(inner or several, f"{prefix}{name}." if inner else f"{prefix}{name}.x.")  # type: ignore[arg-type]
+        else:
+            yield f"{prefix}{name}"
+
+
+DECIDES = (
+    *("name", "seed", "max_staleness", "device", "store", "store_options"),
+    *("policy.*", "tasks.*", "tools.*", "memory.*", "objective.*", "critic.*"),
+    *("learner.lr", "learner.warmup_steps", "learner.lr_schedule", "learner.weight_decay", "learner.max_grad_norm", "learner.lora.*"),
+    *("learner.minibatches", "learner.share_prefixes", "learner.kernels", "learner.offload"),
+    *("judge_servers.x.model", "judge_servers.x.dtype", "judge_servers.x.max_model_len"),
+    *("rollout.agent", "rollout.agent_options", "rollout.delegation.*", "rollout.compaction.*", "rollout.instructions"),
+    *("rollout.group_size", "rollout.groups_per_step", "rollout.spare_attempts", "rollout.stop_equal_after", "rollout.extra_groups"),
+    *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.min_group_size", "rollout.branching.*"),
+)
+"""Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`: this test
+asks for the decision."""
+
+
+def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
+    may = resumable_keys(Recipe)
+    for key in leaves(Recipe):
+        free = any(fnmatchcase(key, pattern) for pattern in may)
+        decides = any(fnmatchcase(key, pattern) for pattern in DECIDES)
+        assert free != decides, f"{key}: is it resumable ({free}), or does it decide what a run learns ({decides})?"
+
+
+def test_what_helps_a_slow_server_may_change_on_a_resume(tmp_path: Path) -> None:
+    hold_run(tmp_path)
+    faster = ["serving.threads=2", "rollout.concurrency=8", "serving.request_timeout_s=300", "rollout.max_retries=5"]
+    assert len(check_same(tmp_path, apply_overrides(RECIPE, faster))) == 4
+    with pytest.raises(RecipeError, match=r"rollout\.temperature 1\.0 -> 0\.5") as error:
+        check_same(tmp_path, apply_overrides(RECIPE, [*faster, "rollout.temperature=0.5"]))
+    assert "rollout.concurrency" in error.value.fix and "serving.*" in error.value.fix
+
+
+def test_servers_of_judges_may_be_given_more_but_not_other_weights(tmp_path: Path) -> None:
+    recipe = apply_overrides(RECIPE, ['judge_servers.small={"model": "m"}'])
+    hold_run(tmp_path, recipe=recipe)
+    assert check_same(tmp_path, apply_overrides(recipe, ["judge_servers.small.threads=2"])) == ["judge_servers.small.threads 1 -> 2"]
+    with pytest.raises(RecipeError, match=r"judge_servers\.small\.model"):
+        check_same(tmp_path, apply_overrides(recipe, ["judge_servers.small.model=other"]))

@@ -1,0 +1,180 @@
+"""A policy that is trained gains nothing by provoking its own exclusion: what it can provoke is scored like an honest failure.
+
+Policies have three arms: they solve the task, fail honestly, or provoke something. Their groups are played, scored and turned into
+advantages by the real parts. What an arm gains is the mean advantage of the attempts in which it was drawn; an attempt that was excluded
+gains 0, which is more than an honest failure in a group with a success.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from agentrl.agent import TurnLoop
+from agentrl.errors import RequestRefused
+from agentrl.objective.advantages import batch_advantages
+from agentrl.recipe import ObjectiveConfig
+from agentrl.records import CUT, Blame, Completion, Episode, Group, Limits, SamplingParams, Score, Task, VersionSpan
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
+
+TOKENIZER = shared_tokenizer()
+GROUPS, SIZE = 12, 8
+PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>'
+BOOM = "BOOM"
+WAYS = ("babbles", "is refused by the server", "cannot be read", "cannot be shown", "breaks the judge", "stalls the judge", "says nonsense")
+
+
+def submit(answer: str) -> str:
+    return f'<tool_call>{{"name": "submit", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
+
+
+class Bandit(ScriptedPolicy):
+    """Draws an arm for each attempt, and plays it."""
+
+    def __init__(self, way: str, seed: int) -> None:
+        super().__init__(TOKENIZER, self._turn)
+        self.way, self.draw = way, random.Random(seed)
+        self.arms: dict[str, str] = {}
+
+    def arm(self, episode: str) -> str:
+        return self.arms.setdefault(episode, self.draw.choice(("solve", "fail", "provoke")))
+
+    def _turn(self, turn: int, episode: str) -> str:
+        arm = self.arm(episode)
+        if arm != "provoke":
+            return submit("3" if arm == "solve" else "4")
+        said = {
+            "is refused by the server": PYTHON,
+            "cannot be read": BOOM,
+            "cannot be shown": f"{BOOM}{PYTHON}",
+            "breaks the judge": submit("boom"),
+            "stalls the judge": submit("9**9**9"),
+            "says nonsense": '<tool_call>{"name": 3, "arguments": "\\ud800"}</tool_call>' * 3,
+        }
+        return said[self.way]
+
+    async def generate(self, prompt_ids: Any, params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+        episode, _, turn = request_id.partition(".")[0].rpartition("-")
+        if self.arm(episode) == "provoke" and self.way == "babbles":
+            await asyncio.sleep(timeout_s)
+            count = max(1, min(params.max_tokens, int(20 * timeout_s)))
+            spans = (VersionSpan(version=0, start=0, end=count),)
+            return Completion(token_ids=(5,) * count, logprobs=(-0.5,) * count, versions=spans, finish_reason=CUT)
+        if self.arm(episode) == "provoke" and self.way == "is refused by the server" and turn != "0":
+            raise RequestRefused("status 400: token out of range")
+        await asyncio.sleep(0.5)
+        return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+
+def choking(way: str) -> Any:
+    base: Any = type(chat_of(TOKENIZER))
+
+    class Chat(base):  # type: ignore[misc]
+        def parse(self, ids: Any, *arguments: Any) -> Any:
+            if way == "cannot be read" and BOOM in TOKENIZER.decode(list(ids)):
+                raise OverflowError("an id that is no character")
+            return super().parse(ids, *arguments)
+
+        def tool_delta(self, outputs: Any, after: Any = None) -> Any:
+            if way == "cannot be shown" and after is not None and BOOM in after.message.content:
+                raise UnicodeError("no such character")
+            return super().tool_delta(outputs, after)
+
+    return Chat(TOKENIZER)
+
+
+async def judge(task: Task, episode: Episode) -> Score:
+    if episode.answer == "boom":
+        raise RecursionError("too deep")
+    if episode.answer == "9**9**9":
+        await asyncio.sleep(10**6)
+    return Score(value=float(episode.answer == "3"))
+
+
+TASK = replace(
+    sample_task(),
+    tools=("python", "submit"),
+    verifiers=(f"{__file__}:judge",),
+    limits=Limits(turns=3, turn_tokens=100_000, episode_tokens=200_000, wall_s=60.0),
+)
+
+
+async def played(way: str, seed: int) -> tuple[list[Group], Bandit]:
+    policy = Bandit(way, seed)
+    runner = EpisodeRunner(
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("3")),
+        agent=TurnLoop(chat=choking(way)),
+        sampling=Sampling(),
+        max_model_len=10**6,
+        request_timeout_s=120.0,
+    )
+    groups = GroupRunner(runner=runner, score=TaskScorer(timeout_s=10.0), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
+    return [await groups.group(index, TASK) for index in range(GROUPS)], policy
+
+
+def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
+    """Mean advantage of every attempt that an arm made, retried and excluded ones included."""
+    found = defaultdict[str, list[float]](list)
+    trained: set[str] = set()
+    for group, advantages in zip(groups, batch_advantages(groups, ObjectiveConfig(), min_group_size=2), strict=True):
+        for one, value in zip(group.episodes, advantages.values, strict=True):
+            found[arms[one.episode.id]].append(value or 0.0)
+            trained.add(one.episode.id)
+    for episode, arm in arms.items():
+        if episode not in trained:
+            found[arm].append(0.0)
+    return {arm: fmean(values) for arm, values in found.items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_provoking_pays_no_more_than_failing(way: str) -> None:
+    groups, policy = run_virtually(played(way, seed=WAYS.index(way)))
+    excluded = [one for group in groups for one in group.episodes if one.score.value is None]
+    assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
+    assert {failure.blame for group in groups for one in group.episodes for failure in one.episode.failures} <= {Blame.POLICY}
+    gained = gains(groups, policy.arms)
+    assert gained["solve"] > 0 > gained["fail"]
+    # Arms fall into groups by chance, so that even two equal arms differ a little; 0, what exclusion gives, is far away.
+    assert gained["provoke"] < 0.5 * gained["fail"], gained
+
+
+def test_the_measure_sees_a_way_out() -> None:
+    """With faults that exclude, provoking pays more than failing: the test above would fail."""
+
+    class Excluding(Bandit):
+        async def generate(self, prompt_ids: Any, params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
+            if self.arm(request_id.partition(".")[0].rpartition("-")[0]) == "provoke":
+                raise ConnectionResetError("a fault that the policy can cause, and nobody sees")
+            return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+
+    async def play() -> tuple[list[Group], Bandit]:
+        policy = Excluding("says nonsense", 1)
+        runner = EpisodeRunner(
+            policy=policy,
+            sandboxes=ScriptedSandboxes(printing("3")),
+            agent=TurnLoop(chat=chat_of(TOKENIZER)),
+            sampling=Sampling(),
+            max_model_len=4096,
+            request_timeout_s=120.0,
+        )
+        groups = GroupRunner(runner=runner, score=TaskScorer(), slots=asyncio.Semaphore(64), group_size=SIZE, max_retries=2)
+        task = replace(TASK, limits=Limits(turns=3, turn_tokens=400, episode_tokens=4000))
+        return [await groups.group(index, task) for index in range(GROUPS)], policy
+
+    groups, policy = run_virtually(play())
+    gained = gains(groups, policy.arms)
+    assert gained["provoke"] == 0.0 > gained["fail"]

@@ -1,0 +1,291 @@
+"""Planted faults: every part of an episode x every kind of failure, and whose doing each is.
+
+Each cell plays one episode whose parts are scripted, on an event loop without real time. The outcomes are:
+
+    .  nothing: scored as if the fault had not been there
+    P  the policy's: scored, and not with the full score, or with a failure on record
+    M  the machine's: no score, and retried or left out
+    T  the task's: its group is left out
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from agentrl.agent import ToolOutcome, TurnLoop
+from agentrl.agent.tools import function_schema
+from agentrl.errors import (
+    InfrastructureError,
+    JudgeError,
+    RequestRefused,
+    SandboxError,
+    SandboxTimeout,
+    ServingError,
+    TaskError,
+)
+from agentrl.protocols import Sandbox
+from agentrl.records import Blame, Episode, Limits, Score, ScoredEpisode, Task
+from agentrl.reward import TaskScorer
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import ScriptedSandbox, printing
+from tests.chats import chat_of, shared_tokenizer
+
+TOKENIZER = shared_tokenizer()
+
+FAILURES: Mapping[str, Callable[[], BaseException] | None] = {
+    "sandbox": lambda: SandboxError("gone"),
+    "late": lambda: SandboxTimeout("no answer"),
+    "server": lambda: ServingError("died"),
+    "refused": lambda: RequestRefused("status 400"),
+    "judge": lambda: JudgeError("down"),
+    "down": lambda: ConnectionRefusedError(111, "Connection refused"),
+    "value": lambda: ValueError("no such thing"),
+    "bug": lambda: KeyError("id"),
+    "deep": lambda: RecursionError("too deep"),
+    "memory": lambda: MemoryError(),
+    "exit": lambda: SystemExit(3),
+    "cancel": lambda: asyncio.CancelledError("of nobody's wish"),
+    "task": lambda: TaskError("a file lacks", fix="add it"),
+    "hangs": None,
+}
+
+OUTAGES = find_spec("agentrl.outages") is not None  # whether a refused connection is told from what arguments provoke
+
+TABLE = """
+              sandbox late server refused judge down value bug deep memory exit cancel task hangs
+sample first     M     M     M      M      M     M     M    M   M     M     M     M     T    M
+sample later     M     M     M      P      M     M     M    M   M     M     M     M     T    M
+open             M     M     M      M      M     M     T    M   M     M     M     M     T    M
+exec             M     M     M      M      M     M     P    M   P     M     M     M     T    P
+host tool        M     M     M      M      M     M     P    P   P     P     P     P     T    P
+inside tool      M     M     M      M      M     M     P    P   P     P     P     P     T    P
+collect          M     M     M      M      M     M     P    M   M     M     M     M     P    M
+close            .     .     .      .      .     .     .    .   .     .     .     .     .    .
+opening          M     M     M      M      M     M     M    M   M     M     M     .     T    .
+parse            M     M     M      M      M     P     P    P   P     P     .     .     T    .
+show             M     M     M      M      M     P     P    P   P     P     .     .     T    .
+keep             .     .     .      .      .     .     .    .   .     .     .     .     .    .
+judge always     M     M     M      M      M     M     M    M   M     M     M     M     T    M
+judge said       M     M     M      M      M     M     P    P   P     P     P     P     T    P
+"""
+"""A program that never ends is the policy's: a backend ends it, and raises `SandboxTimeout` (`late`) where it cannot. `judge said` fails at
+what the episode says alone, and `judge always` at anything. `parse`, `show` and `opening` are no coroutines: nothing can hang or be
+cancelled there, and `exit` is not tried, since no template can raise it."""
+
+
+def cells() -> list[tuple[str, str, str]]:
+    head, *rows = TABLE.strip("\n").splitlines()
+    kinds = head.split()
+    assert kinds == [*FAILURES]
+    found = []
+    for row in rows:
+        outcomes = row.split()[-len(kinds) :]
+        part = " ".join(row.split()[: -len(kinds)])
+        for kind, outcome in zip(kinds, outcomes, strict=True):
+            told = OUTAGES or kind != "down" or part not in ("host tool", "inside tool", "judge said")
+            found.append((part, kind, outcome if told else "P"))
+    return found
+
+
+@dataclass
+class Plant:
+    """Raises one failure at one part."""
+
+    part: str
+    kind: str
+
+    async def at(self, part: str) -> None:
+        if part == self.part:
+            self.now(part)
+
+    def now(self, part: str) -> None:
+        if part == self.part and (make := FAILURES[self.kind]) is not None:
+            raise make()
+
+    async def wait(self, part: str) -> None:
+        if part == self.part and self.kind == "hangs":
+            await asyncio.sleep(10**6)
+        await self.at(part)
+
+
+class Box(ScriptedSandbox):
+    plant: Plant
+
+    async def python(self, code: str, **options: Any) -> Any:
+        await self.plant.wait("exec")
+        return await super().python(code, **options)
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        await self.plant.wait("collect")
+        return await super().read(path, max_bytes=max_bytes)
+
+    async def close(self) -> None:
+        await super().close()
+        await self.plant.wait("close")
+
+
+class Boxes(ScriptedSandboxes):
+    def __init__(self, plant: Plant) -> None:
+        super().__init__(printing("3"))
+        self.plant = plant
+
+    async def open(self, spec: Any, *, files: Any = None, snapshot: Any = None, timeout_s: float = 60.0) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.plant.wait("open")
+        except TimeoutError as error:  # as backends do
+            raise SandboxTimeout("not opened in time") from error
+        plain = await super().open(spec, files=files, snapshot=snapshot, timeout_s=timeout_s)
+        box = self.opened[-1] = Box(plain.id, printing("3"), plain.files)
+        box.plant = self.plant
+        return box
+
+
+PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>'
+TOOLS = '<tool_call>{"name": "host", "arguments": {}}</tool_call><tool_call>{"name": "inside", "arguments": {}}</tool_call>'
+SUBMIT = '<tool_call>{"name": "submit", "arguments": {"answer": "3"}}</tool_call>'
+
+
+class Policy(ScriptedPolicy):
+    plant: Plant
+
+    async def generate(self, *arguments: Any, request_id: str, timeout_s: float) -> Any:
+        await self.plant.wait("sample first" if request_id.endswith("-0") else "sample later" if request_id.endswith("-1") else "")
+        return await super().generate(*arguments, request_id=request_id, timeout_s=timeout_s)
+
+
+class PlantedTool:
+    """A tool of a user's own, on the host or with the sandbox."""
+
+    def __init__(self, name: str, needs_sandbox: bool) -> None:
+        self.name, self.needs_sandbox = name, needs_sandbox
+        self.schema = function_schema(name, "Looks.", "text", "anything")
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        await PLANTED[-1].wait("inside tool" if self.needs_sandbox else "host tool")
+        return ToolOutcome(output="seen", ok=True)
+
+
+PLANTED: list[Plant] = []
+host, inside = PlantedTool("host", False), PlantedTool("inside", True)
+
+
+async def judge(task: Task, episode: Episode) -> Score:
+    await PLANTED[-1].wait("judge always")
+    if episode.answer == "3":
+        await PLANTED[-1].wait("judge said")
+    return Score(value=float(episode.answer == "3"))
+
+
+class Shelf:
+    """An `EpisodeKeeper` that keeps nothing."""
+
+    def __init__(self, plant: Plant) -> None:
+        self.plant = plant
+
+    async def keep(self, group: int, member: int, state: Any) -> None:
+        await self.plant.at("keep")
+
+    async def finish(self, group: int, member: int, scored: ScoredEpisode) -> None:
+        await self.plant.at("keep")
+
+    async def find(self, group: int, member: int) -> None:
+        await self.plant.at("keep")
+
+
+def planted_chat(plant: Plant) -> Any:
+    """A chat format whose template, tokenizer or parser fails."""
+    chat = copy.copy(chat_of(TOKENIZER))
+
+    class Planted(type(chat)):  # type: ignore[misc]
+        def opening(self, *arguments: Any) -> Any:
+            plant.now("opening")
+            return super().opening(*arguments)
+
+        def parse(self, *arguments: Any) -> Any:
+            plant.now("parse")
+            return super().parse(*arguments)
+
+        def tool_delta(self, *arguments: Any) -> Any:
+            plant.now("show")
+            return super().tool_delta(*arguments)
+
+    chat.__class__ = Planted
+    return chat
+
+
+TASK = replace(
+    sample_task(),
+    tools=("python", f"{__name__}:host", f"{__name__}:inside", "submit"),
+    verifiers=(f"{__name__}:judge",),
+    files={"a.csv": "x"},
+    outputs=("a.csv",),
+    limits=Limits(turns=4, turn_tokens=400, episode_tokens=4000, wall_s=200.0, tool_timeout_s=5.0),
+)
+
+
+async def played(plant: Plant) -> ScoredEpisode:
+    policy = Policy.saying(TOKENIZER, PYTHON, TOOLS, SUBMIT)
+    policy.plant = plant
+    runner = EpisodeRunner(
+        policy=policy,
+        sandboxes=Boxes(plant),
+        agent=TurnLoop(chat=planted_chat(plant)),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+        open_timeout_s=30.0,
+    )
+    scorer = TaskScorer(max_retries=0, timeout_s=10.0)
+    groups = GroupRunner(runner=runner, score=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0, keeper=Shelf(plant))
+    async with asyncio.timeout(2000):  # whatever hangs
+        group = await groups.group(0, TASK)
+    (one,) = group.episodes
+    return one
+
+
+def became(one: ScoredEpisode) -> str:
+    blames = {failure.blame for failure in one.episode.failures}
+    assert (one.score.value is None) == bool(blames - {Blame.POLICY} or one.score.reason)
+    if Blame.TASK in blames or one.score.blame is Blame.TASK:
+        return "T"
+    if one.score.value is None:
+        return "M"
+    return "." if one.score.value == 1.0 and not blames else "P"
+
+
+@pytest.mark.parametrize("part", dict.fromkeys(part for part, _, _ in cells()))
+def test_every_planted_fault_has_the_right_blame(part: str) -> None:
+    wrong = []
+    for at, kind, expected in cells():
+        if at != part or (kind in ("exit", "cancel", "hangs") and part in ("opening", "parse", "show")):
+            continue
+        plant = Plant(part, kind)
+        PLANTED.append(plant)
+        one = run_virtually(played(plant))
+        if became(one) != expected:
+            wrong.append(f"{kind}: {became(one)}, not {expected}: {one.episode.failures} {one.score}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_without_a_fault_nothing_is_wrong() -> None:
+    PLANTED.append(Plant("nowhere", "bug"))
+    assert became(run_virtually(played(PLANTED[-1]))) == "."
+
+
+def test_infrastructure_errors_keep_their_kind() -> None:
+    """Every error of the infrastructure in the table is one by its class, so that one in no row is treated alike."""
+    for kind in ("sandbox", "late", "server", "refused", "judge"):
+        make = FAILURES[kind]
+        assert make is not None and isinstance(make(), InfrastructureError)
