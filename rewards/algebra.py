@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 from typing import Any
 
@@ -126,11 +126,13 @@ class Comparison:
                 return True
             inexact = not (whole(wanted) and whole(given)) and (_decimal(truth) or _decimal(answer))
             return inexact and self._close(sympy.Rational(wanted), sympy.Rational(given))
+        ordered = _matrices(truth)
         try:
-            one, other = built(truth), built(answer)
+            one, other = built(truth, ordered=ordered), built(answer, ordered=ordered)
         except NoScalar:
             return False
-        return self._finished(truth, answer, self._equal(one, other, truth, answer))
+        equal = bool(sympy.expand(one - other) == 0) if ordered else self._equal(one, other, truth, answer)
+        return self._finished(truth, answer, equal)
 
     def _finished(self, truth: Node, answer: Node, equal: bool) -> bool:
         if not equal or self._any_form or alike(truth, answer):
@@ -261,13 +263,38 @@ def _decimal(node: Node) -> bool:
     return node.kind == "decimal" or any(map(_decimal, node.parts))
 
 
-def built(node: Node) -> Any:
-    """The tree as sympy has it, computed as far as sympy does by itself. Raises `NoScalar`."""
-    parts = [built(part) for part in node.parts]
+def _matrices(node: Node) -> bool:
+    """Whether capital letters are likely to be matrices: one has an inverse beside another, or a product comes in both orders."""
+    capitals = {str(name) for name in _symbols(node) if len(str(name)) == 1 and str(name).isupper()}
+    pairs = set(_products(node))
+    return len(capitals) > 1 and (_has_inverse(node) or any(pair[::-1] in pairs and len(set(pair)) > 1 for pair in pairs))
+
+
+def _products(node: Node) -> Iterator[tuple[str, str]]:
+    if node.kind == "mul":
+        yield from (
+            (str(one.value), str(other.value)) for one, other in pairwise(node.parts) if (str(one.value) + str(other.value)).isupper()
+        )
+    for part in node.parts:
+        yield from _products(part)
+
+
+def _has_inverse(node: Node) -> bool:
+    inverse = node.kind == "pow" and node.parts[1] == Node("neg", (Node("number", value=Fraction(1)),))
+    return (inverse and any(str(name).isupper() for name in _symbols(node.parts[0]))) or any(map(_has_inverse, node.parts))
+
+
+def built(node: Node, *, ordered: bool = False) -> Any:
+    """The tree as sympy has it, computed as far as sympy does by itself. Raises `NoScalar`.
+
+    Args:
+        ordered: the factors of a product that are capital letters keep their order.
+    """
+    parts = [built(part, ordered=ordered) for part in node.parts]
     if isinstance(node.value, Fraction):
         return sympy.Rational(node.value)
     if node.kind == "symbol":
-        return sympy.Symbol(str(node.value))
+        return sympy.Symbol(str(node.value), commutative=not (ordered and str(node.value).isupper()))
     if node.kind == "constant":
         return _CONSTANTS[str(node.value)]
     if node.kind == "wide":
@@ -367,6 +394,8 @@ def _leaves_arithmetic(node: Node) -> bool:
     values = [built(part) for part in node.parts]
     if node.kind in ("add", "mul") and sum(bool(value.is_Rational) for value in values) > 1:
         return True
+    if node.kind in ("mul", "pow", "div") and not any(value.free_symbols for value in values) and _multiplies_out(node, values):
+        return True
     if node.kind == "add":
         return any(_terms(one) & _terms(other) for one, other in combinations(values, 2))
     if node.kind == "mul":
@@ -375,6 +404,15 @@ def _leaves_arithmetic(node: Node) -> bool:
     if node.kind == "div" and values[1].free_symbols:
         return _common_factor(*values)
     return False
+
+
+def _multiplies_out(node: Node, values: Sequence[Any]) -> bool:
+    """Whether a product of sums of numbers, a power of one or of i, or a division by a complex number is still to be computed."""
+    if node.kind == "div":
+        return bool(values[1].has(sympy.I))
+    if node.kind == "pow":
+        return bool(values[1].is_Integer) and (node.parts[0].kind == "add" or values[0] == sympy.I)
+    return sum(part.kind == "add" for part in node.parts) > 1
 
 
 def _common_factor(above: Any, below: Any) -> bool:

@@ -56,8 +56,8 @@ _SIGNS = {
 }  # fmt: skip
 _RAISED = dict(zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207f", "0123456789-n", strict=True))
 _SPACE = r"(?:\{,\}|\\[,;:! ]|~|[ ])"
-_GROUPED = re.compile(rf"(?<![\d.^_,])(\d{{1,3}})((?:{_SPACE}\d{{3}})+)(?!\d)", re.ASCII)
-_COMMAS = re.compile(r"(?<![\d.^_,])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
+_GROUPED = re.compile(rf"(?<![\d.^_,])([1-9]\d{{0,2}})((?:{_SPACE}\d{{3}})+)(?!\d)", re.ASCII)
+_COMMAS = re.compile(r"(?<![\d.^_,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", re.ASCII)
 NUMBER = re.compile(r"(\d+\.\d+|\d+|\.\d+)(?:\\overline\{(\d+)\})?(?:[eE]([+-]?\d{1,4})(?![\d.]))?", re.ASCII)
 REPEATING = re.compile(r"(\d+)\.\\overline\{(\d+)\}", re.ASCII)
 _ROW = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
@@ -74,7 +74,9 @@ def plain(text: str) -> str:
     text = re.sub(r"\\([dtc]frac|left|right)(?![a-zA-Z])", lambda match: "" if match[1] in ("left", "right") else "\\frac", text)
     text = re.sub(r"\\bar(?=\s*\{\d)", r"\\overline", _ROW.sub(r"\\\\ ", text)).replace("\\%", "%").replace("^{\\circ}", "^\\circ")
     text = re.sub(r"\\overline\s*(\d)", r"\\overline{\1}", text)
+    text = text.replace("**", "^").replace("<=", "\\le ").replace(">=", "\\ge ")
     text = _GROUPED.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
+    text = re.sub(r"(?<=\d)\{,\}(?=\d)", ".", text)  # a decimal comma
     if not re.search(r",\s|[(\[{;]", text):
         text = _COMMAS.sub(lambda match: match[0].replace(",", ""), text)
     return text.strip()
