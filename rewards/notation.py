@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rewards.scalars import NUMERAL, Node, Scalar, numeral
+from rewards.scalars import NUMERAL, Node, Scalar, numeral, symbols
 from rewards.signs import CLOSE, OPEN, Token, Unreadable, plain, split, tokenized
 
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -81,7 +81,9 @@ def is_assignment(node: Node) -> bool:
     """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`."""
     if node.kind != "relation" or node.value != "=":
         return False
-    left = node.parts[0]
+    left, right = node.parts
+    if symbols(left) & symbols(right):  # x = x^2
+        return False
     return left.kind in ("symbol", "applied") or (left.kind == "tuple" and all(part.kind == "symbol" for part in left.parts))
 
 
@@ -117,6 +119,8 @@ def _bracketed(tokens: Sequence[Token]) -> Node | None:
             closes_at_end = False
     if not closes_at_end:
         return None
+    if not inside and first != "\\{":
+        raise Unreadable("empty brackets")
     pieces, _ = split(inside, ",", ";")
     if (first, last) == ("\\{", "\\}"):
         return Node("set", tuple(map(_element, pieces)) if inside else ())

@@ -143,7 +143,7 @@ def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int,
         elif words:
             found.append(Token("text", words, spaced))
         return inside.end(), spaced and not words
-    if len(name) == 1 and name in "*/<>|()[]:":
+    if len(name) == 1 < len(match[1]) and name in "*/<>|()[]:":
         found.append(Token("sign", name, spaced))
     elif name in "{}$" or name in FUNCTIONS or name in GREEK or name in _COMMANDS:
         found.append(Token("command", name, spaced))

@@ -34,6 +34,9 @@ HONEST = [
     ("1/2", "½"),
     ("1/2", "50\\%"),
     ("-1/2", "\\frac{-1}{2}"),
+    ("-1/2", "-\\frac{1}{2}"),
+    ("-5/2", "-2\\frac12"),
+    ("-3000", "-3 \\times 10^3"),
     ("-1/2", "\u22120.5"),
     ("3/2", "1\\frac{1}{2}"),
     ("3/2", "1 1/2"),
@@ -251,6 +254,17 @@ WRONG = {
         ("B^{-1}A^{-1}", "A^{-1}B^{-1}"),
         ("AB-BA", "BA-AB"),
         ("AB-BA", "0"),
+        ("-BA+AB", "0"),
+        ("\\infty", "30\\infty"),
+        ("\\infty", "\\infty+1"),
+        ("\\log_2 3", "\\lo g_2 3"),
+        ("120", "1 20"),
+        ("120", "()"),
+        ("x^2", "x=x^2"),
+        ("f(x)=x^2", "x=x^2"),
+        ("(1,2)", "(1,2\\)"),
+        ("\\{1\\}", "\\1\\"),
+        ("\\frac{1}{x-1}+1", "\\}frac{1}{x-1}+1"),
         ("123", "0{,}123"),
         ("A", "a"),
         ("0", "10\\,000"),
@@ -342,7 +356,9 @@ def test_it_is_where_the_task_allows_work_that_is_not_done(a: int, b: int, form:
     assert equal(str(a + b), form.format(a=a, b=b, n=a + b), unevaluated=True)
 
 
-@pytest.mark.parametrize("answer", ["3=4=5", "5 \\approx 6", "5\\text{garbage}", "x=5=5", "5 or 6", "5\\%", "\\text{five}", "4"])
+@pytest.mark.parametrize(
+    "answer", ["3=4=5", "5 \\approx 6", "5\\text{garbage}", "x=5=5", "5 or 6", "5\\%", "\\text{five}", "4", "10\\,0000+5", "1/05"]
+)
 def test_but_no_answer_of_another_kind_even_there(answer: str) -> None:
     assert not equal("5", answer, unevaluated=True)
 
