@@ -50,6 +50,8 @@ class Comparison:
 
     def same(self, truth: Node, answer: Node) -> bool:
         """Whether the answer is the truth."""
+        if "relation" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # x = 5 cm, and 5 cm
+            truth, answer = (one.parts[1] if is_assignment(one) else one for one in (truth, answer))
         if answer.kind == "unit":
             return truth.kind == "unit" and _same_unit(truth.value, answer.value) and self.same(truth.parts[0], answer.parts[0])
         if truth.kind == "unit":  # a unit may be left out, and none may be added
@@ -68,10 +70,8 @@ class Comparison:
         return self._same_scalar(truth, answer)
 
     def _same_relation(self, truth: Node, answer: Node) -> bool:
-        if truth.kind != "relation":
-            return is_assignment(answer) and self.same(truth, answer.parts[1])
-        if answer.kind != "relation":
-            return is_assignment(truth) and self.same(truth.parts[1], answer)
+        if truth.kind != answer.kind:
+            return False
         names = (truth.parts[0], answer.parts[0])
         if is_assignment(truth) and is_assignment(answer) and (names[0] == names[1] or "applied" in (names[0].kind, names[1].kind)):
             return self.same(truth.parts[1], answer.parts[1])
