@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from random import Random
 from typing import Any
 
@@ -20,7 +20,7 @@ import sympy
 
 from agentrl.contract.values import whole
 from rewards.notation import is_assignment
-from rewards.scalars import Node
+from rewards.scalars import Node, symbols
 from rewards.units import unit
 
 DIGITS = 50  # that constants are computed to
@@ -37,6 +37,7 @@ _WIDE_COMMANDS = frozenset(
     """int iint sum prod lim limits to infty frac dfrac tfrac sqrt cdot times div pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh
     tanh ln log exp binom gcd lcm max min left right mathrm partial rightarrow""".split()  # noqa: SIM905
 )
+_WIDE_ONLY = frozenset({"int", "iint", "sum", "prod", "lim", "gcd", "lcm", "max", "min", "partial"})
 _OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor": sympy.floor, "ceiling": sympy.ceiling}
 
 
@@ -49,11 +50,13 @@ class Comparison:
 
     def same(self, truth: Node, answer: Node) -> bool:
         """Whether the answer is the truth."""
+        if "relation" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # x = 5 cm, and 5 cm
+            truth, answer = (one.parts[1] if is_assignment(one) else one for one in (truth, answer))
         if answer.kind == "unit":
             return truth.kind == "unit" and _same_unit(truth.value, answer.value) and self.same(truth.parts[0], answer.parts[0])
         if truth.kind == "unit":  # a unit may be left out, and none may be added
             return self.same(truth.parts[0], answer)
-        if truth.kind == answer.kind == "relation" and truth.value != "=" and _symbols(truth) != _symbols(answer):
+        if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
             return False
         truth, answer = _standard(truth), _standard(answer)
         if "relation" in (truth.kind, answer.kind):
@@ -67,10 +70,8 @@ class Comparison:
         return self._same_scalar(truth, answer)
 
     def _same_relation(self, truth: Node, answer: Node) -> bool:
-        if truth.kind != "relation":
-            return is_assignment(answer) and self.same(truth, answer.parts[1])
-        if answer.kind != "relation":
-            return is_assignment(truth) and self.same(truth.parts[1], answer)
+        if truth.kind != answer.kind:
+            return False
         names = (truth.parts[0], answer.parts[0])
         if is_assignment(truth) and is_assignment(answer) and (names[0] == names[1] or "applied" in (names[0].kind, names[1].kind)):
             return self.same(truth.parts[1], answer.parts[1])
@@ -126,11 +127,15 @@ class Comparison:
                 return True
             inexact = not (whole(wanted) and whole(given)) and (_decimal(truth) or _decimal(answer))
             return inexact and self._close(sympy.Rational(wanted), sympy.Rational(given))
+        ordered = _matrices(truth)
         try:
-            one, other = built(truth), built(answer)
+            one, other = built(truth, ordered=ordered), built(answer, ordered=ordered)
         except NoScalar:
             return False
-        return self._finished(truth, answer, self._equal(one, other, truth, answer))
+        if one in (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan):  # 2 * oo is oo too
+            return bool(one.is_extended_real) and alike(truth, answer)
+        equal = bool(sympy.expand(one - other) == 0) if ordered else self._equal(one, other, truth, answer)
+        return self._finished(truth, answer, equal)
 
     def _finished(self, truth: Node, answer: Node, equal: bool) -> bool:
         if not equal or self._any_form or alike(truth, answer):
@@ -242,32 +247,52 @@ def literal(node: Node) -> Fraction | None:
 def _power_of_ten(node: Node) -> Fraction | None:
     """What 10^n and a * 10^n are written for; None for other nodes."""
     if node.kind == "mul" and len(node.parts) == 2:
-        mantissa = node.parts[0].parts[0] if node.parts[0].kind == "neg" else node.parts[0]
+        mantissa = node.parts[0]
         power = _power_of_ten(node.parts[1]) if node.parts[1].kind == "pow" else None
-        if power is None or mantissa.kind not in ("number", "decimal") or not isinstance(mantissa.value, Fraction):
-            return None
-        return mantissa.value * power * (-1 if node.parts[0].kind == "neg" else 1)
+        known = power is not None and mantissa.kind in ("number", "decimal") and isinstance(mantissa.value, Fraction)
+        return Fraction(mantissa.value) * Fraction(power or 0) if known else None
     if node.kind != "pow" or node.parts[0] != Node("number", value=Fraction(10)):
         return None
     exponent = literal(node.parts[1])
     return None if exponent is None or exponent.denominator != 1 or abs(exponent) > 1000 else Fraction(10) ** int(exponent)
 
 
-def _symbols(node: Node) -> set[Fraction | str]:
-    return ({node.value} if node.kind == "symbol" else set()).union(*map(_symbols, node.parts))
-
-
 def _decimal(node: Node) -> bool:
     return node.kind == "decimal" or any(map(_decimal, node.parts))
 
 
-def built(node: Node) -> Any:
-    """The tree as sympy has it, computed as far as sympy does by itself. Raises `NoScalar`."""
-    parts = [built(part) for part in node.parts]
+def _matrices(node: Node) -> bool:
+    """Whether capital letters are likely to be matrices: one has an inverse beside another, or a product comes in both orders."""
+    capitals = {str(name) for name in symbols(node) if len(str(name)) == 1 and str(name).isupper()}
+    pairs = set(_products(node))
+    return len(capitals) > 1 and (_has_inverse(node) or any(pair[::-1] in pairs and len(set(pair)) > 1 for pair in pairs))
+
+
+def _products(node: Node) -> Iterator[tuple[str, str]]:
+    if node.kind == "mul":
+        yield from (
+            (str(one.value), str(other.value)) for one, other in pairwise(node.parts) if (str(one.value) + str(other.value)).isupper()
+        )
+    for part in node.parts:
+        yield from _products(part)
+
+
+def _has_inverse(node: Node) -> bool:
+    inverse = node.kind == "pow" and node.parts[1] == Node("neg", (Node("number", value=Fraction(1)),))
+    return (inverse and any(str(name).isupper() for name in symbols(node.parts[0]))) or any(map(_has_inverse, node.parts))
+
+
+def built(node: Node, *, ordered: bool = False) -> Any:
+    """The tree as sympy has it, computed as far as sympy does by itself. Raises `NoScalar`.
+
+    Args:
+        ordered: the factors of a product that are capital letters keep their order.
+    """
+    parts = [built(part, ordered=ordered) for part in node.parts]
     if isinstance(node.value, Fraction):
         return sympy.Rational(node.value)
     if node.kind == "symbol":
-        return sympy.Symbol(str(node.value))
+        return sympy.Symbol(str(node.value), commutative=not (ordered and str(node.value).isupper()))
     if node.kind == "constant":
         return _CONSTANTS[str(node.value)]
     if node.kind == "wide":
@@ -297,8 +322,12 @@ def built(node: Node) -> Any:
 
 def read_wide(text: str) -> Node | None:
     """A tree of one leaf: what math-verify reads, and sympy computes, of integrals, sums, limits and the like; None: it is no such text."""
-    known = re.sub(r"\\([A-Za-z]+)", lambda match: " " if match[1] in _WIDE_COMMANDS else "\0", text)
-    if not _WIDE.fullmatch(known) or "=" in re.sub(r"_\{[^{}]*\}", "", text):  # an equation, and not the bounds of a sum
+    commands = set(re.findall(r"\\([A-Za-z]+)", text))
+    if not commands & _WIDE_ONLY or not commands <= _WIDE_COMMANDS or re.search(r"\d(?:\s|\\[,;! ])+\d", text):
+        return None
+    if not _WIDE.fullmatch(re.sub(r"\\[A-Za-z]+", " ", text)) or "=" in re.sub(
+        r"_\{[^{}]*\}", "", text
+    ):  # an equation, and not the bounds of a sum
         return None
     try:
         return Node("wide", value=text) if isinstance(_evaluated(text), sympy.Expr) else None
@@ -323,11 +352,11 @@ def _root(under: Any, degree: Any) -> Any:
 
 def _at_points(one: Any, other: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
     """Both values at random points, the first of them below 0 and the second above it; None where there is no finite value."""
-    symbols = sorted(one.free_symbols | other.free_symbols, key=str)
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
     random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
-    for number in range(POINTS if symbols else 1):
+    for number in range(POINTS if names else 1):
         sign = {0: -1, 1: 1}.get(number) or random.choice((-1, 1))
-        point = {symbol: sympy.Rational(sign * random.randint(1, 400), 97) for symbol in symbols}
+        point = {symbol: sympy.Rational(sign * random.randint(1, 400), 97) for symbol in names}
         yield _number(one, point), _number(other, point)
 
 
@@ -367,6 +396,8 @@ def _leaves_arithmetic(node: Node) -> bool:
     values = [built(part) for part in node.parts]
     if node.kind in ("add", "mul") and sum(bool(value.is_Rational) for value in values) > 1:
         return True
+    if node.kind in ("mul", "pow", "div") and not any(value.free_symbols for value in values) and _multiplies_out(node, values):
+        return True
     if node.kind == "add":
         return any(_terms(one) & _terms(other) for one, other in combinations(values, 2))
     if node.kind == "mul":
@@ -375,6 +406,15 @@ def _leaves_arithmetic(node: Node) -> bool:
     if node.kind == "div" and values[1].free_symbols:
         return _common_factor(*values)
     return False
+
+
+def _multiplies_out(node: Node, values: Sequence[Any]) -> bool:
+    """Whether a product of sums of numbers, a power of one or of i, or a division by a complex number is still to be computed."""
+    if node.kind == "div":
+        return bool(values[1].has(sympy.I))
+    if node.kind == "pow":
+        return bool(values[1].is_Integer) and (node.parts[0].kind == "add" or values[0] == sympy.I)
+    return sum(part.kind == "add" for part in node.parts) > 1
 
 
 def _common_factor(above: Any, below: Any) -> bool:

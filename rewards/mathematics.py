@@ -125,11 +125,10 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     wanted, problem = _read(truth, wide=True)
     if wanted is None:
         return "no truth", problem
-    if _squeezed(answer) == _squeezed(truth):
-        return "equal", ""
     given, problem = _read(answer, wide=request["unevaluated"])
-    if given is None:
+    if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
+    given = given or wanted  # written as the truth is, which is computed all the same: a truth that takes for ever is the task's fault
     comparison = Comparison(request["decimals"], any_form=request["unevaluated"])
     if not comparison.same(wanted, given):
         return "different", "it has the value, and leaves work to do: only the value counts" if comparison.unfinished else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rewards.scalars import NUMERAL, Node, Scalar, numeral
+from rewards.scalars import NUMERAL, Node, Scalar, numeral, symbols
 from rewards.signs import CLOSE, OPEN, Token, Unreadable, plain, split, tokenized
 
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -81,8 +81,10 @@ def is_assignment(node: Node) -> bool:
     """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`."""
     if node.kind != "relation" or node.value != "=":
         return False
-    left = node.parts[0]
-    return left.kind in ("symbol", "applied") or (left.kind == "tuple" and all(part.kind == "symbol" for part in left.parts))
+    left, right = node.parts
+    if symbols(left) & symbols(right):  # x = x^2
+        return False
+    return left.kind in ("symbol", "applied", "word") or (left.kind == "tuple" and all(part.kind == "symbol" for part in left.parts))
 
 
 def _value(tokens: Sequence[Token]) -> Node:
@@ -117,6 +119,8 @@ def _bracketed(tokens: Sequence[Token]) -> Node | None:
             closes_at_end = False
     if not closes_at_end:
         return None
+    if not inside and first != "\\{":
+        raise Unreadable("empty brackets")
     pieces, _ = split(inside, ",", ";")
     if (first, last) == ("\\{", "\\}"):
         return Node("set", tuple(map(_element, pieces)) if inside else ())
@@ -161,13 +165,17 @@ def _with_unit(tokens: Sequence[Token]) -> Node:
     if end > 3 and tokens[-2].sign == "^" and tokens[-3].kind == "text" and tokens[-1].kind == "number":
         power, end = f"^{tokens[-1].text}", end - 2
     if end > 1 and tokens[end - 1].kind == "text":
-        return Node("unit", (Scalar(tokens[: end - 1]).whole(),), tokens[end - 1].text + power)
+        return _unit(Scalar(tokens[: end - 1]).whole(), tokens[end - 1].text + power)
     if _degrees(tokens):
         return Node("unit", (Scalar(tokens[:-2]).whole(),), "deg")
     at = next((at for at in range(1, end - 1) if tokens[at].spaced and tokens[at - 1].kind == "number"), end)
     if end - at > 1 and all(token.kind == "letter" for token in tokens[at:]) and not any(token.spaced for token in tokens[at + 1 :]):
-        return Node("unit", (Scalar(tokens[:at]).whole(),), "".join(token.text for token in tokens[at:]))
+        return _unit(Scalar(tokens[:at]).whole(), "".join(token.text for token in tokens[at:]))
     return Scalar(tokens).whole()
+
+
+def _unit(value: Node, name: str) -> Node:
+    return Node("percent", (value,)) if name == "percent" else Node("unit", (value,), name)
 
 
 def _degrees(tokens: Sequence[Token]) -> bool:

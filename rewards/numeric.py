@@ -117,12 +117,10 @@ def quantity(text: str) -> Quantity | None:
         return None
     digits, exponent = re.sub(r"[^\d.]", "", match[1]), int(next(filter(None, match.groups()[1:]), 0))
     rest = text[match.end() :].strip()
-    found = unit(rest)
-    if currency and found is not None and rest:
-        found = found if found == unit(currency) else None  # $5 USD, and not $5 m
-    elif currency:
-        found = unit(currency)
-    if found is None or abs(exponent) > LARGEST_EXPONENT:
+    found = unit(rest or currency)
+    if found is None or (currency and found != unit(currency)):  # $5 USD, and not $5 m
+        return None
+    if abs(exponent) > LARGEST_EXPONENT:
         return None
     value = Fraction(f"{digits}e{exponent}") * found.factor
     return Quantity(-value if accounts or sign == "-" else value, found if rest or currency else None)

@@ -44,6 +44,11 @@ def numeral(sign: str, digits: str, base: str) -> Node | None:
     return Node("neg", (node,)) if sign else node
 
 
+def symbols(node: Node) -> set[Fraction | str]:
+    """The names of the variables in a tree."""
+    return ({node.value} if node.kind == "symbol" else set()).union(*map(symbols, node.parts))
+
+
 def _number(text: str) -> Node:
     """A number as it is written. Digits under a line repeat without end."""
     if match := REPEATING.fullmatch(text):
@@ -104,6 +109,8 @@ class Scalar:
         return Node("pm", (term,))
 
     def _product(self) -> Node:
+        if self._take("-"):
+            return Node("neg", (self._product(),))
         node = self._signed()
         while True:
             if self._take("*"):
@@ -123,14 +130,12 @@ class Scalar:
             after = Node("div", (after, self._power()))
         elif number:
             raise Unreadable("a number after a value without a sign between them")
-        plain = node.parts[0] if node.kind == "neg" else node
-        if plain.kind == "number" and after.kind == "div" and all(part.kind == "number" for part in after.parts):
+        if node.kind == "number" and after.kind == "div" and all(part.kind == "number" for part in after.parts):
             above, below = (part.value for part in after.parts)
-            assert isinstance(plain.value, Fraction) and isinstance(above, Fraction) and isinstance(below, Fraction)
-            if not above < below or plain.value.denominator != 1:
+            assert isinstance(node.value, Fraction) and isinstance(above, Fraction) and isinstance(below, Fraction)
+            if not above < below or node.value.denominator != 1:
                 raise Unreadable("a fraction after a number without a sign between them")
-            mixed = Node("mixed", value=plain.value + above / below)
-            return mixed if node is plain else Node("neg", (mixed,))
+            return Node("mixed", value=node.value + above / below)
         return _times(node, after)
 
     def _starts(self) -> bool:

@@ -46,6 +46,7 @@ _SAME = {
 }  # fmt: skip
 _NOTHING = _names("left right bigl bigr Bigl Bigr big Big bigg Bigg displaystyle textstyle limits quad qquad , ; : ! > thinspace") | {" "}
 _TEXT = _names("text textbf textit textrm textsf texttt mathrm mathbf mathit mathsf mbox hbox mathbb mathcal boldsymbol bm")
+_ACCENTS = _names("vec overline hat widehat tilde widetilde overrightarrow")
 _SIGNS = {
     "\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u22c5": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "\u2215": "/",
     "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u221e": "\\infty ", "\u221a": "\\sqrt ", "\u03c0": "\\pi ",
@@ -56,8 +57,8 @@ _SIGNS = {
 }  # fmt: skip
 _RAISED = dict(zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207f", "0123456789-n", strict=True))
 _SPACE = r"(?:\{,\}|\\[,;:! ]|~|[ ])"
-_GROUPED = re.compile(rf"(?<![\d.^_,])(\d{{1,3}})((?:{_SPACE}\d{{3}})+)(?!\d)", re.ASCII)
-_COMMAS = re.compile(r"(?<![\d.^_,])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
+_GROUPED = re.compile(rf"(?<![\d.^_,])([1-9]\d{{0,2}})((?:{_SPACE}\d{{3}})+)(?!\d)", re.ASCII)
+_COMMAS = re.compile(r"(?<![\d.^_,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", re.ASCII)
 NUMBER = re.compile(r"(\d+\.\d+|\d+|\.\d+)(?:\\overline\{(\d+)\})?(?:[eE]([+-]?\d{1,4})(?![\d.]))?", re.ASCII)
 REPEATING = re.compile(r"(\d+)\.\\overline\{(\d+)\}", re.ASCII)
 _ROW = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\]")
@@ -74,7 +75,9 @@ def plain(text: str) -> str:
     text = re.sub(r"\\([dtc]frac|left|right)(?![a-zA-Z])", lambda match: "" if match[1] in ("left", "right") else "\\frac", text)
     text = re.sub(r"\\bar(?=\s*\{\d)", r"\\overline", _ROW.sub(r"\\\\ ", text)).replace("\\%", "%").replace("^{\\circ}", "^\\circ")
     text = re.sub(r"\\overline\s*(\d)", r"\\overline{\1}", text)
+    text = text.replace("\\!", "").replace("**", "^").replace("<=", "\\le ").replace(">=", "\\ge ")
     text = _GROUPED.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
+    text = re.sub(r"(?<=\d)\{,\}(?=\d)", ".", text)  # a decimal comma
     if not re.search(r",\s|[(\[{;]", text):
         text = _COMMAS.sub(lambda match: match[0].replace(",", ""), text)
     return text.strip()
@@ -127,6 +130,9 @@ def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int,
     name, end = _SAME.get(match[1], match[1]), match.end()
     if name in _NOTHING:
         return end, True
+    if name in _ACCENTS and (letters := re.compile(r"\s*\{\s*([A-Za-z]+)\s*\}").match(text, end)):
+        found.append(Token("letter", f"{name} {letters[1]}", spaced))  # a variable of that name
+        return letters.end(), False
     if name in _TEXT:
         inside = re.compile(r"\s*\{([^{}\\$]*)\}").match(text, end)
         if inside is None:
@@ -136,13 +142,15 @@ def _command(text: str, at: int, found: list[Token], spaced: bool) -> tuple[int,
             found.append(Token("command", words, spaced))
         elif words.lower() in ("and", "or"):
             found.append(Token("command", words.lower(), spaced))
-        elif len(words) == 1 and words.isalpha() and words.isascii():
+        elif len(words) == 1 and words.isalpha() and words.isascii() and not (found and found[-1].kind == "number"):
             found.append(Token("letter", words if name != "mathbb" else f"mathbb {words}", spaced))
         elif words:
             found.append(Token("text", words, spaced))
         return inside.end(), spaced and not words
-    if len(name) == 1 and name in "*/<>|()[]:":
+    if len(name) == 1 < len(match[1]) and name in "*/<>|()[]:":
         found.append(Token("sign", name, spaced))
+    elif name in ("angle", "triangle"):
+        found.append(Token("text", name, spaced))
     elif name in "{}$" or name in FUNCTIONS or name in GREEK or name in _COMMANDS:
         found.append(Token("command", name, spaced))
     else:

@@ -1,0 +1,101 @@
+"""Units, signs and currencies: one amount in every way that it is written, and no other amount in any."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.numeric import Numeric, numeric, quantity
+from rewards.units import unit
+from tests.judging import value
+
+SAME = {
+    "-$5": [
+        "-$5",
+        "$-5",
+        "\u2212$5",
+        "- $5",
+        "-5 $",
+        "-5 USD",
+        "USD -5",
+        "-US$5",
+        "-$5.00",
+        "($5)",
+        "($5.00)",
+        "-$5 USD",
+        "-5 dollars",
+        "\u2013$5",
+    ],
+    "$1,234.50": ["$1234.5", "1,234.50 USD", "+$1234.50", "1\u202f234.5 $", "US$1,234.50", "$1.2345e3"],
+    "\u20ac5": ["5 \u20ac", "EUR 5", "5 EUR", "5 euros", "+\u20ac5"],
+    "5 ohm": ["5 \u03a9", "5 \u2126", "0.005 k\u2126", "5 V/A", "5 ohms"],
+    "300 K": ["300 \u212a", "0.3 k\u212a", "300 kelvin"],
+    "2 \u00c5": ["2 \u212b", "2 A\u030a", "0.2 nm", "2 angstroms", "2e-10 m"],
+    "3 \u00b5m": ["3 \u03bcm", "3 um", "0.003 mm"],
+    "200000 m": ["2e5 m", "2 x 10^5 m", "2\u00d710^5 m", "2*10**5 m", "2 \u00b7 10^{5} m", "200 km", "200,000 m"],
+    "180 deg": ["180\u00b0", "180 degrees", "3.14159265 rad"],
+    "1 rad/s": ["1 rad s^-1", "1 rad/s", "1 rad s\u207b\u00b9", "1 rad s\u22121"],
+    "1 Hz": ["1 s^-1", "1/s", "60 min^-1"],
+    "9.81 m/s^2": ["9.81 m s\u207b\u00b2", "9.81 m\u2215s\u00b2", "9.81 m\u22c5s^-2"],
+    "0.5": ["50%", "50 percent", ".5", "+0.50", "5e-1"],
+    "\u22125": ["-5", "\u22125.0", "- 5", "\uff0d5"],
+}
+OTHER = {
+    "-$5": ["$5", "5", "-5", "-\u20ac5", "-$50", "--$5", "-$-5", "$-5 m", "(5)", "(-$5)", "-($5)", "$$5", "-$5 EUR", "-5%"],
+    "$5": ["-$5", "($5)", "\u20ac5", "5", "$5 m", "5 dollars each", "$5 or $6", "$5 $6"],
+    "5": ["(5)", "+-5", "5 or 6", "5 6", "5%", "5 rad", "\u0665", "5\u0660", "5,", "5-6", "=5", "5=5", "2+3", "0x5", "5_0"],
+    "1 rad/s": ["1 Hz", "1 s^-1", "1/s", "6.28 Hz", "1"],
+    "1 Hz": ["1 rad/s", "6.283185307 rad/s", "1"],
+    "1 rad": ["1", "1 deg", "100%", "1 m/m"],
+    "0.1 B": ["1 dB"],
+    "5 ohm": ["5", "5 S", "5 \u03c9", "5 k\u2126"],
+    "1 m": ["1 M", "1 mm", "1 \u39e6", "1 m\u0663", "1 m^2", "1 m m"],
+    "1234": ["1.234", "12,34", "1,23,4", "1 234", "1'234"],
+    "0": ["1e-999", "1e-300", "nan", "inf", "-inf", "1e999"],
+}
+
+
+@pytest.mark.parametrize(("truth", "answer"), [(truth, form) for truth, forms in SAME.items() for form in [truth, *forms]])
+async def test_the_same_amount(truth: str, answer: str) -> None:
+    assert await value(numeric, answer, answer=truth) == 1.0
+
+
+@pytest.mark.parametrize(("truth", "answer"), [(truth, form) for truth, forms in OTHER.items() for form in forms])
+async def test_another_amount_or_none(truth: str, answer: str) -> None:
+    assert await value(numeric, answer, answer=truth) == 0.0
+
+
+async def test_a_unit_of_the_verifier_is_that_of_a_bare_number() -> None:
+    assert await value(Numeric(unit="rad"), "3.14159265", answer="180 deg") == 1.0
+    assert await value(Numeric(unit="$"), "-5", answer="-$5") == 1.0
+    assert await value(Numeric(unit="Hz"), "1 rad/s", answer="1") == 0.0
+
+
+NAMES = ["m", "km", "ft", "mi", "h", "min", "lb", "kWh", "J", "B", "MiB", "%", "$", "m/s", "km/h", "\u2126", "\u00c5"]
+
+
+@given(st.integers(-(10**20), 10**20), st.sampled_from(NAMES))
+def test_converting_costs_nothing(number: int, name: str) -> None:
+    found, plain = quantity(f"{number} {name}"), unit(name)
+    assert found is not None and plain is not None
+    assert found.value == number * plain.factor and found.value / plain.factor == number and found.whole
+    negative = quantity(f"{-number} {name}")
+    assert negative is not None and negative.value == -found.value
+
+
+@given(st.integers(1, 10**12), st.sampled_from(["$", "\u20ac", "\u00a3"]), st.sampled_from("+-\u2212"))
+def test_a_sign_stands_on_either_side_of_a_currency(number: int, currency: str, sign: str) -> None:
+    amounts = {quantity(form) for form in (f"{sign}{currency}{number}", f"{currency}{sign}{number}", f"{sign}{number} {currency}")}
+    (amount,) = amounts
+    assert amount is not None and amount.value == (number if sign == "+" else -number)
+    assert quantity(f"{sign}{currency}{sign}{number}") is None
+
+
+@given(st.sampled_from("kMGT"), st.sampled_from("mgsAKJWVNB"))
+def test_a_prefix_is_a_factor(prefix: str, name: str) -> None:
+    scaled, plain = unit(prefix + name), unit(name)
+    assert scaled is not None and plain is not None
+    assert scaled.factor / plain.factor == Fraction(1000) ** ("kMGT".index(prefix) + 1) and scaled.powers == plain.powers
