@@ -58,6 +58,19 @@ LAST_OF_ITS_GROUP = "prove/test_attacks.py"
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that is skipped fails, as in CI, where everything is installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: pytest.TestReport = yield  # type: ignore[misc, assignment]
+    if report.skipped and item.config.getoption("--no-skips") and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome, report.longrepr = "failed", f"skipped, although nothing may be missing here (--no-skips): {reason}"
+    return report  # type: ignore[return-value]
+
+
 def group_of(nodeid: str) -> str:
     """The tests that this one shares a worker with."""
     file = nodeid.partition("::")[0].removeprefix("tests/")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -32,7 +33,11 @@ from agentrl.sandbox.inside.users import ENVIRONMENT
 from agentrl.sandbox.lease import mark_folder, remove_folder, sandbox_folder, sandbox_name
 from agentrl.sandbox.residents import Residents
 
+log = logging.getLogger(__name__)
+
 USER = 65534
+OVERLAY = "mount of overlay"
+"""In what the exec server prints if the kernel has no overlay file system."""
 ENDING_S = 60.0
 """How long a sandbox's processes may take to end once they are killed: on a busy machine each must get CPU time for that."""
 PATIENCE_S = 1.0
@@ -46,6 +51,8 @@ class BubblewrapBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find()
+        self._separates = os.geteuid() == 0  # gives each sandbox inodes of its own (`agentrl.sandbox.inside.separate`)
+        self._has_separated = False
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec that names a container runtime."""
@@ -59,6 +66,19 @@ class BubblewrapBackend(ChannelBackend):
         return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        """With inodes of its own; if the first sandbox of all cannot have them, none gets them, and a warning says so."""
+        try:
+            sandbox = await self._started(spec, image)
+        except SandboxError as error:
+            if self._has_separated or not self._separates or OVERLAY not in str(error):
+                raise
+            self._separates = False
+            log.warning("bubblewrap sandboxes share inodes here: one can notice which files of the image others open: %s", error)
+            return await self._started(spec, image)
+        self._has_separated = self._separates
+        return sandbox
+
+    async def _started(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:  # nothing here waits for a process to end
             mark_folder(folder, self.name, self.run_label)
@@ -153,7 +173,7 @@ class BubblewrapBackend(ChannelBackend):
             words += ["--ro-bind", str(group.memory_events), "/agentrl/memory"]
         words += ["--remount-ro", "/agentrl", "--remount-ro", "/sys", "--remount-ro", "/dev", "--chdir", "/", "--cap-drop", "ALL"]
         if os.geteuid() == 0:  # the exec server needs these to stop being root; it drops them before anything else runs
-            rights = ("SETPCAP", "SYS_ADMIN", *allowance.server_rights())
+            rights = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *allowance.server_rights())
             return [*words, *(word for right in rights for word in ("--cap-add", f"CAP_{right}"))]
         return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
 
@@ -162,6 +182,8 @@ class BubblewrapBackend(ChannelBackend):
         options = allowance.server_options(name, spec, grouped=self._hierarchy is not None)
         options["tmpfs"] = dict.fromkeys(allowance.WRITABLE, f"nr_inodes={allowance.inodes(spec)}")
         options["terminals"], options["settings"] = allowance.TERMINAL_OPTIONS, allowance.NETWORK_SETTINGS
+        if self._separates:
+            options["shown"] = [path for path in allowance.told(options) if not path.startswith("/sys/")]
         if self._hierarchy is None:
             disk = allowance.disk_bytes(spec)
             options["limits"] |= {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_AS": spec.memory_mb << 20, "RLIMIT_FSIZE": disk}

@@ -69,6 +69,12 @@ class WithTheHostsFiles(WithManyFiles):
         return [*super()._view(*arguments), "--ro-bind", "/tmp", "/tmp"]
 
 
+class WithSharedInodes(BubblewrapBackend):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._separates = False
+
+
 class WithoutFilter(BubblewrapBackend):
     def _options(self, *arguments):
         return {**super()._options(*arguments), "filter": ""}
@@ -110,6 +116,7 @@ class SharedContainerOnTheHostsNetwork(DockerBackend):
 
 WEAK = [
     pytest.param(OnTheHostsNetwork, "host_loopback", "connected to", marks=bubblewrap),
+    pytest.param(WithSharedInodes, "watch_the_neighbours", "accesses by other sandboxes", marks=bubblewrap),
     pytest.param(WithTheHostsFiles, "host_through_proc", "a file of the host", marks=bubblewrap),
     pytest.param(WithUnboundedTerminals, "terminals", "gets no terminal", marks=docker),
     pytest.param(WithoutFilter, "access_lists", "MiB of the kernel's memory", marks=bubblewrap),

@@ -131,7 +131,7 @@ def fill_up():
 async def test_the_driver_goes_on_while_the_kernel_makes_a_control_group(root, monkeypatch):
     """And an opening that is given up meanwhile leaves nothing, for it waits for the kernel first."""
     if cgroups.find() is None:
-        return  # none are made here
+        pytest.skip("this machine gives this user no control groups")
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
     begun, go_on = threading.Event(), threading.Event()

@@ -15,9 +15,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 from agentrl.errors import SandboxError
+from agentrl.gateway.server import Gateway
+from agentrl.gateway.session import Session
 from agentrl.protocols import Sandbox
 from agentrl.prove.attacks.allowed_server import AllowedServer
 from agentrl.records import SandboxSpec
@@ -57,18 +61,24 @@ class Arena:
     local: socket.socket
     abstract: socket.socket
     allowed: AllowedServer
+    gateway_port: int  # 0 without the gateway's packages
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     mark: str = field(default_factory=lambda: "agentrl-mark-" + secrets.token_hex(8))
     trouble: list[str] = field(default_factory=list)  # what the watchers saw since the last reset
     slowest_s: float = 0.0  # of the neighbour's answers
     _before: dict[str, object] = field(default_factory=dict)
 
+    @property
+    def ports(self) -> dict[str, int]:
+        """Of the host's servers that an allow-list may name."""
+        return {"allowed": self.allowed.port, "gateway": self.gateway_port}
+
     def facts(self) -> bytes:
         """What an attacker knows, as `arena.json`."""
         known = {
             **asdict(self.spec),
             "tcp_port": self.tcp.getsockname()[1],
-            "allowed_port": self.allowed.port,
+            **{f"{name}_port": port for name, port in self.ports.items()},
             "socket_path": str(self.folder / "socket"),
             "abstract": self.mark,
             "host_pid": self.canary.pid,
@@ -146,7 +156,18 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox) -> AsyncIterator[Arena]:
         local = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
         allowed = await stack.enter_async_context(AllowedServer())
-        host = Arena(spec=spec, folder=folder, neighbour=neighbour, canary=canary, tcp=tcp, local=local, abstract=abstract, allowed=allowed)
+        gateway_port = await stack.enter_async_context(_gateway())
+        host = Arena(
+            spec=spec,
+            folder=folder,
+            neighbour=neighbour,
+            canary=canary,
+            tcp=tcp,
+            local=local,
+            abstract=abstract,
+            allowed=allowed,
+            gateway_port=gateway_port,
+        )
         local.bind(str(folder / "socket"))
         abstract.bind("\0" + host.mark)
         (folder / "socket").chmod(0o777)
@@ -164,6 +185,24 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox) -> AsyncIterator[Arena]:
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
+
+
+class _Keyless(Session):
+    """A session without an episode: no attack has its key."""
+
+    async def close(self) -> None:
+        return
+
+
+@asynccontextmanager
+async def _gateway() -> AsyncIterator[int]:
+    """The port of a gateway that serves no session that an attack has a key for; 0 if its packages are not installed."""
+    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+        yield 0
+        return
+    gateway, nobody = Gateway(), cast(Any, None)
+    async with gateway.session(_Keyless(episode=nobody, tokens=nobody, models=())):
+        yield int(gateway.url.rpartition(":")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

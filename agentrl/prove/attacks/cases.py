@@ -8,7 +8,7 @@ A program's docstring begins with what it does, followed by `key: value` lines:
     ends        how it may end: exit, timeout, memory, killed (default: exit)
     run         `snippet` to run in the warm interpreter instead of a new one, `session` to run in a session
     host        what the host does next (`agentrl.prove.attacks.host_steps`)
-    network     `allowed` to run with an allow-list of one server of the host, at `allowed_port` of its loopback
+    network     `allowed` or `gateway` to run with an allow-list of one server of the host: at `allowed_port` or `gateway_port`
     needs       what the promise requires: `control groups`, `two users`, or a machine such as x86_64
 
 It prints a line that starts with `ESCAPED:` when it got what it wanted, or `held:` with what it saw instead.
@@ -28,6 +28,7 @@ HOSTILE_SERVER = Path(hostile_server.__file__)
 KINDS = ("resources", "lifetime", "protocol", "escape", "files", "network", "grader", "between episodes")
 ENDS = ("exit", "timeout", "memory", "killed")
 RUNS = ("", "snippet", "session")
+NETWORKS = ("", "allowed", "gateway")
 _KEYS = {"kind", "seconds", "within", "ends", "run", "host", "network", "needs"}
 _SNAPSHOT_TRICKS = ("empty_chunks", "endless_chunks")
 
@@ -46,7 +47,7 @@ class Attack:
     ends: tuple[str, ...] = ("exit",)
     run: str = ""
     host: str = ""
-    network: bool = False
+    network: str = ""
     needs: str = ""
 
 
@@ -70,6 +71,8 @@ def program_attack(path: Path) -> Attack:
     ends = tuple(word.strip() for word in keys.get("ends", "exit").split(","))
     if not set(ends) <= set(ENDS):
         raise ValueError(f"{path}: ends: {keys['ends']}; known: {', '.join(ENDS)}")
+    if keys.get("network", "") not in NETWORKS:
+        raise ValueError(f"{path}: network: {keys['network']}; known: {', '.join(NETWORKS[1:])}")
     if keys.get("run", "") not in RUNS:
         raise ValueError(f"{path}: run: {keys['run']}; known: {', '.join(RUNS[1:])}")
     seconds = float(keys.get("seconds", "10"))
@@ -83,7 +86,7 @@ def program_attack(path: Path) -> Attack:
         ends=ends,
         run=keys.get("run", ""),
         host=keys.get("host", ""),
-        network=keys.get("network", "") == "allowed",
+        network=keys.get("network", ""),
         needs=keys.get("needs", ""),
     )
 

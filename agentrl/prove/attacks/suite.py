@@ -14,14 +14,15 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from agentrl.errors import AgentRLError, SandboxError
 from agentrl.prove.attacks.arena import Arena, Broken, CutOff, Escaped, arena, namespace_of, nothing_left
 from agentrl.prove.attacks.cases import Attack, attacks, hostile_server_source
-from agentrl.prove.attacks.file_steps import STEPS
 from agentrl.prove.attacks.host_steps import SESSION, Scene
 from agentrl.prove.attacks.hostile_server import PATIENT
+from agentrl.prove.attacks.neighbour_steps import STEPS
 from agentrl.records import ExecResult, SandboxSpec
 from agentrl.sandbox.backend import ChannelBackend
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
@@ -145,7 +146,7 @@ class _Suite:
             return ready or await self._backend.open(self._arena.spec, timeout_s=OPEN_S)
         if ready is not None:
             await ready.close()
-        spec = replace(self._arena.spec, network=(f"127.0.0.1:{self._arena.allowed.port}",))
+        spec = replace(self._arena.spec, network=(f"127.0.0.1:{self._arena.ports[item.network]}",))
         return await self._backend.open(spec, timeout_s=OPEN_S)
 
     async def _play(self, item: Attack, sandbox: ChannelSandbox) -> str:
@@ -284,6 +285,8 @@ def _missing(item: Attack, backend: ChannelBackend) -> str:
     """Why the attack is not run here: the promise that it tests is not made."""
     if item.needs in ("control groups", "two users") and backend.name == "bubblewrap" and os.geteuid() != 0:
         return f"needs {item.needs}, which bubblewrap has only when run by root"
+    if item.network == "gateway" and find_spec("uvicorn") is None:
+        return "for the gateway, whose packages are not installed"
     if item.needs.startswith(("x86", "aarch")) and platform.machine() != item.needs:
         return f"for {item.needs}"
     return ""

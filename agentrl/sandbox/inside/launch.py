@@ -99,10 +99,10 @@ class Launcher:
         """Process id of the program, which this thread starts as the agent. Raises whatever it is that does not allow it."""
         agent, server = self.users.agent, self.users.server
         os.write(self.victim, VICTIM)
+        self.users.lower_priority()  # not by posix_spawn, which refuses this policy
         try:
             take_ids(agent, agent, server)  # with the server's as the third, this process's limits stay out of reach
-            self.users.lower_priority()
-            return spawned(argument, has_stdin, self.users.policy())
+            return spawned(argument, has_stdin)
         finally:
             take_ids(server, server, server)
             os.write(self.victim, self.spared)
@@ -143,11 +143,10 @@ def take_ids(real: int, effective: int, saved: int) -> None:
             os._exit(70)  # it is nobody then that it should be
 
 
-def spawned(argument: Argument, has_stdin: bool, policy: int) -> int:
+def spawned(argument: Argument, has_stdin: bool) -> int:
     """Process id of a program that this thread starts; by becoming the program, its process gives up the third id and all rights."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     path = next(place for place in candidates(argv[0], environment) if os.access(place, os.X_OK))
     actions = [] if has_stdin else [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
-    scheduler = (policy, os.sched_param(0))
-    return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True, scheduler=scheduler)
+    return os.posix_spawn(path, argv, environment, file_actions=actions, setsid=True)

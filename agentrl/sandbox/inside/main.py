@@ -18,6 +18,7 @@ import sys
 from agentrl.sandbox.inside.bounds import set_bounds
 from agentrl.sandbox.inside.child import look_like_an_interpreter
 from agentrl.sandbox.inside.keeper import Keeper
+from agentrl.sandbox.inside.separate import separate
 from agentrl.sandbox.inside.server import Server
 from agentrl.sandbox.inside.users import ENVIRONMENT, leave_root, own_user, restrict
 from agentrl.sandbox.inside.wire import Link
@@ -64,6 +65,8 @@ def main() -> None:
 def serve(options: Request, sock: socket.socket) -> None:
     """Turns this process, the first of its sandbox, into the exec server; returns when that has failed."""
     if os.geteuid() == 0:
+        if "shown" in options:
+            separate(options)
         set_bounds(options)
     users = leave_root(options) if os.geteuid() == 0 else own_user(options)
     restrict(options)

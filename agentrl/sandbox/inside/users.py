@@ -77,18 +77,16 @@ class Users:
         """Whether a process of this user is known not to be the agent's."""
         return user == self.server != self.agent
 
-    def policy(self) -> int:
-        """Scheduling policy of programs. The server is scheduled before them, so that it can end what takes all CPU time.
-
-        Within a control group of their own, programs compete with their server alone, so the idle policy costs them nothing. Without a
-        group they also compete with the driver and the learner, and get `NICE` instead, which leaves them a share. A program can undo
-        neither: that takes `RLIMIT_NICE`, which is 0, or a capability.
-        """
-        return os.SCHED_IDLE if self.grouped else os.SCHED_OTHER
-
     def lower_priority(self) -> None:
-        """Lowers the priority of this thread, and of the programs that it starts, if it has no control group (see `policy`)."""
-        if not self.grouped:
+        """Lowers the priority of this thread, and so of what it starts, to that of programs.
+
+        The server is scheduled before them, so that it can end what takes all CPU time. Within a control group of their own, programs
+        compete with their server alone, so the kernel's idle policy costs them nothing. Without a group they also compete with the driver
+        and the learner, and get `NICE` instead, which leaves them a share. A program can undo neither: `RLIMIT_NICE` is 0.
+        """
+        if self.grouped:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        else:
             os.nice(NICE)
 
     def limit_program(self) -> None:
@@ -105,7 +103,6 @@ class Users:
     def become_agent(self) -> None:
         """Turns this process, a forked child, into the agent's, for good."""
         self.lower_priority()
-        os.sched_setscheduler(0, self.policy(), os.sched_param(0))
         if self.server != self.agent:
             os.setresgid(self.agent, self.agent, self.agent)
             os.setresuid(self.agent, self.agent, self.agent)

@@ -1,0 +1,57 @@
+"""Sends the gateway heads of requests without end, through a tunnel, to grow the driver's memory before any key is checked.
+
+kind: network
+network: gateway
+seconds: 45
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+known = json.load(open("arena.json"))
+AT_ONCE, EACH, SECONDS = 8, 50 << 20, 20.0
+kinds = {
+    "header": (b"GET / HTTP/1.1\r\nHost: h\r\nX: ", b"x" * 65536),
+    "headers": (b"GET / HTTP/1.1\r\nHost: h\r\n", b"a: b\r\n" * 10922),
+    "target": (b"GET /", b"x" * 65536),
+    "trailers": (b"POST /v1/messages HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n \r\n0\r\n", b"a: b\r\n" * 10922),
+    "requests": (b"", b"GET / HTTP/1.1\r\n\r\n" * 3640),
+}
+
+
+def tunnel() -> socket.socket | None:
+    link = socket.create_connection(("127.0.0.1", 3128), timeout=5)
+    link.sendall(b"CONNECT 127.0.0.1:%d HTTP/1.1\r\nHost: x\r\n\r\n" % known["gateway_port"])
+    head = link.recv(4096)
+    return link if b" 200 " in head else None
+
+
+taken, refused, deadline = {}, 0, time.monotonic() + SECONDS
+for name, (start, piece) in kinds.items():
+    links = [link for link in (tunnel() for _ in range(AT_ONCE)) if link is not None]
+    if not links:
+        continue
+    taken[name] = 0
+    for link in links:
+        link.settimeout(1)
+        try:
+            link.sendall(start)
+            sent = 0
+            while sent < EACH and time.monotonic() < deadline:
+                link.sendall(piece)
+                sent += len(piece)
+                taken[name] += len(piece)
+        except OSError:
+            refused += 1
+    for link in links:
+        link.close()
+most = max(taken.values(), default=0)
+if len(taken) < len(kinds):
+    raise SystemExit(f"reached the gateway for {sorted(taken)} alone")
+if most > AT_ONCE * (8 << 20):
+    print(f"ESCAPED: the gateway took {taken} bytes")
+else:
+    print(f"held: at most {most >> 20} MiB of {AT_ONCE} heads were taken")

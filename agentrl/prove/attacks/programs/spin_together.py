@@ -1,0 +1,19 @@
+"""Takes all CPU time, in many sandboxes at once, so that the time-out of each is taken for a fault of the machine.
+
+kind: resources
+seconds: 3
+within: 60
+ends: timeout
+host: spin_together
+"""
+
+import os
+
+print("held: spinning", flush=True)
+for _ in range(3):
+    try:
+        os.fork()
+    except OSError:
+        break
+while True:
+    pass

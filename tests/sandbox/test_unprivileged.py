@@ -1,0 +1,102 @@
+"""Bubblewrap without root, run as another user: root alone would pass over what holds there.
+
+The tests are forked from this process and become `nobody`; they keep one right, to read what lies in root's folders (this interpreter, this
+code), which no program that they start inherits.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import traceback
+from pathlib import Path
+
+import pytest
+
+from agentrl.prove.conformance import CHECKS, check
+from agentrl.sandbox import images, select_backend
+from agentrl.sandbox.inside.users import PR_SET_KEEPCAPS, prctl, set_capabilities
+from benchmarks.sandbox_spin import KINDS, SCORED, spun
+from tests.sandbox.building import SPEC
+
+NOBODY, CAP_DAC_READ_SEARCH = 65534, 2
+FORKED_S = 600
+pytestmark = [
+    pytest.mark.bubblewrap,
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="takes root to become another user; without root the other tests show this"),
+]
+
+
+@pytest.fixture(scope="module")
+def place():
+    """A folder of nobody's, with the image's tree in a cache of its own."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-nobody-", dir="/tmp") as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        (root / "image").mkdir()
+        (root / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
+        image = images.load_image(root / "image")
+        images.ensure_rootfs(image)
+        (root / "cache" / "images").mkdir(parents=True)
+        copy = root / "cache" / image.folder.relative_to(image.folder.parents[1])
+        subprocess.run(["cp", "-a", "--reflink=auto", image.folder, copy], check=True)
+        for path in (root, root / "image", root / "cache", root / "cache" / "images", copy):
+            os.chown(path, NOBODY, NOBODY)
+        yield root
+        shutil.rmtree(f"/tmp/agentrl-{NOBODY}", ignore_errors=True)
+
+
+def as_nobody(place, work):
+    """What the coroutine function `work` returns as another user, through JSON. Fails with its traceback."""
+    answer = place / "answer"
+    answer.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ.update(AGENTRL_CACHE=str(place / "cache"), HOME=str(place), TMPDIR=str(place))
+            os.environ.pop("XDG_RUNTIME_DIR", None)
+            os.setgroups([])
+            prctl(PR_SET_KEEPCAPS, 1)
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            set_capabilities([CAP_DAC_READ_SEARCH])
+            answer.write_text(json.dumps({"ok": asyncio.run(asyncio.wait_for(work(), FORKED_S))}))
+        except BaseException:
+            answer.write_text(json.dumps({"failed": traceback.format_exc()}))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    said = json.loads(answer.read_text())
+    assert "failed" not in said, said["failed"]
+    return said["ok"]
+
+
+async def with_backend(place, work):
+    backend = select_backend("bubblewrap", run_label="test", root=place)
+    try:
+        await backend.prepare(SPEC)
+        return await work(backend)
+    finally:
+        await backend.close()
+
+
+def test_conformance_without_root(place):
+    async def checked(backend):
+        assert os.geteuid() == NOBODY and backend._hierarchy is None
+        return [(result.name, result.detail) for result in await check(backend, SPEC) if not result.ok]
+
+    assert as_nobody(place, lambda: with_backend(place, checked)) == []
+    assert len(CHECKS) > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_spins_is_scored_without_root(place, kind):
+    async def ends(backend):
+        outcome = await spun(backend, SPEC, kind, count=4, seconds=1.5)
+        return [sorted(outcome.ends), dict(outcome.after), outcome.neighbour]
+
+    ended, after, neighbour = as_nobody(place, lambda: with_backend(place, ends))
+    assert set(ended) <= SCORED[kind] and after == {"answers": 4} and neighbour == ""
