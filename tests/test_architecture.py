@@ -16,7 +16,7 @@ LONGEST_FILE = 600
 
 # A room (a folder or module of agentrl) may import rooms of its own and lower levels; at level SIBLINGS only lower ones.
 LEVELS: tuple[frozenset[str], ...] = (
-    frozenset({"records", "sampling", "fields", "errors", "destinations", "files", "limits", "memo", "processes", "estimates"}),
+    frozenset({"records", "sampling", "fields", "errors", "destinations", "files", "secrets", "limits", "memo", "processes", "estimates"}),
     frozenset({"protocols", "learning", "listening", "installation", "codec", "database", "toml", "usercode", "causes", "runlock"}),
     frozenset({"section", "sections", "gating", "recipe", "plugins", "fulfils", "parts", "contract", "weights"}),
     frozenset(
