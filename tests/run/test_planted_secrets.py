@@ -15,8 +15,11 @@ import pytest
 
 from agentrl import secrets
 from agentrl.failure.case import load_suite
+from agentrl.recipe import SandboxConfig
+from agentrl.records import SandboxSpec
 from agentrl.run.policies import find_policy
 from agentrl.run.regressions import evaluate, prepared
+from agentrl.sandbox.select import open_backend
 from agentrl.testing import ChatServer, Says
 from tests.run.suite_parts import make_case, make_suite
 from tests.run.test_chat_agent import QUICK, SUBMIT, says
@@ -65,7 +68,7 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
         "start_timeout_s": 60,
     }
     overrides = (*QUICK, f"tools.mcp.leaks={json.dumps(server)}")
-    turns = [says("look", *(("tell", json.dumps({"way": way})) for way in ("says", "fails", "dies", "dies"))), SUBMIT]
+    turns = [says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails", "dies", "dies"))), SUBMIT]
     seen: list[str] = []
     stop = threading.Event()
     watcher = threading.Thread(target=watch, args=(stop, seen))
@@ -106,3 +109,22 @@ def watch(stop: threading.Event, seen: list[str]) -> None:
             except psutil.Error:
                 continue
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("bubblewrap", marks=pytest.mark.bubblewrap), pytest.param("docker", marks=pytest.mark.docker)]
+)
+async def test_a_sandbox_has_no_variable_of_the_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", TOKEN)
+    monkeypatch.setenv("INNOCENT_NAME", KEY)
+    config = SandboxConfig(backend=backend, max_open=1, warm=0)
+    opened = open_backend(config, run_label="planted", root=Path(__file__).parents[2])
+    try:
+        spec = SandboxSpec(image="sandboxes/tables")
+        await opened.prepare(spec)
+        sandbox = await opened.open(spec)
+        command = "env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n'"
+        ran = await sandbox.exec(["sh", "-c", command], timeout_s=20, output_bytes=1 << 20)
+        assert "PATH=" in ran.stdout and TOKEN not in ran.stdout and KEY not in ran.stdout
+    finally:
+        await opened.close()

@@ -211,7 +211,8 @@ class Endpoint:
         try:
             async with asyncio.timeout(limit_s), self._posted(wire, body, key) as response:
                 if response.status_code == 200:
-                    return self._read(await _bounded(response, self.max_bytes), messages)
+                    content = await _bounded(response, self.max_bytes)
+                    return self._read(content.replace(key.encode(), secrets.HIDDEN.encode()) if key else content, messages)
                 said = _without(key, printable((await _bounded(response, 4 * _EXCERPT)).decode(errors="replace"), _EXCERPT))
                 return self._refusal(response, " ".join(said.split()), schema)
         except TimeoutError:
