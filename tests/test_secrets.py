@@ -19,7 +19,10 @@ from pydantic import ValidationError
 from agentrl import secrets, usercode
 from agentrl.errors import RecipeError, UserError
 from agentrl.files import is_private, make_private, write
+from agentrl.learner.process import LearnerProcess
 from agentrl.recipe import MCPConfig, Recipe
+from agentrl.reward.worker import Worker
+from tests.serving.test_server import Small
 
 PLANTED = "pLanted7Secret/with+chars=9"
 RECIPE = Recipe(name="r", policy={"model": "m"}, tasks={"family": "f:g"})  # type: ignore[arg-type]
@@ -179,17 +182,50 @@ def test_children_that_need_no_secret_get_none() -> None:
     assert secrets.without_secrets(held | kept) == kept
 
 
-@pytest.mark.parametrize("name", ["agentrl.serving.process", "agentrl.learner.process", "agentrl.reward.worker"])
-def test_servers_learners_and_workers_are_among_them(name: str) -> None:
-    source = Path(__import__(name, fromlist=["x"]).__file__).read_text()
-    assert "without_secrets(os.environ)" in source and "**os.environ" not in source
+SERVES = """
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+print(json.dumps(dict(os.environ)), flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def environment_of(request: Any) -> dict[str, str]:
+    """What the process has that judges."""
+    return dict(os.environ)
+
+
+async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", PLANTED)
+    monkeypatch.setenv("HTTPS_PROXY", f"http://me:{PLANTED.replace('/', '')}@proxy.example:3128")
+    server = Small(tmp_path, SERVES)
+    await server.start()
+    try:
+        (line,) = [line for line in server.log_path.read_text().splitlines() if line.startswith("{")]
+    finally:
+        await server.stop()
+    served = json.loads(line)
+    assert served["AGENTRL_SERVER_KEY"] == server.key and "PATH" in served
+    learner = LearnerProcess(tmp_path, RECIPE)._environment()
+    worker = Worker(environment_of)
+    try:
+        judged = worker.ask_now(None)
+    finally:
+        worker.close()
+    for environment in (served, learner, judged):
+        assert "PATH" in environment and not {"MY_TOKEN", "HTTPS_PROXY"} & {*environment}
+        assert not any(secret in value for value in environment.values() for secret in (PLANTED, PLANTED.replace("/", "")))
 
 
 def test_files_of_a_private_folder_are_private(tmp_path: Path) -> None:
-    os.umask(0o022)
     folder = tmp_path / "run"
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "open.log").write_text("x")
+    for path in (folder, folder / "logs"):
+        path.chmod(0o755)
+    (folder / "logs" / "open.log").chmod(0o644)
     (folder / "link").symlink_to(tmp_path / "outside")
     (tmp_path / "outside").write_text("x")
     (tmp_path / "outside").chmod(0o644)
