@@ -25,6 +25,8 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
     Whoever looks, also after a power cut, finds the old content or the new one, and no half of it. A block that fails leaves `path` as
     it was and nothing beside it.
 
+    In a private folder the file is private, too (`is_private`).
+
     A device, a pipe or a process's own output, as /dev/stdout, is written to: nothing takes its place.
 
     Args:
@@ -40,6 +42,8 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
     try:
         yield part
+        if is_private(path.parent):
+            part.chmod(part.stat().st_mode & 0o700)
         sync(part)
         part.replace(path)
     except BaseException:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, JsonValue
 
-from agentrl import plugins
+from agentrl import plugins, secrets
 from agentrl.causes import location, short
 from agentrl.errors import AgentRLError, PluginError
 from agentrl.fulfils import Shortfall, accepts, promised, shortfalls
@@ -137,10 +137,11 @@ LossName = Annotated[str, AfterValidator(partial(check_name, LOSS)), LOSS]
 def load(kind: Kind, name: str, options: Mapping[str, Any] | None = None) -> Any:
     """What a name stands for: the factory of a part, or an estimator or loss itself, with its options laid over it.
 
-    Raises `PluginError` when it does not resolve, or does not fulfil the protocol of its kind: the message names what is missing.
+    Raises `PluginError` when it does not resolve, or does not fulfil the protocol of its kind: the message names what is missing; and
+    `UserError` for a secret among the options that is not where they say.
     """
     found = plugins.resolve(kind.shipped[name]) if name in kind.shipped else _held(kind, name, options or {})
-    return partial(found, **options) if options else found
+    return partial(found, **secrets.resolved(options)) if options else found
 
 
 def make(kind: Kind, name: str, options: Mapping[str, Any] | None, *arguments: Any, **named: Any) -> Any:

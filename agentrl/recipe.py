@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from agentrl import parts, section
+from agentrl import parts, secrets, section
 from agentrl.gating import GateConfig
 from agentrl.section import Needs, Section, resumable
 from agentrl.sections.failures import CaptureConfig
@@ -101,6 +101,13 @@ class Recipe(Section):
     """Servers that the run starts for its judges, by the name that `agentrl.reward.judges.served(NAME)` takes."""
     gate: GateConfig | None = resumable(None)
     """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
+
+    @model_validator(mode="after")
+    def _secrets_are_elsewhere(self) -> Recipe:
+        """A run writes its recipe down, and its report prints it."""
+        if found := list(secrets.literals(self.model_dump(mode="json"))):
+            raise ValueError("; ".join(found))
+        return self
 
     @model_validator(mode="after")
     def _parts_are_named(self) -> Recipe:

@@ -66,7 +66,7 @@ def vacant(folder: Path) -> bool:
 
 def hold_part(folder: Path) -> int:
     """A descriptor that says, as long as any process has it open, that a part of the run still runs. Hand it to a child by `pass_fds`."""
-    handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle
 
@@ -80,8 +80,9 @@ def _taken(folder: Path) -> int:
     path, lacking = folder / DRIVER, 0
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             lacking += 1
             if isinstance(error, FileNotFoundError) and lacking < _REMOVED_TRIES:

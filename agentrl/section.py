@@ -19,6 +19,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from agentrl import secrets
 from agentrl.errors import RecipeError
 from agentrl.fields import encodable
 
@@ -41,7 +42,7 @@ class Needs:
 class Section(BaseModel):
     """A part of a recipe: frozen, and every unknown key is refused, as is every number that is not finite, which JSON could not keep."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     def but(self, *overrides: str | Mapping[str, Any], **changes: Any) -> Self:
         """The same with some keys changed, validated as a whole: `recipe.but("learner.lr=1e-4", name="mine")`.
@@ -181,7 +182,8 @@ def describe(error: ValidationError) -> str:
         if error.title != "Recipe":
             path.insert(0, error.title)
         message = item["msg"].removeprefix("Value error, ")
-        if item["loc"] and item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict):
+        shown = item["type"] not in ("extra_forbidden", "missing") and not isinstance(item["input"], dict)
+        if item["loc"] and shown and not any(secrets.literals({path[-1]: item["input"]})) and "env" not in path:
             message = f"{message} (got {_cut(item['input'])})"  # of a whole section the message names the keys
         lines.append(f"{'.'.join(path) or 'recipe'}: {message}")
     return "\n".join(lines)

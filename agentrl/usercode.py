@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from agentrl.causes import leaves, location
 from agentrl.errors import InfrastructureError, SandboxUnavailable
+from agentrl.secrets import redacted
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 GRACE_S = 2.0
+_MOST_TEXT = 1 << 20  # characters of an exception's text that are looked at
 """How long a cancelled call may take to end before it is dropped."""
 HELD_S = 1.0
 """A call that computes for longer than this without awaiting anything has kept every other episode waiting, which is said."""
@@ -337,7 +339,7 @@ def describe(error: BaseException, limit: int = 300) -> str:
 def text_of(error: BaseException, limit: int = 2000) -> str:
     """The text of an exception, printable and bounded, its lines kept."""
     try:
-        return printable(str(error), limit)
+        return printable(redacted(str(error)[:_MOST_TEXT]), limit)
     except BaseException:  # a number too long to print, or a __str__ that raises
         return "(its text cannot be shown)"
 

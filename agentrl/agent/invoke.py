@@ -22,6 +22,7 @@ from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnav
 from agentrl.outages import Outage, outage
 from agentrl.protocols import Sandbox
 from agentrl.records import Blame, Failure, Limits
+from agentrl.secrets import redacted
 
 T = TypeVar("T")
 
@@ -98,11 +99,12 @@ async def call_tool(
 
 
 def checked(given: object, limits: Limits) -> ToolOutcome:
-    """The outcome within bounds. Raises `NotAnOutcome`, with what the agent may be told."""
+    """The outcome within bounds, without the run's secrets. Raises `NotAnOutcome`, with what the agent may be told."""
     if not isinstance(given, ToolOutcome):
         raise NotAnOutcome(f"it gave {usercode.printable(type(given).__name__, 64)}, not a ToolOutcome")
     if given.answer is not None and len(given.answer) > MAX_ANSWER:
         raise NotAnOutcome(f"its answer has {len(given.answer)} characters, at most {MAX_ANSWER} are taken")
+    given = replace(given, output=redacted(given.output))
     if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
         return given
     return replace(given, output=clip(given.output, limits.tool_output_chars))

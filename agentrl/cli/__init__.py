@@ -12,6 +12,7 @@ from agentrl import __version__
 from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.cli import sample as sampling
 from agentrl.run.ending import explain, stopped
+from agentrl.secrets import Redacting
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -67,7 +68,9 @@ def run_recipe(file: str) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    shown = logging.StreamHandler()
+    shown.setFormatter(Redacting("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[shown])
     try:
         app(args=argv, prog_name="agentrl")
     except BaseException as error:

@@ -18,6 +18,7 @@ from agentrl.liveness import Liveness
 from agentrl.processes import openmp
 from agentrl.recipe import Recipe
 from agentrl.runlock import hold_part
+from agentrl.secrets import without_secrets
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
@@ -166,7 +167,7 @@ class LearnerProcess:
         learner = self.recipe.learner
         threads = learner.threads or max(1, (os.cpu_count() or 1) // learner.ranks)
         return {
-            **os.environ,
+            **without_secrets(os.environ),
             **({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus is not None else {}),
             # Where server and learner compute side by side, threads that spin were measured to make a step 2 to 9 times longer.
             **openmp(threads, alone=self.recipe.max_staleness == 0),

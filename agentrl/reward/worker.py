@@ -30,6 +30,7 @@ from typing import Any
 
 from agentrl.errors import InfrastructureError, TaskError
 from agentrl.plugins import resolve
+from agentrl.secrets import without_secrets
 
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
@@ -192,7 +193,7 @@ class _Child:
                 stdout=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,  # ctrl-C is for the driver, which goes on judging what it finishes
-                env=os.environ | {"PYTHONPATH": path} | _ONE_THREAD,
+                env=without_secrets(os.environ) | {"PYTHONPATH": path} | _ONE_THREAD,
             )
         except OSError as error:
             raise InfrastructureError(f"no process to judge in: {error}") from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from agentrl import usercode
 from agentrl.causes import disk_full, first, leaves, location, short
 from agentrl.errors import AgentRLError, UserError
+from agentrl.secrets import redacted
 
 DRIVER_LOG = "logs/driver.log"
 _MOST_TOLD = 100_000  # characters
@@ -55,7 +56,7 @@ async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
 def write_down(folder: Path, what: str, error: BaseException) -> Path | None:
     """Appends an error with its traceback to `logs/driver.log` of a run folder; None when that cannot be written."""
     path = folder / DRIVER_LOG
-    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{''.join(traceback.format_exception(error))}\n"
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{redacted(''.join(traceback.format_exception(error)))}\n"
     try:
         if not path.parent.is_dir():
             return None
@@ -87,8 +88,10 @@ def explain(error: BaseException, *, folder: Path | None = None, go_on: str = ""
     if log is not None and not isinstance(cause, UserError):
         lines.append(f"  traceback: {log}")
     elif log is None and not isinstance(cause, AgentRLError | OSError) and not disk_full(cause):  # what the system refuses is no bug
-        traceback.print_exception(error)
-    told = usercode.printable("\n".join(lines).expandtabs(4), _MOST_TOLD)  # files and what is in them may be named as anybody likes
+        print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    told = usercode.printable(
+        redacted("\n".join(lines)).expandtabs(4), _MOST_TOLD
+    )  # files and what is in them may be named as anybody likes
     print(told, file=sys.stderr, flush=True)
     return 2 if isinstance(cause, UserError) else 1
 

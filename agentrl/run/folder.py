@@ -74,19 +74,22 @@ def claimed(wanted: Path | None, runs: Path, name: str, *, resume: bool, command
     folder that another drives, that holds a run already, or that with `resume` holds none.
     """
     with ExitStack() as stack:
-        if wanted is None and not resume:
-            yield _first_free(stack, runs, name, command)
-            return
-        folder = wanted or _last(runs, name)
-        if resume and not folder.is_dir():
-            raise _no_run(folder)
-        stack.enter_context(driving(folder, command=command))
-        if resume and not holds_run(folder):
-            raise _no_run(folder)
-        if not resume and holds_run(folder):
-            go_on = "continue it with --resume, or " if resumable else ""
-            raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
+        folder = _first_free(stack, runs, name, command) if wanted is None and not resume else wanted or _last(runs, name)
+        if wanted is not None or resume:
+            _take(stack, folder, resume=resume, command=command, resumable=resumable)
+        stack.callback(lambda: files.make_private(folder) if files.is_private(folder) else None)
         yield folder
+
+
+def _take(stack: ExitStack, folder: Path, *, resume: bool, command: str, resumable: bool) -> None:
+    if resume and not folder.is_dir():
+        raise _no_run(folder)
+    stack.enter_context(driving(folder, command=command))
+    if resume and not holds_run(folder):
+        raise _no_run(folder)
+    if not resume and holds_run(folder):
+        go_on = "continue it with --resume, or " if resumable else ""
+        raise UserError(f"{folder} already holds a run", fix=f"{go_on}choose another --run-dir (or delete {folder})")
 
 
 def holds_run(folder: Path) -> bool:
@@ -175,7 +178,13 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
-    """Makes the run folder what it is: its sub-folders, `run.json`, and last `recipe.json`, with which it holds a run."""
+    """Makes the run folder what it is: its sub-folders, `run.json`, and last `recipe.json`, with which it holds a run.
+
+    A new one is this user's alone. The mode of one that is resumed stays, so that its owner can share it.
+    """
+    if not holds_run(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
     for name in ("episodes", "versions", "checkpoints", "logs"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     started = {

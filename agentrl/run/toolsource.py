@@ -30,8 +30,10 @@ _CLOSE_S = 5.0
 
 
 def declared(tools: ToolsConfig, root: Path) -> RunTools:
-    """What the recipe says, before any server was asked."""
+    """What the recipe says, before any server was asked. Raises `UserError` for a secret that is not where it says."""
     servers = {name: Server(name=name, config=config, root=root) for name, config in tools.mcp.items()}
+    for server in servers.values():
+        server.check_secrets()
     bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.bounds.items()}
     words = {name: Words(description=one.description, arguments=one.arguments) for name, one in tools.words.items()}
     return RunTools(servers=servers, bounds=bounds, words=words)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from agentrl import parts
+from agentrl import parts, secrets
 from agentrl.section import Needs, Section
 
 
@@ -41,8 +42,9 @@ class MCPConfig(Section):
     url: str = Field("", pattern=r"^(https?://[^\s/?#@]+.*)?$")
     """Where it answers over HTTP. Nothing else is reached: redirects are not followed."""
     env: dict[str, str] = Field({})
-    """Variables of the program. One on this machine has PATH, HOME, TMPDIR and the locale besides, and no other of the run's."""
-    key_env: str = ""
+    """Variables of the program on this machine, each by reference: `env:NAME` for a variable of the run, `file:/PATH` for a file's content.
+    It has PATH, HOME, TMPDIR and the locale besides, and no other of the run's."""
+    key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Environment variable that holds the bearer token for `url`."""
     only: tuple[str, ...] = ()
     """The tools that are offered; empty: all that it has, at most 64."""
@@ -60,6 +62,12 @@ class MCPConfig(Section):
             raise ValueError("together does nothing with a program, which is asked one thing at a time: leave it out")
         if self.url and self.env:
             raise ValueError("env does nothing with a url: no program is started")
+        if self.command and self.env:
+            raise ValueError("env is for host_command: an agent could read what a program in its sandbox is given")
+        if wrong := [name for name, value in self.env.items() if not secrets.is_reference(value)]:
+            raise ValueError(f"env.{wrong[0]} is given by value, which recipe.json and the report would show: {secrets.HOW}")
+        if self.url and (urlsplit(self.url).query or urlsplit(self.url).fragment):
+            raise ValueError("a url has no query, which recipe.json and the report would show: name the token's variable with key_env")
         if self.key_env and not self.url:
             raise ValueError("key_env does nothing without a url: give a program its variables with env")
         if any("\0" in word for word in (*self.command, *self.host_command)) or not all((self.command or self.host_command or ("-",))[:1]):

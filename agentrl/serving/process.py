@@ -24,6 +24,7 @@ from agentrl.files import tail
 from agentrl.liveness import Liveness
 from agentrl.processes import openmp
 from agentrl.runlock import hold_part
+from agentrl.secrets import without_secrets
 from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 
@@ -168,7 +169,7 @@ class ServerProcess(ABC):
                 self._log_start = log.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command(self._port.number),
-                    env={**os.environ, **self._environment(self._scratch), access.VARIABLE: self.key},
+                    env={**without_secrets(os.environ), **self._environment(self._scratch), access.VARIABLE: self.key},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

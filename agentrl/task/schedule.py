@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
+from agentrl import secrets
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins import resolve
 from agentrl.protocols import TaskFamily, VariedFamily
@@ -44,7 +45,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         return TaskFolders(root / config.family, root=root, seed=seed, heldout=_share(config.options.get("heldout", 0.25)))
     factory = resolve(config.family)
     try:
-        family = factory(seed=seed, **config.options)
+        family = factory(seed=seed, **secrets.resolved(config.options))
     except TypeError as error:
         raise PluginError(
             f"tasks.family {config.family!r}: {error}", fix="it must be callable as family(seed=0, **tasks.options)"

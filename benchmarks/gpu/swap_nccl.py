@@ -74,14 +74,14 @@ def publish(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> tuple[Policy
     return version, Probe(token_ids=rows, logprobs=tuple(tuple(row) for row in picked.tolist()))
 
 
-def connect_trainer(url: str, model: Qwen3ForCausalLM) -> Callable[[int], None]:
+def connect_trainer(url: str, key: str, model: Qwen3ForCausalLM) -> Callable[[int], None]:
     """Opens the NCCL group with the server; the result sends the model's current weights as the given version."""
     from vllm.distributed.weight_transfer.base import ModuleSource
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
     from agentrl.serving.trainer_client import PausedServerClient
 
-    client = PausedServerClient(url, timeout_s=120)
+    client = PausedServerClient(url, key=key, timeout_s=120)
     info = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=MASTER_PORT, world_size=2)
     trainer = NCCLTrainerWeightTransferEngine.trainer_init(info, client=client, source=ModuleSource(model))
 
@@ -148,7 +148,7 @@ async def main() -> None:
 async def measure(options: argparse.Namespace, server: VLLMServer, run_dir: Path, model: Qwen3ForCausalLM) -> None:
     kind = NcclWeightChannel if options.channel == "nccl" else FileWeightChannel
     channel = kind(server, registry_folder=run_dir / "versions")
-    send = await asyncio.to_thread(connect_trainer, server.url, model) if options.channel == "nccl" else None
+    send = await asyncio.to_thread(connect_trainer, server.url, server.key, model) if options.channel == "nccl" else None
     reports = []
     for number in range(1, options.swaps + 1):
         version, probe = publish(run_dir, number, model)

@@ -223,9 +223,10 @@ async def test_bounds_of_the_recipe_and_names_of_single_tools() -> None:
 
 async def test_programs_outside_get_no_secret_and_end_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
+    monkeypatch.setenv("QUIET_MODE", "quiet")
     program = f"import os, json; open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps([os.getpid(), dict(os.environ)]))\n"
     (tmp_path / "server.py").write_text(program + HOSTILE.read_text())
-    config = MCPConfig(host_command=(sys.executable, "server.py", "honest"), env={"MODE": "quiet"})
+    config = MCPConfig(host_command=(sys.executable, "server.py", "honest"), env={"MODE": "env:QUIET_MODE"})
     server = pinned(Server(name="it", config=config, root=tmp_path))
     async with Episode(server) as episode:
         assert (await episode.use("echo", text="a")).outcome.ok
@@ -425,12 +426,12 @@ PEOPLES = {
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.parametrize("name", PEOPLES)
-async def test_servers_that_nobody_here_wrote(name: str, tmp_path: Path) -> None:
+async def test_servers_that_nobody_here_wrote(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, tool, given, says = PEOPLES[name]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     words = tuple(word.replace("REPO", str(tmp_path)) for word in (sys.executable, *arguments))
-    path = os.pathsep.join(sys.path)
-    config = MCPConfig(host_command=words, env={"PYTHONPATH": path}, start_timeout_s=600.0)
+    monkeypatch.setenv("SERVERS_PATH", os.pathsep.join(sys.path))
+    config = MCPConfig(host_command=words, env={"PYTHONPATH": "env:SERVERS_PATH"}, start_timeout_s=600.0)
     server = Server(name=name, config=config, root=tmp_path)
     connection = Connection(server)
     server = replace(server, offers=offers(await connection.listed(None), ()))

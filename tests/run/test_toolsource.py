@@ -115,6 +115,19 @@ def test_servers_in_a_recipe() -> None:
         "tools.bounds.echo={}": "it bounds nothing",
         "tools.words.echo={}": "it says nothing",
         "tools.mcp.it.nosuch=1": "unknown key",
+        'tools.mcp.it={"command": ["x"], "env": {"A": "env:A"}}': "env is for host_command",
+        'tools.mcp.it={"url": "http://a", "key_env": "a b"}': "pattern",
     }.items():
         with pytest.raises(RecipeError, match=says):
             recipe().but(wrong)
+
+
+def test_a_secret_that_is_not_there_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_THERE", raising=False)
+    for server, key in (
+        ({"host_command": ["x"], "env": {"T": "env:NOT_THERE"}}, "env.T"),
+        ({"url": "http://a", "key_env": "NOT_THERE"}, "key_env"),
+    ):
+        with pytest.raises(UserError, match=rf"tools\.mcp\.it\.{key}: the environment variable NOT_THERE holds no secret") as error:
+            declared(RECIPE.but(tools={"mcp": {"it": server}}).tools, HOSTILE.parent)
+        assert "export NOT_THERE" in error.value.fix

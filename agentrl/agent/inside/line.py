@@ -159,14 +159,14 @@ class Line:
 lines: dict[str, Line] = {}
 
 
-def talk(name: str, argv: list[str], env: dict[str, str], begin: bool, messages: list[str], until: Any, seconds: float, size: int) -> None:
+def talk(name: str, argv: list[str], begin: bool, messages: list[str], until: Any, seconds: float, size: int) -> None:
     """In a sandbox: asks the program `name`, which is started anew where `begin` says so; prints a header in JSON, and the line."""
     outcome, line, exit_code, complained = "gone", b"", None, b""
     try:
         if begin:
             if name in lines:
                 lines.pop(name).close()
-            lines[name] = Line(argv, {**os.environ, **env})
+            lines[name] = Line(argv)
         if name in lines:
             outcome, line = lines[name].ask(messages, until, seconds, size)
             exit_code, complained = lines[name].process.returncode, lines[name].complained

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl import usercode
+from agentrl import secrets, usercode
 from agentrl.agent.inside import line as inside_line
 from agentrl.agent.mcp.messages import Refused, clean
 from agentrl.protocols import Sandbox
@@ -71,11 +71,10 @@ class InSandbox:
 
     name: str
     argv: tuple[str, ...]
-    env: Mapping[str, str]
 
     async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         assert sandbox is not None, "needs_sandbox is True"
-        call = (self.name, list(self.argv), dict(self.env), begin, list(messages), until, timeout_s, MAX_BYTES)
+        call = (self.name, list(self.argv), begin, list(messages), until, timeout_s, MAX_BYTES)
         known = "" if begin else f"if 'talk' not in globals():\n    print('{{\"outcome\": \"gone\"}}')\nelse:\n    talk(*{call!r})\n"
         code = known or f"if 'talk' not in globals():\n    exec({_source()!r}, globals())\ntalk(*{call!r})\n"
         try:
@@ -166,8 +165,8 @@ class OverHTTP:
         headers = {"content-type": "application/json", "accept": "application/json, text/event-stream", "accept-encoding": "identity"}
         if self._session:
             headers["mcp-session-id"] = self._session
-        if key := os.environ.get(self._key_env, "") if self._key_env else "":
-            headers["authorization"] = f"Bearer {key}"
+        if self._key_env:
+            headers["authorization"] = f"Bearer {secrets.read(f'env:{self._key_env}')}"
         async with client.stream("POST", self._url, content=message.encode(), headers=headers) as response:
             if not self._session:
                 self._session = clean(response.headers.get("mcp-session-id", ""), 200)
@@ -246,7 +245,7 @@ def _unanswered(ending: str, exit_code: Any, complained: Any, timeout_s: float) 
     text = texts.get(ending, "it has ended")
     if isinstance(exit_code, int) and ending in ("ended", "gone"):
         text += f" (exit code {exit_code})"
-    last = clean(complained, 2 * _MOST_STDERR).strip()[-_MOST_STDERR:]
+    last = secrets.redacted(clean(complained, 2 * _MOST_STDERR)).strip()[-_MOST_STDERR:]
     return Unanswered(ending, f"{text}: {last}" if last else text)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl import usercode
+from agentrl import secrets, usercode
 from agentrl.agent.arguments import example, problems
 from agentrl.agent.mcp import messages
 from agentrl.agent.mcp.messages import Refused, Wrong
@@ -24,7 +24,7 @@ from agentrl.agent.mcp.places import ENDINGS, InSandbox, OnHost, OverHTTP, Place
 from agentrl.agent.provoked import CallRecord
 from agentrl.agent.tools import FREE, Bounds, Fault, ToolOutcome
 from agentrl.agent.wording import Words
-from agentrl.errors import InfrastructureError, TaskError
+from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.outages import Outage, outage_in
 from agentrl.protocols import Sandbox, ToolSource
 from agentrl.records import Limits
@@ -52,8 +52,18 @@ class Server:
         if self.config.url:
             return OverHTTP(self.config.url, key_env=self.config.key_env)
         if self.config.command:
-            return InSandbox(self.name, self.config.command, self.config.env)
-        return OnHost(self.config.host_command, self.config.env, self.root)
+            return InSandbox(self.name, self.config.command)
+        return OnHost(self.config.host_command, {name: secrets.read(where) for name, where in self.config.env.items()}, self.root)
+
+    def check_secrets(self) -> None:
+        """Raises `UserError` for a secret that is not where the recipe says."""
+        references = {f"env.{name}": where for name, where in self.config.env.items()}
+        references |= {"key_env": f"env:{self.config.key_env}"} if self.config.key_env else {}
+        for key, where in references.items():
+            try:
+                secrets.read(where)
+            except UserError as error:
+                raise UserError(f"tools.mcp.{self.name}.{key}: {error.message}", fix=error.fix) from None
 
 
 class Connection:

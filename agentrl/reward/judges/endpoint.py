@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+from agentrl import secrets
 from agentrl.errors import JudgeError, PromptRefusedError, UserError
 from agentrl.fields import text as encodable
 from agentrl.reward.judges.backoff import TRANSIENT, Clock, SystemClock, asked_wait_s, wait_s
@@ -101,6 +102,8 @@ class Endpoint:
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
             checked_url(self.url)
+        if found := next(secrets.literals(dict(self.options), "Endpoint.options"), ""):
+            raise UserError(found, fix="name the variable that holds the key with Endpoint.key_env")
         if not self.model:
             raise UserError("a judge's endpoint needs the name of a model", fix='Endpoint(url=..., model="...")')
         for name in ("timeout_s", "patience_s", "max_bytes", "concurrency", "max_tokens"):
@@ -208,7 +211,8 @@ class Endpoint:
         try:
             async with asyncio.timeout(limit_s), self._posted(wire, body, key) as response:
                 if response.status_code == 200:
-                    return self._read(await _bounded(response, self.max_bytes), messages)
+                    content = await _bounded(response, self.max_bytes)
+                    return self._read(content.replace(key.encode(), secrets.HIDDEN.encode()) if key else content, messages)
                 said = _without(key, printable((await _bounded(response, 4 * _EXCERPT)).decode(errors="replace"), _EXCERPT))
                 return self._refusal(response, " ".join(said.split()), schema)
         except TimeoutError:
@@ -266,7 +270,7 @@ class Endpoint:
         key = os.environ.get(self.key_env, "").strip()
         if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
             raise JudgeError(f"the environment variable {self.key_env} holds no key for {self._where()}")
-        return key
+        return secrets.known(key)
 
     def _where(self) -> str:
         """For messages: the model and the host, and nothing that may be secret."""
