@@ -54,6 +54,7 @@ class Broadcaster:
         """
         try:
             channel = self._connected()
+            self._engine.ranks.pulse("sending weights")
             self._client.version = number
             channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
@@ -96,7 +97,7 @@ def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[An
     from agentrl.learner.weight_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 
-    client = PausedServerClient(server.url, timeout_s=timeout_s)
+    client = PausedServerClient(server.url, timeout_s=timeout_s, waiting=lambda: engine.ranks.pulse("waiting for the server's pause"))
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)
     return client, channel
 
