@@ -203,7 +203,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, out: Pat
     for number, change in enumerate(candidates(base)):
         options, folder = {**base, **change}, work / f"try-{number}"
         late = False
-        with started(setting, seed, folder, options, every=0, more=(f"steps={steps}",)) as watched:
+        with started(setting, seed, folder, options, every=0, more=(f"steps={steps}", "evaluation.every=0")) as watched:
             try:
                 watched.process.wait(setting.minutes * 60)
             except subprocess.TimeoutExpired:
