@@ -34,13 +34,17 @@ class TokenClient:
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
-    def __init__(self, url: str, *, weights: WeightsInService, max_connections: int = _MAX_CONNECTIONS) -> None:
+    def __init__(
+        self, url: str, *, weights: WeightsInService, max_connections: int = _MAX_CONNECTIONS, answered: Callable[[], None] = lambda: None
+    ) -> None:
+        """`answered`: called for each completion that the server gave."""
+        self._answered = answered
         self._control = ControlPlane(url, max_connections=max_connections)
         self._weights = weights
 
     @classmethod
     def for_server(cls, server: VLLMServer) -> TokenClient:
-        return cls(server.url, weights=server.weights)
+        return cls(server.url, weights=server.weights, answered=server.answered)
 
     async def close(self) -> None:
         await self._control.close()
@@ -56,6 +60,7 @@ class TokenClient:
             async with asyncio.timeout(timeout_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), timeout_s)
                 completion = parse_completion(answer, params)
+                self._answered()
                 await self._weights.settle(span.version for span in completion.versions)
                 return completion
         except TimeoutError:
