@@ -55,6 +55,7 @@ class Broadcaster:
         """
         try:
             channel = self._connected()
+            self._engine.ranks.pulse("sending weights")
             self._client.version = number
             channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
@@ -98,7 +99,10 @@ def _connect(engine: PolicyEngine, server: Server, timeout_s: float) -> tuple[An
     from agentrl.learner.weight_source import connect
     from agentrl.serving.trainer_client import PausedServerClient
 
-    client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s)
+    def waiting() -> None:
+        engine.ranks.pulse("waiting for the server's pause")
+
+    client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
     channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)
     return client, channel
 

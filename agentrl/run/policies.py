@@ -19,6 +19,7 @@ from agentrl.run import suite_tasks
 from agentrl.weights.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
+_OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # of `evaluation`: what a suite of cases has no use for
 _PART = parts.Kind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
 _FIX = "give a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr that makes a policy"
 
@@ -109,7 +110,8 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
     if policy.source is Source.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
     data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.options(suites)}
-    data |= {"evaluation": {**data.get("evaluation", {}), "heldout": 0, "heldout_real": 0}, "gate": None}
+    sampled = {key: value for key, value in data.get("evaluation", {}).items() if key not in _OF_HELD_OUT}
+    data |= {"evaluation": {**sampled, "heldout": 0, "heldout_real": 0}, "gate": None}
     data |= {"trackers": ["terminal"], "tracker_options": {}}
     recipe = build(data).but(*overrides)
     evaluation = recipe.evaluation

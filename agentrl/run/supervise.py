@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from agentrl.errors import LearnerError, LearnerHalted
 from agentrl.liveness import Liveness
 from agentrl.run.opening import Run
 from agentrl.sandbox import engine
-
-log = logging.getLogger(__name__)
 
 _RESTARTS = 3
 _PING_S = 5.0  # between two pings of the daemon
@@ -30,7 +27,6 @@ async def watch_learner(run: Run) -> None:
         except LearnerError as error:
             if restart == _RESTARTS:
                 raise
-            log.warning("%s", error)
             run.tracker.alert(f"{error}\n  restart {restart + 1} of at most {_RESTARTS}")
 
 

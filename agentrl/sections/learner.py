@@ -13,6 +13,11 @@ _ON_GPU = Needs("a learner on a GPU (device=cuda or auto)", lambda recipe, own: 
 _DELTAS = Needs("serving.weight_transfer=delta: every version is whole", lambda recipe, own: recipe.serving.weight_transfer == "delta")
 _FALLS = Needs("two steps after the warm-up", lambda recipe, own: recipe.steps > own.warmup_steps + 1)
 
+_PLAIN = Needs(
+    "policy.dtype=float32: in bfloat16 stage 0 is stage 1, whose optimizer keeps the weights in float32",
+    lambda recipe, own: own.zero_stage > 0 or recipe.policy.dtype == "float32",
+)
+
 
 class LoraConfig(Section):
     """Low-rank adapters in place of full training: the base weights stay as they are, and a version is the adapter alone."""
@@ -90,7 +95,7 @@ class LearnerConfig(Section):
     """Decoupled weight decay on matrices; vectors do not decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """The gradient's global norm is clipped to this."""
-    zero_stage: Literal[0, 1, 2, 3] = resumable(2)
+    zero_stage: Annotated[Literal[0, 1, 2, 3], _PLAIN] = resumable(2)
     """DeepSpeed ZeRO stage: 1 shards optimizer state over the ranks, 2 also gradients, 3 also weights."""
     ranks: int = resumable(1, ge=1)
     """Learner processes (torchrun --nproc-per-node)."""

@@ -41,7 +41,9 @@ class BranchingConfig(Section):
 class DelegationConfig(Section):
     """What sub-agents may be started by `rollout.agent=delegating`, and what each of them has. docs/agents.md says how they work."""
 
-    depth: int = Field(1, ge=1, le=8)
+    depth: Annotated[int, Needs("a sub-agent for each level: set total to it or more", lambda recipe, own: own.depth <= own.total)] = Field(
+        1, ge=1, le=8
+    )
     """How far down sub-agents may be started: with 1 only the main agent has the tool, with 2 its sub-agents have it too."""
     width: int = Field(4, ge=1, le=64)
     """Sub-agents that one turn may start side by side."""

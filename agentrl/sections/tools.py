@@ -135,7 +135,9 @@ class MemoryConfig(Section):
     """Notes that one episode may write, with all its agents."""
     note_chars: int = Field(400, ge=1, le=10_000)
     """Most characters of a note; a longer one is refused, which the agent is told."""
-    results: int = Field(5, ge=1, le=50)
+    results: Annotated[int, Needs("as many notes that are kept: set keep to it or more", lambda recipe, own: own.results <= own.keep)] = (
+        Field(5, ge=1, le=50)
+    )
     """Most notes that one search shows."""
     keep: int = Field(1000, ge=1, le=100_000)
     """Newest notes of a scope that are found. Older ones are deleted."""

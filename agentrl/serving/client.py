@@ -38,13 +38,23 @@ class TokenClient:
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
     """
 
-    def __init__(self, url: str, *, weights: WeightsInService, key: str = "", max_connections: int = _MAX_CONNECTIONS) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        weights: WeightsInService,
+        key: str = "",
+        max_connections: int = _MAX_CONNECTIONS,
+        answered: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`answered`: called for each completion that the server gave."""
+        self._answered = answered
         self._control = ControlPlane(url, key=key, max_connections=max_connections)
         self._weights = weights
 
     @classmethod
     def for_server(cls, server: VLLMServer) -> TokenClient:
-        return cls(server.url, weights=server.weights, key=server.key)
+        return cls(server.url, weights=server.weights, key=server.key, answered=server.answered)
 
     async def close(self) -> None:
         await self._control.close()
@@ -67,6 +77,7 @@ class TokenClient:
             async with asyncio.timeout(within_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
                 completion = parse_completion(answer, params, cut=bool(cutting))
+                self._answered()
                 await self._weights.settle(span.version for span in completion.versions)
                 return completion
         except TimeoutError:

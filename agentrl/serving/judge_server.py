@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentrl.errors import ServingError
 from agentrl.recipe import JudgeServerConfig
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.process import ServerProcess, environment, launch_command
+from agentrl.serving.probe import FILE, disagreement_of_judge, read_probe
+from agentrl.serving.process import WARM_S, ServerProcess, environment, launch_command
 
 HOST = "127.0.0.1"
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # nats, as `serving.probe_max_abs_diff` recommends
 
 
 class JudgeServer(ServerProcess):
@@ -81,6 +84,18 @@ class JudgeServer(ServerProcess):
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         return environment(scratch, cpu_threads=self._threads, gpus=self._gpus)
+
+    async def _prepare(self, control: ControlPlane) -> None:
+        """Compares a chat model that a run has published with its reference logprobs. Raises `ServingError`."""
+        if self.reward_model or (probe := read_probe(self.model)) is None:
+            return
+        diff = await disagreement_of_judge(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
+        if not diff <= _TOLERANCE[self.config.dtype]:
+            raise ServingError(
+                f"the judge's server {self.name} differs by {diff:.3g} nats from {self.model / FILE}; with dtype={self.config.dtype}"
+                f" {_TOLERANCE[self.config.dtype]:g} is allowed\n  fix: the weights there are not those that were published; take the"
+                " folder as the run left it"
+            )
 
     async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
         if self.reward_model:

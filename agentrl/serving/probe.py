@@ -17,6 +17,7 @@ from agentrl.errors import ServingError, SwapError
 from agentrl.records import Probe
 from agentrl.sampling import TIES, Sampling
 from agentrl.serving.client import alternatives, distribution, in_support
+from agentrl.serving.control import ControlPlane
 from agentrl.serving.server import FIRST, VLLMServer
 
 FILE = "probe.json"
@@ -50,6 +51,29 @@ async def disagreement(server: VLLMServer, number: int, probe: Probe) -> float:
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 
+async def disagreement_of_judge(control: ControlPlane, model: str, probe: Probe, *, max_model_len: int, timeout_s: float) -> float:
+    """As `disagreement`, for a judge's chat model, which has no route for tokens: in the logprobs of the rows, as far as its context goes.
+
+    Raises `ServingError`.
+    """
+    differences: list[float] = []
+    for row, ours in zip(probe.token_ids, probe.logprobs, strict=True):
+        ids = row[: max_model_len - 1]  # one more is sampled
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = await control.request("POST", "/v1/completions", timeout_s=timeout_s, json=body)
+        try:
+            theirs = _of_prompt(answer["choices"][0]["prompt_logprobs"], ids)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServingError(f"malformed answer to the logprob probe of {model}: {error!r}") from error
+        differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=False))
+    return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
+
+
+def _of_prompt(positions: Any, token_ids: Sequence[int]) -> list[float]:
+    """Logprobs of tokens 1..T-1. Raises `KeyError`, `TypeError` or `ValueError` for what holds none."""
+    return [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
+
+
 async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: Sampling) -> Any:
     """The server's answer to a row: logprobs of its tokens, which vLLM takes at temperature 1 and without truncation (and without its
     prefix cache), and one token sampled after it as in rollouts, with the likeliest others."""
@@ -67,8 +91,7 @@ def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) 
     """The logprobs of tokens 1..T-1 in vLLM's answer, proven to come from version `number`. Raises `SwapError`."""
     try:
         spans = answer["choices"][0]["weight_versions"]
-        positions = answer["prompt_logprobs"]
-        logprobs = [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], positions[1:], strict=True)]
+        logprobs = _of_prompt(answer["prompt_logprobs"], token_ids)
         versions = {span["version"] for span in spans}
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SwapError(f"version {number}: malformed answer to the logprob probe: {error!r}") from error

@@ -68,6 +68,7 @@ class ServerProcess(ABC):
         self.end = ""  # why it counts as dead; empty: it has not been seen dead
         self._look_at = 0.0  # of the loop's clock
         self._computed: tuple[float, ...] = ()
+        self._answers, self._answers_seen = 0, 0
         self._asked: asyncio.Task[None] | None = None  # for a token
 
     @property
@@ -93,26 +94,37 @@ class ServerProcess(ABC):
         if health == "down":
             self.end = "its engine died"
             return False
-        if health == "answers":
-            await self._look(control)
+        await self._look(control, answers=health == "answers")
         self.end = self.liveness.overdue()
         return not self.end
 
-    async def _look(self, control: ControlPlane) -> None:
-        """Looks whether anything was computed since the last look, and asks for a token if not."""
+    def answered(self) -> None:
+        """Called for each answer that a client of the server got: progress, however long its other routes take under load."""
+        self._answers += 1
+
+    async def _look(self, control: ControlPlane, *, answers: bool) -> None:
+        """Looks whether anything was computed since the last look, and asks for a token if not. `answers`: whether its routes do."""
         if control.paused:  # what it is paused for has a deadline
             self.liveness.rest()
             return
+        if self.liveness.deadline_s == math.inf:  # it was paused
+            self.liveness.progress(_COMPUTING)
         now = asyncio.get_running_loop().time()
-        if now < self._look_at and self.liveness.deadline_s < math.inf:
+        if now < self._look_at:
             return
         self._look_at = now + _PULSE_S
+        if self._answers != self._answers_seen:
+            self._answers_seen = self._answers
+            self.liveness.progress(_COMPUTING)
+            return
+        if not answers:
+            return
         try:
             metrics = await control.metrics()
         except ServingError:
             return
         computed = tuple(metrics.get(name, 0.0) for name in _COMPUTED)
-        if computed != self._computed or self.liveness.deadline_s == math.inf:
+        if computed != self._computed:
             self._computed = computed
             self.liveness.progress(_COMPUTING)
         elif self._asked is None or self._asked.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -19,16 +20,19 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
     Give it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
     """
 
-    def __init__(self, base_url: str, *, key: str, timeout_s: float) -> None:
+    def __init__(self, base_url: str, *, key: str, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> None:
+        """`waiting`: called at each look whether the server is paused."""
         super().__init__(base_url, timeout=timeout_s)
         self._headers = access(key)
         self.version = 0
+        self._waiting = waiting
 
     def start_weight_update(self) -> None:
         """Waits for the pause, then starts. Raises `TimeoutError` when the controller does not pause the server in time."""
         deadline = time.monotonic() + self.timeout
         with self._client() as http:
             while not http.get("/is_paused").raise_for_status().json()["is_paused"]:
+                self._waiting()
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the server was not paused for version {self.version} within {self.timeout:g} s")
                 time.sleep(_POLL_S)

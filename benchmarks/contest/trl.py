@@ -201,7 +201,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
     recipe = setting.made(seed)
     groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
     episodes = groups * recipe.rollout.group_size
-    more = (f"steps={steps}", f"rollout.groups_per_step={groups}")
+    more = (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0")
     quick = replace(setting, wait=(0.0, 0.0))
     tried: list[dict[str, Any]] = []
 

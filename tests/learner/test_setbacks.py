@@ -29,7 +29,7 @@ MakeLearner = Callable[[Path, Recipe], LearnerProcess]
 Results = dict[tuple[int, str], dict[str, Any]]
 SCENARIOS = {
     2: ["norm-0", "norm-2", "norm-3", "figure-2", "half-3", "logprob-2", "advantage-0", "halt-2", "undo-2", "undo-3", "undocritic-2"],
-    1: ["norm-1", "norm-2", "figure-0", "half-0", "half-2", "logprob-0", "advantage-2", "undo-0", "undocritic-0"],
+    1: ["norm-1", "norm-2", "figure-0", "half-1", "half-2", "logprob-0", "advantage-2", "undo-0", "undocritic-0"],
 }
 REFUSED = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if not name.startswith("undo")]
 UNDONE = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if name.startswith("undo-")]

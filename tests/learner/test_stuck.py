@@ -28,17 +28,17 @@ STEPS = 3
 
 
 class Stopping(Liveness):
-    """Sends SIGSTOP to the learner's worker when it reports a kind of work for the first time."""
+    """Sends SIGSTOP to one rank of the learner when it reports a kind of work for the first time."""
 
-    def __init__(self, run_dir: Path, work: str) -> None:
-        self._run_dir, self._work = run_dir, work
+    def __init__(self, run_dir: Path, work: str, rank: int) -> None:
+        self._run_dir, self._work, self._rank = run_dir, work, rank
         self.stopped: list[int] = []
         super().__init__("the learner", first_s=120.0, least_s=SHORT_S)
 
     def progress(self, work: str, size: float = 1.0, *, at: float | None = None) -> None:
         super().progress(work, size, at=at)
         if work == self._work and not self.stopped:
-            self.stopped += _workers(self._run_dir)
+            self.stopped += [pid for pid in _workers(self._run_dir) if rank_of(pid) == self._rank]
             for pid in self.stopped:
                 os.kill(pid, signal.SIGSTOP)
             self._first_s = SHORT_S  # the kind of work may be new, and two minutes of waiting would show no more
@@ -46,6 +46,11 @@ class Stopping(Liveness):
     def begin(self, work: str = "starting") -> None:
         super().begin(work)
         self._first_s = 120.0
+
+
+def rank_of(pid: int) -> int:
+    variables = dict(pair.split(b"=", 1) for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if b"=" in pair)
+    return int(variables[b"RANK"])
 
 
 class Alerts:
@@ -56,13 +61,23 @@ class Alerts:
         self.said.append(text)
 
 
-@pytest.mark.parametrize("work", ["computing a micro-batch", "writing a checkpoint", "publishing a version", "waiting for groups"])
-async def test_a_stopped_learner_is_restarted_and_no_group_is_lost_or_trained_twice(tmp_path: Path, work: str) -> None:
-    made = recipe().but(steps=STEPS)
+@pytest.mark.parametrize(
+    ("work", "ranks"),
+    [
+        ("computing a micro-batch", 1),
+        ("writing a checkpoint", 1),
+        ("publishing a version", 1),
+        ("waiting for groups", 1),
+        ("waiting for groups", 2),
+    ],
+)
+async def test_a_stopped_learner_is_restarted_and_no_group_is_lost_or_trained_twice(tmp_path: Path, work: str, ranks: int) -> None:
+    """With two ranks the one that stands still is not the one that reports."""
+    made = recipe().but(f"learner.ranks={ranks}", steps=STEPS)
     groups = [random_group(index) for index in range(3 * STEPS)]
     write_run(tmp_path, made, groups[:6])
     learner = LearnerProcess(tmp_path, made)
-    live = learner.liveness = Stopping(tmp_path, work)
+    live = learner.liveness = Stopping(tmp_path, work, rank=ranks - 1)
     run, registry = SimpleNamespace(learner=learner, tracker=Alerts()), FolderRegistry(tmp_path / "versions")
     watching = asyncio.create_task(supervise.watch_learner(run))  # type: ignore[arg-type]
     try:

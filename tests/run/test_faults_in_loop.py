@@ -133,7 +133,7 @@ class Part(AlwaysServed):
 
     sha256 = "0"
 
-    async def start(self, *arguments: object) -> None: ...
+    async def start(self, *arguments: object, **options: object) -> None: ...
 
     async def watch(self, **options: object) -> None:
         await asyncio.sleep(3600)

@@ -243,7 +243,7 @@ def test_a_version_is_evaluated_as_its_run_says_and_a_folder_with_defaults(proje
     assert (of_folder.policy.model, of_folder.policy.max_model_len, of_folder.rollout.concurrency) == (str(model), 512, 3)
     whole = of_folder.model_dump(mode="json")
     whole["policy"] |= {"max_model_len": 333, "chat_template": "chatml"}
-    whole["evaluation"] |= {"temperature": 0.5, "heldout": 7}
+    whole["evaluation"] |= {"temperature": 0.5, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
     whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
     (run / "recipe.json").write_text(json.dumps(whole))
     found = find_policy("runs/x@12")

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.recipe import Recipe
+from agentrl import codec
+from agentrl.errors import ServingError
+from agentrl.recipe import JudgeServerConfig, Recipe
 from agentrl.reward.judges import RewardModel, ScoreEndpoint, served, servers
 from agentrl.reward.judges.reward_record import save, text
 from agentrl.run.judges import declare, judge_servers
-from agentrl.testing.tiny_model import make_model, make_tokenizer
+from agentrl.serving.judge_server import JudgeServer
+from agentrl.testing.tiny_model import make_model, make_probe, make_tokenizer
 from tests.reward.judges.judge_parts import TASK, episode
 
 pytestmark = pytest.mark.vllm
@@ -50,3 +53,19 @@ async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Pa
         with torch.no_grad():
             wanted = model(torch.tensor([ids])).logits.item()
         assert score.parts["number"] == pytest.approx(wanted, abs=1e-3), "one that is too long loses its beginning"
+
+
+async def test_a_judge_that_is_a_version_of_a_run_is_compared_with_its_reference(tmp_path: Path) -> None:
+    folder, config = tmp_path / "model", JudgeServerConfig(model="unused", max_model_len=512, kv_cache_gb=0.1, startup_timeout_s=400)
+    make_model(0).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    for seed in (1, 0):
+        (folder / "probe.json").write_bytes(codec.to_json(make_probe(make_model(seed))))
+        server = JudgeServer("mine", config, model=folder, reward_model=False, folder=tmp_path, device="cpu")
+        if seed:
+            with pytest.raises(ServingError, match=r"the judge's server mine differs by .* nats from .*probe.json"):
+                await server.start()
+        else:
+            await server.start()
+            assert await server.alive()
+        await server.stop()

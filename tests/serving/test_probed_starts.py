@@ -9,12 +9,17 @@ import pytest
 
 from agentrl import codec
 from agentrl.errors import ServingError
-from agentrl.recipe import PolicyConfig, Recipe, ServingConfig, TasksConfig
+from agentrl.recipe import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.records import PolicyVersion, Probe, SamplingParams
+from agentrl.serving import judge_server
+from agentrl.serving.control import ControlPlane
 from agentrl.serving.gate_server import GateServer
+from agentrl.serving.judge_server import JudgeServer
+from agentrl.serving.probe import disagreement_of_judge
 from agentrl.serving.replicas import ReplicatedPolicy
 from agentrl.serving.served import ServedPolicy
 from agentrl.version import FolderRegistry
+from tests.serving.scripted_server import Call, scripted_server
 from tests.serving.test_loss_of_a_server import ScriptedServer, open_registry, scripted
 from tests.waiting import until
 
@@ -127,3 +132,70 @@ async def test_a_reference_that_cannot_be_read_is_no_reason_to_serve_without(tmp
     assert not policy.open
     await policy.close()
     registry.close()
+
+
+@pytest.mark.parametrize(("difference", "serves"), [(0.001, True), (0.0010001, False), (-1.0, True)])
+async def test_the_tolerance_is_the_recipes_to_the_digit(tmp_path: Path, difference: float, serves: bool) -> None:
+    registry = open_registry(tmp_path)
+    policy = ServedPolicy(RECIPE, tmp_path, registry)
+    ScriptedServer.difference = difference
+    if serves:
+        await policy.start(version(registry, 1))
+    else:
+        with pytest.raises(ServingError, match=r"differs by 0\.001 nats"):
+            await policy.start(version(registry, 1))
+    assert policy.open is serves
+    await policy.close()
+    registry.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "difference", "serves"),
+    [
+        ("float32", 0.001, True),
+        ("float32", 0.0011, False),
+        ("bfloat16", 0.15, True),
+        ("bfloat16", 0.1501, False),
+        ("float32", float("inf"), False),
+    ],
+)
+async def test_a_judge_that_a_run_has_published_is_held_to_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, difference: float, serves: bool
+) -> None:
+    async def differs(*_: object, **__: object) -> float:
+        return difference
+
+    monkeypatch.setattr(judge_server, "disagreement_of_judge", differs)
+    config = JudgeServerConfig.model_validate({"model": "m", "dtype": dtype})
+    control = ControlPlane("http://127.0.0.1:1")
+    server = JudgeServer("mine", config, model=tmp_path, reward_model=False, folder=tmp_path, device="cpu")
+    await server._prepare(control)  # a model that no run has published
+    (tmp_path / "probe.json").write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
+    if serves:
+        await server._prepare(control)
+    else:
+        with pytest.raises(ServingError, match="the judge's server mine differs"):
+            await server._prepare(control)
+    await control.close()
+
+
+async def test_a_judges_logprobs_are_read_from_its_completions() -> None:
+    probe = Probe(token_ids=((5, 6, 7), (8, 9)), logprobs=((-1.0, -2.0), (-3.0,)))
+
+    def answer(call: Call) -> object:
+        ids = call.body["prompt"]
+        logprobs = {6: -1.0, 7: -2.25, 9: -3.0}
+        return {"choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": logprobs[one]}} for one in ids[1:])]}]}
+
+    async with scripted_server(answer) as script:
+        control = ControlPlane(script.url)
+        assert await disagreement_of_judge(control, "mine", probe, max_model_len=512, timeout_s=5.0) == 0.25
+        assert await disagreement_of_judge(control, "mine", probe, max_model_len=3, timeout_s=5.0) == 0.0, (
+            "what its context has no room for"
+        )
+        await control.close()
+    async with scripted_server(lambda call: {"choices": [{}]}) as script:
+        control = ControlPlane(script.url)
+        with pytest.raises(ServingError, match="malformed answer to the logprob probe of mine"):
+            await disagreement_of_judge(control, "mine", probe, max_model_len=512, timeout_s=5.0)
+        await control.close()

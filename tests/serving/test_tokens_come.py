@@ -128,3 +128,30 @@ async def test_a_paused_server_computes_nothing_and_is_alive(tmp_path: Path) -> 
         assert await alive_for(server, 2 * SHORT_S)
         engine.stopped = True
         assert not await alive_for(server, 20 * SHORT_S)
+
+
+async def test_a_server_that_stops_as_it_is_resumed_is_dead(tmp_path: Path) -> None:
+    engine = Engine()
+    async with serving(tmp_path, engine) as server:
+        await server.control.pause()
+        assert await alive_for(server, 2 * SHORT_S)
+        await server.control.resume()
+        engine.silent = True
+        assert not await alive_for(server, 20 * SHORT_S)
+
+
+async def test_answers_to_clients_are_progress_when_its_other_routes_are_too_slow(tmp_path: Path) -> None:
+    """Thousands of requests at once may keep /health and /metrics waiting for long, while completions come."""
+    engine = Engine()
+    async with serving(tmp_path, engine) as server:
+        engine.silent = True
+
+        async def completions() -> None:
+            while True:
+                server.answered()
+                await asyncio.sleep(0.05)
+
+        coming = asyncio.create_task(completions())
+        assert await alive_for(server, 5 * SHORT_S)
+        coming.cancel()
+        assert not await alive_for(server, 20 * SHORT_S)
