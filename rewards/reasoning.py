@@ -14,7 +14,7 @@ from agentrl.records import Episode, Score, Task
 from agentrl.reward.worker import PATIENCE_S
 from agentrl.scores import ROUNDING, reaches
 from rewards.reasoning_scorers import Raised, Scorers, Stopped
-from sandboxes.reasoning.catalogue import speaks, too_long
+from sandboxes.reasoning.catalogue import speaks
 
 LONGEST = 1000
 """Characters of an answer that are looked at; four times the true one's where that is more."""
@@ -32,7 +32,7 @@ class OwnScorer:
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """1.0 when the dataset's own scorer gives the answer full marks, else 0.0. What it gives in between is kept as a part.
+        """1.0 when the dataset's own scorer gives full marks to an answer that is the truth alone, else 0.0. Marks are kept as a part.
 
         Parts: `exact`, the value again, and `partial`, the scorer's mark as it is. Many pay 0.01 or 0.05 for any answer of the right form,
         which is why partial marks are no reward here. White space at both ends of an answer plays no part. No answer, a huge one, and one
@@ -80,8 +80,6 @@ def _wrong(name: str, answer: str, truth: str) -> str:
         return "no answer was given"
     if len(answer) > longest:
         return f"answer of {len(answer)} characters is longer than {longest}"
-    if too_long(name, answer, truth):
-        return f"answer {answer[:SHOWN]!r} is longer than the truth"
     return "" if speaks(name, answer) else f"answer {answer[:SHOWN]!r} is not in the language of {name}"
 
 

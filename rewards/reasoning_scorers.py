@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.reward.worker import Raised, Stopped, Worker, at_most
+from agentrl.scores import reaches
+from sandboxes.reasoning.catalogue import exact
 from sandboxes.reasoning.problems import entry_of
 
 __all__ = ["Raised", "Scorers", "Stopped"]
@@ -40,8 +42,9 @@ class Scorers:
 
 
 def reply(request: Mapping[str, Any]) -> float:
-    """In the process: the mark of one answer."""
+    """In the process: the mark of one answer; 0 if the scorer gives full marks to more than the truth, or something near it."""
     dataset, entry = entry_of(request["origin"], request["truth"])
     at_most(request["deadline_s"])
     with decimal.localcontext(decimal.Context()):  # one dataset changes the precision for all
-        return float(dataset.score_answer(request["answer"], entry))
+        mark = float(dataset.score_answer(request["answer"], entry))
+    return mark if not reaches(mark, 1.0) or exact(request["origin"]["dataset"], request["answer"], request["truth"]) else 0.0

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from agentrl.errors import UserError
 from sandboxes.reasoning.mixture import Source
+from sandboxes.reasoning.notation import says_the_same
 
 EVALUATES = "its scorer evaluates the answer as a program (sympy's parse_expr), and no bound on its letters makes that safe and quick"
 OTHERWISE = "another process makes other problems of the same seed: their order is that of a set"
@@ -41,22 +42,40 @@ LEFT_OUT: Mapping[str, str] = {
     "word_ladder": OTHERWISE,
 }
 
+_JUGS = r'"(?:(?:fill|empty) [A-Z]|pour [A-Z]->[A-Z])"'
+_HANOI = r"Move disk [1-9] from Peg [1-9] to Peg [1-9]"
+_CELL = r"[A-Z]\s*=\s*[0-9]"
 LANGUAGES: Mapping[str, re.Pattern[str]] = {
     "binary_matrix": re.compile(r"[0-9 \n\[\],]*"),
     "complex_arithmetic": re.compile(r"[-+0-9.ij ()]*"),
     "countdown": re.compile(r"(?!.*\*\s*\*)[0-9+\-*/() ]*", re.DOTALL),
+    "cryptarithm": re.compile(rf"(?!.*([A-Z])\s*=.*\1\s*=){_CELL}(?:\s*,\s*{_CELL})*", re.DOTALL),
+    "fraction_simplification": re.compile(r"\$?(?:\\[dt]?frac\{[0-9]+\}\{[0-9]+\}|[0-9]+\s*/\s*[0-9]+)\$?"),
     "game_of_life": re.compile(r"[01 ,\n\[\]]*"),
+    "jugs": re.compile(rf"\[\s*{_JUGS}(?:\s*,\s*{_JUGS})*\s*\]"),
+    "kakurasu": re.compile(r"[01](?:\s+[01])*"),
     "n_queens": re.compile(r"[Q_ \n]*"),
     "number_sorting": re.compile(r"[-+0-9.,'\"\[\] \n]*"),
+    "palindrome_generation": re.compile(r"[A-Za-z]+"),
     "prime_factorization": re.compile(r"\s*[0-9]+(?:\s*\u00d7\s*[0-9]+)*\s*"),
+    "quantum_lock": re.compile(r"[A-C](?:\s*(?:\u2192|->)\s*[A-C])*"),
+    "shortest_path": re.compile(r"infeasible|(?:up|down|left|right)(?:\s+(?:up|down|left|right))*"),
+    "sokoban": re.compile(r"[UDLR](?:\s*[UDLR])*"),
     "spiral_matrix": re.compile(r"[0-9 \-\n]*"),
     "string_insertion": re.compile(r"[A-E]*"),
+    "tower_of_hanoi": re.compile(rf"{_HANOI}(?:\s*\n\s*{_HANOI})*"),
 }
-"""What an answer to these may be made of; anything else is wrong, and their scorers do not see it. Most of them evaluate it as Python:
-what is left names nothing, calls nothing and raises to no power. The others fail at what is no number or no list, or take nan for right."""
+"""What an answer to these may be made of; anything else is wrong, and their scorers do not see it. Some of them evaluate it as Python:
+what is left names nothing, calls nothing and raises to no power. Some fail at what is no number or no list, or take nan for right. The
+others have several right answers, and read the moves or numbers in an answer and nothing else of it."""
 
-NO_LONGER = frozenset({"letter_jumble", "spell_backward"})
-"""Their scorers look no further than the truth's length: what follows it would not count."""
+SEVERAL = frozenset(
+    {
+        *("complex_arithmetic", "countdown", "cryptarithm", "fraction_simplification", "jugs", "kakurasu", "n_queens"),
+        *("palindrome_generation", "quantum_lock", "shortest_path", "sokoban", "tower_of_hanoi"),
+    }
+)
+"""Datasets with several right answers, or several ways to write one. An answer to another one must be the truth (`notation`)."""
 
 WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
     ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then worked out from left to right: 10 - 7 * 0 is 0"),
@@ -74,9 +93,10 @@ def admit(source: Source) -> None:
             raise UserError(f"reasoning-gym's {source.name}({key}={value}) is left out: {how}", fix=f"leave {key} out")
 
 
-def too_long(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer has more than the truth, and its scorer would not see it. White space between words is one blank."""
-    return name in NO_LONGER and len(" ".join(answer.split())) > len(" ".join(truth.split()))
+def exact(name: str, answer: str, truth: str) -> bool:
+    """Whether an answer to which a scorer gives full marks is the truth, and nothing else; where there are several truths, its language
+    says so."""
+    return name in SEVERAL or says_the_same(name, answer, truth)
 
 
 def speaks(name: str, answer: str) -> bool:

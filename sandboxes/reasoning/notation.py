@@ -1,0 +1,75 @@
+"""Whether an answer is the truth in another notation, with nothing in front of it or behind it.
+
+Many scorers look for the truth in an answer, and so pay for its negation, for several answers, and for whatever else is written. They
+decide which notations count; this decides that there is nothing else. Datasets with several right answers have a language in place of it
+(`sandboxes.reasoning.catalogue.LANGUAGES`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
+from itertools import zip_longest
+
+ANY_ORDER = frozenset({"group_anagrams", "knights_knaves", "palindrome_partitioning", "polynomial_equations", "prime_factorization"})
+"""Datasets whose answers are sets: people and what they are, roots, factors, groups."""
+ROUNDED: Mapping[str, int | None] = {"advanced_geometry": None, "pool_matrix": 2}
+"""Datasets that ask for rounded numbers -> decimal places; None: as many as the truth has."""
+SIGNIFICANT: Mapping[str, Decimal] = {"decimal_arithmetic": Decimal("1e-12"), "power_function": Decimal("1e-2")}
+"""Datasets that ask for significant digits -> how far an answer may be from the truth, relative to it, if its scorer agrees."""
+CLOSE = Decimal("1e-14")  # relative, of other numbers that are no whole numbers: the rounding of binary fractions
+_TOKEN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,3})?|\.[0-9]+)|(?P<word>[^\W\d_]+)|(?P<other>\S)")
+_NO_PART = frozenset("\",'`$\u00b0")  # quotes, commas, and signs of units
+_GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_Token = Decimal | str
+
+
+def says_the_same(name: str, answer: str, truth: str) -> bool:
+    """Whether an answer of dataset `name` has the words, numbers and signs of the truth, and no others.
+
+    White space, capitals, quotes, commas, a degree or dollar sign and a full stop at the end play no part.
+    """
+    if _GROUPED.fullmatch(answer):
+        answer = answer.replace(",", "")
+    ours, true = _tokens(answer), _tokens(truth)
+    if name in ANY_ORDER:
+        ours, true = sorted(ours, key=_rank), sorted(true, key=_rank)
+    return all(_same(name, one, other) for one, other in zip_longest(ours, true))
+
+
+def _tokens(text: str) -> list[_Token]:
+    found: list[_Token] = []
+    for match in _TOKEN.finditer(text.strip().removesuffix(".")):
+        token = match[0]
+        if match.lastgroup == "number":
+            found.append(_decimal(token))
+        elif token not in _NO_PART:
+            found.append(token.casefold())
+    if found[:1] == ["+"]:
+        del found[0]
+    return found
+
+
+def _decimal(token: str) -> _Token:
+    try:
+        return Decimal(token)
+    except InvalidOperation:
+        return token
+
+
+def _same(name: str, one: _Token | None, other: _Token | None) -> bool:
+    if not isinstance(one, Decimal) or not isinstance(other, Decimal):
+        return one == other
+    if one == other:
+        return True
+    if name in ROUNDED:
+        places = ROUNDED[name]
+        exponent = other.as_tuple().exponent
+        assert isinstance(exponent, int), "it is finite"
+        return abs(one - other) <= Decimal(5).scaleb((exponent if places is None else -places) - 1)
+    return other != other.to_integral_value() and abs(one - other) <= SIGNIFICANT.get(name, CLOSE) * abs(other)
+
+
+def _rank(token: _Token) -> tuple[bool, Decimal, str]:
+    return (True, token, "") if isinstance(token, Decimal) else (False, Decimal(0), token)
