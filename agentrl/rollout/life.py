@@ -168,9 +168,9 @@ class EpisodeLife:
         request_timeout_s: float,
         open_timeout_s: float,
         on_turn: OnTurn | None,
-        pace: Pace,
         tools: ToolSource | None = None,
         memory: EpisodeMemory | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.id = episode_id
         self.tools = tools
@@ -189,11 +189,11 @@ class EpisodeLife:
         self._sampling = sampling
         self.requests = Requests(
             policy=policy,
-            pace=pace,
+            pace=pace or Pace(),
             limit_s=task.limits.wall_s,
             timeout_s=request_timeout_s,
             spent_s=lambda: self.wall_s,
-            time=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
+            sampling=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
         )
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
@@ -369,8 +369,8 @@ class EpisodeLife:
                 wall_s=wall_s,
                 sandbox_s=self.sandbox_s,
                 program_s=self.program_s,
-                sampled_s=self.requests.time.sampled_s,
-                lost_s=self.requests.time.lost_s,
+                sampled_s=self.requests.sampling.sampled_s,
+                lost_s=self.requests.sampling.lost_s,
                 failures=tuple(self.failures),
                 memory=self.memo,
             )
