@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from agentrl.records import (
 )
 from agentrl.rollout.apart import Apart, set_apart
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
-from agentrl.rollout.requests import WALL, Requests, now
+from agentrl.rollout.requests import WALL, Elsewhere, Requests, now
 from agentrl.rollout.thinking import bound_of, sampled
 from agentrl.rollout.workplace import Workplace
 from agentrl.sampling import Sampling
@@ -293,6 +293,10 @@ class EpisodeLife:
                 "the policy answered without the support of every token, and without them the learner would score them wrongly"
             )
         return made
+
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[Elsewhere]:
+        self.stage = "generate"
+        return self.requests.elsewhere(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
         """It holds the task's files, or what the working directory held when the state was captured that the episode began from."""

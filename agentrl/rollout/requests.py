@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -34,6 +35,14 @@ def now() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
+
+
+@dataclass(slots=True)
+class Elsewhere:
+    """A request that the agent makes itself: `most` tokens may be asked for, and `tokens` is set to those that were sampled."""
+
+    most: int
+    tokens: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,6 +115,21 @@ class Requests:
         elif cut and self.sampling.lost_s - self._lost_before_s >= self.timeout_s:
             raise SlowServer(f"request {name}: the server was slow for {self.timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
         return made
+
+    @contextmanager
+    def elsewhere(self, at_most: int, *, within_s: float) -> Iterator[Elsewhere]:
+        """See `LiveEpisode.elsewhere`."""
+        request, most, left_s = self.pace.begin(now()), at_most, min(within_s, max(0.0, self.left_s))
+        usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
+        if usual_s is not None and SLOW * usual_s > left_s:
+            most = max(1, int(at_most * left_s / (SLOW * usual_s)))
+        asked = Elsewhere(most)
+        self.sampling.begin(now())
+        try:
+            yield asked
+        finally:
+            reading = self.pace.end(request, now(), tokens=asked.tokens, at_most=most)
+            self.sampling.end(now(), reading)
 
     def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
         """Whose doing it is that the episode ran out of time, as a `Failure`; None when only programs of the policy took it."""
