@@ -306,6 +306,13 @@ class MemoryView(Protocol):
         ...
 
 
+class ElsewhereRequest(Protocol):
+    """A request of `LiveEpisode.elsewhere`."""
+
+    most: int  # tokens that may be asked for
+    tokens: int | None  # set to the number that was sampled
+
+
 class LiveEpisode(Protocol):
     """One attempt at a task as its agent sees it: the tree of trajectories, a sandbox, and what the task allows.
 
@@ -346,6 +353,13 @@ class LiveEpisode(Protocol):
 
         Raises:
             ValueError: there is no such turn, or no such call in it.
+        """
+        ...
+
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ElsewhereRequest]:
+        """Around a request of the agent's own to a server that says what the policy says: its time counts as sampling, and is compared with
+        that of other such requests. No more tokens may be asked for than the server usually gives within `within_s` and the time left, so
+        that a model that never ends is cut off instead of timing out.
         """
         ...
 

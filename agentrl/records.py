@@ -34,6 +34,7 @@ OUTPUT_FILES = 256
 OUTPUT_BYTES = 4 << 20
 """Most bytes that an episode's outputs may have together."""
 
+CUT = "time"  # `finish_reason` of a completion that time ended: its tokens are those that were sampled until then
 REMOVED_FILES = 4096
 """Most files whose removal is a part of an episode's outputs."""
 
@@ -365,8 +366,8 @@ class EpisodeState(Record):
     wall_s: float = 0.0  # spent so far; the next four too
     sandbox_s: float = 0.0
     program_s: float = 0.0  # what the agent called
-    sampled_s: float = 0.0  # of requests, at the server's usual pace
-    lost_s: float = 0.0  # of requests, to a slow server
+    sampled_s: float = 0.0  # requests at the server's usual pace
+    lost_s: float = 0.0  # requests, to a slow server
     failures: tuple[Failure, ...] = ()  # of tools, at what the agent asked of them
     memory: Memo | None = None
 
@@ -546,10 +547,6 @@ class ExecResult(Record):
     @property
     def ok(self) -> bool:
         return self.exit_code == 0
-
-
-CUT = "time"
-"""`finish_reason` of a completion that time ended: its tokens are those that were sampled until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

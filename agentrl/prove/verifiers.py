@@ -30,6 +30,7 @@ class Golden:
 
 async def prove_verifiers(tasks: Sequence[Task], golden: Mapping[str, Golden], scorer: TaskScorer, *, parallel: int) -> Proof:
     """Scores odd answers for a few tasks of each verifier, and every gold episode (`golden`, by task id) a second time."""
+    scorer = replace(scorer, controls=False)  # a verifier that fails is told, whatever made it fail
     chosen: dict[tuple[str, ...], list[Task]] = {}
     for task in tasks:
         some = chosen.setdefault(task.verifiers, [])

@@ -36,6 +36,7 @@ class TaskScorer:
     sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
     sandbox_timeout_s: float = 9000.0  # of such a verifier, which sets its own deadlines for what it runs
     max_retries: int = 2  # after infrastructure failures
+    controls: bool = True  # whether harmless answers decide if what an episode said made its verifier fail; a proof wants every failure
     root: Path = Path()  # the project, and the run folder where there is a run: for verifiers that are prepared
     folder: Path | None = None
     audit: tuple[str, ...] = ()
@@ -107,6 +108,8 @@ class TaskScorer:
         score = await self._judge_once(reference, task, episode)
         if score.blame is not Blame.POLICY:
             return score
+        if not self.controls:
+            return replace(score, blame=None)
         again = await self._judge_once(reference, task, episode)
         if again.blame is not Blame.POLICY:
             return again

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.contract.forwarding import ForwardingSandbox
-from agentrl.protocols import EpisodeMemory, LiveTrajectory, Sandbox, ToolSource
+from agentrl.protocols import ElsewhereRequest, EpisodeMemory, LiveTrajectory, Sandbox, ToolSource
 from agentrl.records import ExecResult, Failure, Message, Parent, Task
 from agentrl.rollout.workplace import Workplace
 
@@ -86,6 +86,9 @@ class Apart:
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
         return self._life.open(agent, parent=parent, prompt=prompt)
+
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ElsewhereRequest]:
+        return self._life.elsewhere(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
         sandbox = await self._workplace.sandbox()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from agentrl.records import (
 )
 from agentrl.rollout.apart import Apart, set_apart
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
-from agentrl.rollout.requests import WALL, Requests, now
+from agentrl.rollout.requests import WALL, Elsewhere, Requests, now
 from agentrl.rollout.thinking import bound_of, sampled
 from agentrl.rollout.workplace import Workplace
 from agentrl.sampling import Sampling
@@ -168,9 +168,9 @@ class EpisodeLife:
         request_timeout_s: float,
         open_timeout_s: float,
         on_turn: OnTurn | None,
-        pace: Pace,
         tools: ToolSource | None = None,
         memory: EpisodeMemory | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.id = episode_id
         self.tools = tools
@@ -189,11 +189,11 @@ class EpisodeLife:
         self._sampling = sampling
         self.requests = Requests(
             policy=policy,
-            pace=pace,
+            pace=pace or Pace(),
             limit_s=task.limits.wall_s,
             timeout_s=request_timeout_s,
             spent_s=lambda: self.wall_s,
-            time=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
+            sampling=SamplingTime() if start is None else SamplingTime(before=(start.sampled_s, start.lost_s)),
         )
         self.open_timeout_s = open_timeout_s
         self._on_turn = on_turn
@@ -294,6 +294,10 @@ class EpisodeLife:
             )
         return made
 
+    def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[Elsewhere]:
+        self.stage = "generate"
+        return self.requests.elsewhere(at_most, within_s=within_s)
+
     async def sandbox(self) -> Sandbox:
         """It holds the task's files, or what the working directory held when the state was captured that the episode began from."""
         return await self._place.sandbox()
@@ -369,8 +373,8 @@ class EpisodeLife:
                 wall_s=wall_s,
                 sandbox_s=self.sandbox_s,
                 program_s=self.program_s,
-                sampled_s=self.requests.time.sampled_s,
-                lost_s=self.requests.time.lost_s,
+                sampled_s=self.requests.sampling.sampled_s,
+                lost_s=self.requests.sampling.lost_s,
                 failures=tuple(self.failures),
                 memory=self.memo,
             )

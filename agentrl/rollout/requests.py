@@ -7,7 +7,9 @@ it happens, and no setting of the server shortens what the policy says. Only `Li
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -28,8 +30,19 @@ class SlowServer(ServingError):
 
 
 def now() -> float:
-    """The time of the event loop."""
-    return asyncio.get_running_loop().time()
+    """The time of the event loop, whose clock a test may replace; without a loop the clock that it has by default."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
+@dataclass(slots=True)
+class Elsewhere:
+    """A request that the agent makes itself: `most` tokens may be asked for, and `tokens` is set to those that were sampled."""
+
+    most: int
+    tokens: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +54,7 @@ class Requests:
     limit_s: float  # `Limits.wall_s`
     timeout_s: float  # of one request
     spent_s: Callable[[], float]  # of the episode, until now
-    time: SamplingTime
+    sampling: SamplingTime
     _cut: bool = False
     _lost_before_s: float = 0.0  # the newest turn
 
@@ -67,7 +80,7 @@ class Requests:
             ServingError: the server failed.
         """
         made: Completion | None = None
-        self._lost_before_s = self.time.lost_s
+        self._lost_before_s = self.sampling.lost_s
         for number in count():  # each takes time, which ends
             ids = [] if made is None else list(made.token_ids)
             part = await self._part([*token_ids, *ids], params(max_tokens - len(ids)), f"{name}.{number}" if number else name, not number)
@@ -90,25 +103,40 @@ class Requests:
         if first and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
         request, tokens, cut = self.pace.begin(now()), None, False
-        self.time.begin(now())
+        self.sampling.begin(now())
         try:
             made = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
             tokens, cut = len(made.token_ids), made.finish_reason == CUT
         finally:
             reading = self.pace.end(request, now(), tokens=tokens, at_most=params.max_tokens, cut=cut)
-            self.time.end(now(), reading)
+            self.sampling.end(now(), reading)
         if cut and timeout_s >= left_s:
             self._cut = True
-        elif cut and self.time.lost_s - self._lost_before_s >= self.timeout_s:
+        elif cut and self.sampling.lost_s - self._lost_before_s >= self.timeout_s:
             raise SlowServer(f"request {name}: the server was slow for {self.timeout_s:g} s; {self._figures(reading)}\n  fix: {ADVICE}")
         return made
 
+    @contextmanager
+    def elsewhere(self, at_most: int, *, within_s: float) -> Iterator[Elsewhere]:
+        """See `LiveEpisode.elsewhere`."""
+        request, most, left_s = self.pace.begin(now()), at_most, min(within_s, max(0.0, self.left_s))
+        usual_s = self.pace.usual_s(at_most, self.pace.in_flight, cut=True)
+        if usual_s is not None and SLOW * usual_s > left_s:
+            most = max(1, int(at_most * left_s / (SLOW * usual_s)))
+        asked = Elsewhere(most)
+        self.sampling.begin(now())
+        try:
+            yield asked
+        finally:
+            reading = self.pace.end(request, now(), tokens=asked.tokens, at_most=most)
+            self.sampling.end(now(), reading)
+
     def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
         """Whose doing it is that the episode ran out of time, as a `Failure`; None when only programs of the policy took it."""
-        sampled_s, lost_s = self.time.sampled_s, self.time.lost_s
+        sampled_s, lost_s = self.sampling.sampled_s, self.sampling.lost_s
         blame = out_of_time(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"
-        figures = "" if self.time.newest is None else f"; {self._figures(self.time.newest)}"
+        figures = "" if self.sampling.newest is None else f"; {self._figures(self.sampling.newest)}"
         if blame is Blame.POLICY:
             if sampled_s < program_s:
                 return None

@@ -112,7 +112,7 @@ class ChatAgent:
         room = min(limits.episode_tokens, limits.all_tokens or limits.episode_tokens)
         while not (limit := main.limit() or ("token_limit" if context >= room else "")):
             most = min(limits.turn_tokens, room - context)
-            answer = await self._asked(episode, messages, {**schemas, self.endpoint.tokens_name: most})
+            answer = await self._asked(episode, messages, schemas, most)
             context = answer.prompt_tokens + answer.completion_tokens
             good = [one.call for one in answer.calls if isinstance(one.call, ToolCall)]
             said = Message(role="assistant", content=answer.text, tool_calls=tuple(good))
@@ -129,10 +129,12 @@ class ChatAgent:
                 return ended
         return limit
 
-    async def _asked(self, episode: LiveEpisode, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> Answer:
-        episode.stage = "generate"
+    async def _asked(self, episode: LiveEpisode, messages: Sequence[Mapping[str, Any]], schemas: Mapping[str, Any], most: int) -> Answer:
         try:
-            answer = await self.endpoint.ask(messages, more={**self.sampling, **more})
+            with episode.elsewhere(most, within_s=self.endpoint.timeout_s) as request:
+                more = {**self.sampling, **schemas, self.endpoint.tokens_name: request.most}
+                answer = await self.endpoint.ask(messages, more=more)
+                request.tokens = answer.completion_tokens
         except PromptRefusedError as error:
             if episode.turn_count:  # the request holds what the model said
                 raise PolicyFault(f"the server refuses a conversation with what the policy said: {error}") from error

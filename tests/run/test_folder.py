@@ -136,8 +136,7 @@ DECIDES = (
     *("rollout.group_size", "rollout.groups_per_step", "rollout.spare_attempts", "rollout.stop_equal_after", "rollout.extra_groups"),
     *("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.min_p", "rollout.min_group_size", "rollout.branching.*"),
 )
-"""Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`: this test
-asks for the decision."""
+"""Keys that decide what is sampled, judged or learned, or what a checkpoint holds. A new key is put here, or declared `resumable`."""
 
 
 def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:

@@ -12,7 +12,7 @@ from agentrl import codec
 from agentrl.errors import ServingError
 from agentrl.prove.fuzzing import mutators
 from agentrl.prove.fuzzing.target import Check, Target, must
-from agentrl.records import Completion, Message, SamplingParams, Turn
+from agentrl.records import CUT, Completion, Message, SamplingParams, Turn
 from agentrl.serving.client import parse_completion
 from agentrl.serving.control import decoded, weight_version
 
@@ -30,18 +30,22 @@ def prepare(scratch: Path) -> Check:
             must(bool(str(error)), "an error that says nothing")
             return
         for params in (PARAMS, TRUNCATED):
-            _check(answer, params)
+            for cut in (False, True):
+                _check(answer, params, cut=cut)
 
     return check
 
 
-def _check(answer: Any, params: SamplingParams) -> None:
+def _check(answer: Any, params: SamplingParams, *, cut: bool) -> None:
     try:
-        completion = parse_completion(answer, params)
+        completion = parse_completion(answer, params, cut=cut)
     except ServingError as error:
         must(bool(str(error)), "an error that says nothing")
         return
     count = len(completion.token_ids)
+    must(completion.finish_reason != CUT or cut, "a request that was cut off by nobody")
+    if completion.finish_reason == CUT and not count:
+        return
     must(1 <= count <= params.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range")
     must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion is read back as another one")
     if params.supports:
@@ -68,6 +72,7 @@ def seeds() -> Sequence[bytes]:
         {"choices": [choice]},
         {"choices": [{**choice, "logprobs": {"content": likely}}]},
         {"choices": [{**choice, "finish_reason": "abort"}]},
+        {"choices": [{**choice, "token_ids": [], "finish_reason": "abort"}]},
         {"choices": []},
         {"error": "no"},
         {"weight_version": "3"},

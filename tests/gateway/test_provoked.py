@@ -1,0 +1,111 @@
+"""At the gateway, too, what the policy's own output provokes is the policy's, and time that it samples is its own."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from agentrl.errors import RequestRefused
+from agentrl.gateway import Session, Tokens, chat_completions
+from agentrl.gateway.asked import Refused
+from agentrl.protocols import LiveEpisode, Policy
+from agentrl.records import Blame, Episode, Limits, Task
+from agentrl.rollout import EpisodeRunner
+from agentrl.sampling import Sampling
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.clock import run_virtually
+from agentrl.testing.paced import PacedPolicy
+from agentrl.testing.samples import sample_task
+from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
+
+TOKENIZER = shared_tokenizer()
+LIMITS = Limits(turns=10, turn_tokens=100_000, episode_tokens=200_000, wall_s=60.0)
+
+
+@dataclass(slots=True)
+class Asking:
+    """A program that asks once and once more about what it was answered, and ends its session as `Outside` does."""
+
+    chat: Any
+    refusals: list[str] = field(default_factory=list)
+    choke: bool = False  # the gateway fails at the second request
+
+    async def act(self, episode: LiveEpisode) -> str:
+        session = Session(episode=episode, tokens=Tokens(self.chat), models=("policy",))
+        messages = [{"role": "user", "content": "q"}]
+        for number in range(3):
+            try:
+                if self.choke and number:
+                    raise UnicodeError("no such letter")
+                answer, delivered = await session.ask(chat_completions.read({"model": "policy", "messages": messages}))
+            except Refused as refused:
+                self.refusals.append(refused.kind)
+                break
+            except UnicodeError as error:
+                session.choked(error)
+                break
+            delivered()
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "and now?"}]
+        await session.close()
+        if session.fault is not None:
+            raise session.fault
+        return session.limit or "answered"
+
+
+def played(policy: Policy, agent: Asking) -> Episode:
+    task: Task = replace(sample_task(), tools=(), limits=LIMITS)
+    runner = EpisodeRunner(
+        agent=agent,
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=10**6,
+        request_timeout_s=60.0,
+    )
+    return run_virtually(runner.run(task, episode_id="e"))
+
+
+def test_words_that_cannot_be_read_end_the_episode_as_the_policys() -> None:
+    chat = copy.copy(chat_of(TOKENIZER))
+
+    class Choking(type(chat)):  # type: ignore[misc]
+        def parse(self, *arguments: Any) -> Any:
+            raise OverflowError("an id that is no character")
+
+    chat.__class__ = Choking
+    episode = played(ScriptedPolicy.saying(TOKENIZER, "one", "two", "three"), Asking(chat))
+    assert not episode.left_out and [failure.kind for failure in episode.failures] == ["not_taken"]
+    assert episode.completion_tokens and episode.trajectories[0].stop_reason == "failed"
+
+
+@pytest.mark.parametrize(("turn", "left_out"), [(0, True), (1, False)])
+def test_a_server_that_refuses_what_the_policy_said(turn: int, left_out: bool) -> None:
+    def script(number: int, episode: str) -> str:
+        if number == turn:
+            raise RequestRefused("status 400")
+        return "hello"
+
+    agent = Asking(chat_of(TOKENIZER))
+    episode = played(ScriptedPolicy(TOKENIZER, script), agent)
+    assert episode.left_out is left_out and agent.refusals == ["failed"]
+
+
+def test_a_gateway_that_fails_at_what_the_policy_said() -> None:
+    episode = played(ScriptedPolicy.saying(TOKENIZER, "one", "two"), Asking(chat_of(TOKENIZER), choke=True))
+    assert not episode.left_out and episode.failures[0].blame is Blame.POLICY
+
+
+@pytest.mark.parametrize(("speed", "left_out"), [(20.0, False), (0.0, True)])
+def test_sampling_without_end_is_the_policys_and_a_stalled_server_is_not(speed: float, left_out: bool) -> None:
+    """The first answer comes at once; then the policy samples without end, or the server stalls."""
+    policy = PacedPolicy(
+        TOKENIZER, wants=lambda episode, turn: 10 if turn == 0 else 10**9, speed=lambda now, in_flight: 20.0 if now < 2.0 else speed
+    )
+    agent = Asking(chat_of(TOKENIZER))
+    episode = played(policy, agent)
+    assert episode.left_out is left_out and episode.trajectories[0].stop_reason == "wall_limit"
+    assert left_out or episode.completion_tokens == sum(policy.sampled.values()) > 900
