@@ -79,6 +79,7 @@ _SAYS = re.compile(
     r"|upstream (?:\w{1,20} ){0,2}(?:time-?out|timed out|error|reset|failure)"
     r"|(?:server|service|model|engine)(?: is)?(?: currently)? overloaded|overloaded_error"
     r"|\b(?:https?(?:/[\d.]{1,4})?|(?:\w{0,20}_)?status(?:[ _]?code)?|(?:http|error|response)[ _]code)[ :='\"(]{1,4}(?:429|50[0-4]|52\d)\b"
+    r"|\"code\"[ :]{1,3}(?:429|50[0-4]|52\d)\b"
     r"|\berror[ :]{1,2}(?:429|50[0-4]|52\d)(?=[.,;)]|\s*$)|\b50[0234]:? (?:internal|bad|service|gateway|server|upstream|temporar)"
     r"|max retries exceeded|deadline[_ ]exceeded|i/o timeout|timeout of \d{1,9} ?ms exceeded"
     r"|(?:read|connect|connection|request|socket|gateway|upstream|server|network|pool|handshake) (?:operation )?time(?:d out|-?out)\b"
@@ -134,6 +135,21 @@ def outage_in(text: str, asked: Mapping[str, Any] | None = None) -> str:
         if not own or not set(_WORD.findall(found[0].lower())) <= own:
             return found[0]
     return ""
+
+
+def outage_named(error_type: str) -> bool:
+    """Whether the name of an exception's type, or an HTTP status in its place, reports an outage: `httpx.ConnectTimeout`, `503`."""
+    name = error_type.strip().rpartition(".")[2]
+    if name.isdigit():
+        return name in ("401", "408", "429") or (len(name) == 3 and name.startswith("5"))
+    if not re.fullmatch(r"\w{1,200}", name) or _WRONG_NAME.search(name):
+        return False
+    return name == "gaierror" or (_NAME.search(name) or _LATE_NAME.search(name)) is not None
+
+
+def chosen_address(asked: Mapping[str, Any]) -> bool:
+    """Whether any of the arguments is an address, such as a URL or a host."""
+    return any(_is_address(key, text) for key, text in islice(_named(asked), _MAX_VALUES))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -230,7 +246,7 @@ def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
         return True
     if any(not _NUMERIC.fullmatch(host) for host in hosts):
         return False
-    return any(_is_address(key, text) for key, text in islice(_named(asked), _MAX_VALUES))
+    return chosen_address(asked)
 
 
 def _holds(text: str, host: str) -> bool:

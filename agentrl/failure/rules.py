@@ -15,6 +15,7 @@ from agentrl.failure.answers import is_truth, lines, number, said_alone, stands_
 from agentrl.failure.trace import Tag, Trace, Why
 from agentrl.failure.triage import Rule
 from agentrl.failure.view import Call, Step, View, view
+from agentrl.outages import chosen_address, outage_in, outage_named
 from agentrl.records import Blame
 from agentrl.scores import above
 
@@ -33,11 +34,19 @@ _ARGUMENTS = re.compile(
 )
 _LATE = re.compile(r"timed out after \d|gave no result within \d|\bTimeoutError\b|deadline exceeded|time limit exceeded", re.IGNORECASE)
 _USED_UP = "this episode's output is used up"
-_NETWORK = re.compile(
-    r"connection (?:refused|reset|aborted|timed out)|name or service not known|temporary failure in name resolution|broken pipe"
-    r"|\b50[0234] (?:internal|bad gateway|service|gateway)|service unavailable|too many requests|rate limit|no space left on device",
+_OWN_PROGRAM = re.compile(  # tools that run what the agent writes: an outage in there is its program's
+    r"(?:^|[_.-])(?:i?python|bash|sh|shell|terminal|console|exec(?:ute)?|run|repl|jupyter|notebook|code|interpreter|command|cmd|sandbox)(?:$|[_.-])",
     re.IGNORECASE,
 )
+_PROGRAM_KEYS = ("code", "command", "cmd", "script", "program")
+_SANDBOX_DOWN = re.compile(
+    r"cannot connect to the docker daemon|\b(?:sandbox|container|kernel|environment)\b.{0,80}"
+    r"\b(?:is not running|is not available|is unavailable|is gone|has died|was lost|failed to start|could not be started)",
+    re.IGNORECASE,
+)
+_TYPE = re.compile(r"\b([A-Za-z_]\w{1,60}(?:Error|Exception|Timeout|Unavailable|Exceeded|TimedOut))\b")
+_JUDGED_LATE = re.compile(r"time limit exceeded", re.IGNORECASE)
+_MODEL_FAILED = "an answer of the model: the call failed, "  # in `Trace.missing`, before the type of the error
 _GIVES_UP = re.compile(
     r"\bI(?:'m| am| was)? (?:cannot|can't|can not|could not|couldn't|unable to|not able to|don't know|do not know|give up)\b"
     r"|\b(?:impossible|unable|not possible|not able) to (?:answer|determine|complete|solve|do|find|say|compute|calculate)\b"
@@ -97,16 +106,22 @@ _WRITTEN_CODE = re.compile(r"^```(?:python|py|sh|bash|shell)\s*\n\s*\S", re.IGNO
 
 
 def infrastructure(trace: Trace) -> Tag | None:
-    """A fault that was blamed on the infrastructure; or, where nobody blamed anything, the last thing heard is a network's error."""
+    """A fault that was blamed on the infrastructure; a tool that reached nothing that answers, and the agent did not get over it; or a
+    model's call that failed so, with nothing after it."""
     for failure in trace.episode.failures if trace.episode is not None else ():
         if failure.blame is Blame.INFRASTRUCTURE:
             return Tag(name="infrastructure", by="rules", turn=None, note=f"{failure.stage} {failure.kind}: {failure.message}"[:400])
     if task_fault(trace) is None and trace.score is not None and trace.score.value is None:
         return Tag(name="infrastructure", by="rules", note=trace.score.reason[:400])
-    if trace.episode is None and (found := _last_call(view(trace))) is not None:
-        step, call = found
-        if call.failed and _NETWORK.search(call.output):
-            return _at(step, "infrastructure", 0.6, f"{call.tool}: {_line(call.output)}")
+    seen = view(trace)
+    for place, step in enumerate(seen.steps):
+        for call in step.calls:
+            if _down(call) and not _blamed(trace, call) and not _went_well(seen, place, step.trajectory, call.tool):
+                return _at(step, "infrastructure", 0.8, f"{call.tool}: {_line(call.output) or call.error}")
+    ended = seen.last is not None and not seen.last.calls
+    failed = [one.removeprefix(_MODEL_FAILED).partition(" (")[0] for one in trace.missing if one.startswith(_MODEL_FAILED)]
+    if not ended and any(outage_named(one) or outage_in(one) for one in failed):
+        return Tag(name="infrastructure", by="rules", confidence=0.7, note=f"the model's call failed: {failed[0]}"[:400])
     return None
 
 
@@ -191,7 +206,7 @@ def bad_arguments(trace: Trace) -> Tag | None:
                 continue
             if lacks := _lacking(seen, call):
                 return _at(step, "bad_arguments", 0.85, f"{call.tool}: {lacks}")
-            if not call.failed or _NO_TOOL.search(call.output[:400]) or _late(call) or _NETWORK.search(call.output):
+            if not call.failed or _NO_TOOL.search(call.output[:400]) or _late(call) or (_down(call) and not _blamed(trace, call)):
                 continue
             refused = _ARGUMENTS.search(call.output)
             return _at(step, "bad_arguments", 0.9 if refused else 0.7, f"{call.tool}: {_line(call.output, last=not refused)}")
@@ -300,7 +315,7 @@ def budget(trace: Trace) -> Tag | None:
     seen = view(trace)
     for place, step in enumerate(seen.steps):
         for call in step.calls:
-            if _late(call) and not _went_well(seen, place, step.trajectory):
+            if _late(call) and not (_down(call) and not _blamed(trace, call)) and not _went_well(seen, place, step.trajectory):
                 return _at(step, "budget", 0.8, f"{call.tool}: {_line(call.output, last=True)}")
             if _USED_UP in call.output:
                 return _at(step, "budget", 0.6, _USED_UP)
@@ -339,10 +354,25 @@ def _calls(seen: View) -> Iterator[tuple[Step, Call]]:
     return ((step, call) for step in seen.steps for call in step.calls)
 
 
-def _last_call(seen: View) -> tuple[Step, Call] | None:
-    step = seen.steps[-1] if seen.steps else None
-    before = seen.steps[-2] if len(seen.steps) > 1 and step is not None and not step.calls else step
-    return (before, before.calls[-1]) if before is not None and before.calls else None
+def _down(call: Call) -> bool:
+    """Whether a failed call reports an outage of what the tool depends on. In a program that the agent wrote, and at an address that
+    it chose, an outage is its own."""
+    if not call.failed:
+        return False
+    if _OWN_PROGRAM.search(call.tool) or any(key in call.arguments for key in _PROGRAM_KEYS):
+        return _SANDBOX_DOWN.search(call.output) is not None
+    if chosen_address(call.arguments):
+        return False
+    if outage_in(call.output, call.arguments) or outage_named(call.error):
+        return True
+    late = _LATE.search(call.output) is not None and not _JUDGED_LATE.search(call.output)
+    return late or any(map(outage_named, _TYPE.findall(call.output[:2000])))
+
+
+def _blamed(trace: Trace, call: Call) -> bool:
+    """Whether the run has found that the agent provoked what the tool reports."""
+    failures = trace.episode.failures if trace.episode is not None else ()
+    return any(one.blame is Blame.POLICY and one.stage == "tool" and one.message.startswith(f"tool {call.tool}:") for one in failures)
 
 
 def _went_well(seen: View, place: int, trajectory: int, tool: str | None = None) -> bool:
@@ -362,7 +392,7 @@ def _no_answer(text: str) -> bool:
 
 
 def _late(call: Call) -> bool:
-    return call.failed and _LATE.search(call.output) is not None
+    return call.failed and (_LATE.search(call.output) or _LATE.search(call.error)) is not None
 
 
 def _lacking(seen: View, call: Call) -> str:

@@ -54,6 +54,7 @@ class Spoken(Record):
     call_ids: tuple[str, ...] = ()  # of `message.tool_calls`, where the format names them
     answers: str = ""  # the call that this is the answer of, for role "tool"
     failed: bool = False  # a tool's answer that the format marks as an error
+    error: Text = ""  # the type of that error, if the format names it
     reasoning: Text = ""  # what the model thought, where the format keeps that apart from the message
     at_s: float | None = None  # seconds since the trace's first message
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.failure.trace import Spoken, Trace
+from agentrl.outages import outage_in
 from agentrl.records import Episode, Message, ToolCall, Trajectory, Turn
 
 MAX_TURNS = 400
@@ -27,7 +28,8 @@ _ERROR = re.compile(
     r"(?:error|exception|failed|failure|fatal)\b\s*[:!-]|traceback \(most recent|\W{0,4}\"?(?:is_?)?error\"?\s*:(?!\s*(?:null|false|\"\"))",
     re.IGNORECASE,
 )
-_RAISED = re.compile(r"(?:\w+\.){0,8}\w{0,60}(?:Error|Exception)(?::|$)")
+_SHORT, _NEAR = 200, 40  # characters of an answer that may report an outage and nothing else, and before it says so
+_RAISED = re.compile(r"(?:\w+\.){0,8}\w{0,60}(?:Error|Exception|Timeout)(?::|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Call:
     same: int  # equal for calls that are alike in name and arguments, within one process
     output: str = ""
     ok: bool | None = None
+    error: str = ""  # the type of the error that it failed with, if that is known
 
     @property
     def failed(self) -> bool:
@@ -181,12 +184,13 @@ def _step(index: int, number: int, agent: str, turn: Turn) -> Step:
     )
 
 
-def _call(call: ToolCall, output: str, ok: bool | None) -> Call:
+def _call(call: ToolCall, output: str, ok: bool | None, answer: Spoken | None = None) -> Call:
     try:
         text = json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):  # no record of ours
         text = "(arguments that are no JSON)"
-    return Call(tool=call.name[:256], arguments=call.arguments, shown=clip(text), same=hash((call.name, text)), output=clip(output), ok=ok)
+    error, same = "" if answer is None else answer.error[:200], hash((call.name, text))
+    return Call(tool=call.name[:256], arguments=call.arguments, shown=clip(text), same=same, output=clip(output), ok=ok, error=error)
 
 
 def _of_words(trace: Trace) -> View:
@@ -219,7 +223,7 @@ def _of_words(trace: Trace) -> View:
             prompt.append(one.message)
     for index, one in enumerate(spoken):
         calls = tuple(
-            _call(call, "" if found is None else found.message.content, None if found is None else _went_well(found))
+            _call(call, "" if found is None else found.message.content, None if found is None else _went_well(found, call), found)
             for place, call in enumerate(one.message.tool_calls[:MAX_CALLS])
             for found in (answered[index].get(place),)
         )
@@ -238,10 +242,12 @@ def _of_words(trace: Trace) -> View:
     )
 
 
-def _went_well(answer: Spoken) -> bool:
+def _went_well(answer: Spoken, call: ToolCall) -> bool:
     """Whether a tool's answer is none of an error; most formats do not mark them, so that its words must say."""
     words = answer.message.content.strip()
-    return not answer.failed and not _ERROR.match(words[:200]) and not _RAISED.match(words[-400:].rpartition("\n")[2])
+    if answer.failed or answer.error or _ERROR.match(words[:200]) or _RAISED.match(words[-400:].rpartition("\n")[2]):
+        return False
+    return len(words) > _SHORT or not (said := outage_in(words, call.arguments)) or words.find(said) > _NEAR
 
 
 def _next_open(spoken: Sequence[Spoken], answered: Sequence[Mapping[int, Spoken]]) -> tuple[int, int]:

@@ -198,6 +198,7 @@ def _run(span: Span) -> ToolRun:
         arguments=None if arguments is None else _decoded(arguments),
         result=None if result is None else as_text(result, "gen_ai.tool.call.result"),
         failed=bool(span.error),
+        error=span.error,
         start=span.start,
         end=span.end,
     )

@@ -82,6 +82,7 @@ class ToolRun:
     arguments: Any
     result: str | None
     failed: bool
+    error: str  # its type; empty where it did not fail
     start: int
     end: int
 
@@ -265,12 +266,15 @@ def _answered(slot: _Slot, run: ToolRun, gaps: Gaps) -> None:
     entries = slot.draft.entries
     if slot.answer is not None:
         one, at = entries[slot.answer]
-        entries[slot.answer] = (replace(one, failed=one.failed or run.failed), run.end or at)
+        entries[slot.answer] = (replace(one, failed=one.failed or run.failed, error=one.error or run.error), run.end or at)
     elif run.result is not None:
         slot.answer = len(entries)
-        entries.append((spoken("tool", run.result, answers=slot.id, failed=run.failed), run.end))
+        entries.append((replace(spoken("tool", run.result, answers=slot.id, failed=run.failed), error=run.error), run.end))
     else:
         gaps.add("the answer of a tool call")
+        if run.failed:  # that it failed is known, and of what
+            slot.answer = len(entries)
+            entries.append((replace(spoken("tool", "", answers=slot.id, failed=True), error=run.error), run.end))
 
 
 class _Finder:

@@ -1,0 +1,150 @@
+"""Outages are not tagged as the agent's, in our own episodes and in foreign traces, and what is the agent's own is not tagged an outage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.failure import rules
+from agentrl.failure.formats import read
+from agentrl.failure.trace import Trace
+from agentrl.failure.triage import by_rules
+from agentrl.records import Blame, Failure, ToolCall
+
+from .traces import heard, python, said, submit, task, trace, turn
+
+OFFERED = task(tools=("mytools:search", "submit"))
+CALL = ToolCall(name="search", arguments={"query": "the weather"})
+OUTAGES = [
+    "error: 503 upstream timeout",
+    "503 Service Unavailable",
+    "Error: connect ECONNREFUSED 127.0.0.1:5432",
+    "error: search failed: ConnectError: All connection attempts failed",
+    "httpx.ReadTimeout: ",
+    "TimeoutError",
+    "error: the search timed out after 30 s",
+    "upstream connect error or disconnect/reset before headers",
+    '{"error": {"code": 503, "message": "try again later"}}',
+    '{"status": 502, "error": "Bad Gateway"}',
+    "Traceback (most recent call last):\n  ...\nConnectionRefusedError: [Errno 111] Connection refused",
+    "error: rate limit exceeded",
+    "error: socket.gaierror: [Errno -2] Name or service not known",
+    "error: context deadline exceeded",
+]
+OWN = [
+    ("read", {"path": "b.csv"}, "error: 404 Not Found"),
+    ("read", {"path": "b.csv"}, "FileNotFoundError: [Errno 2] No such file or directory: 'b.csv'"),
+    ("fetch", {"url": "http://127.0.0.1:1/"}, "error: Connection refused"),
+    ("fetch", {"url": "https://example.org/x"}, "error: 503 Service Unavailable"),
+    ("search", {"query": "connection refused"}, "error: nothing about 'connection refused'"),
+    ("bash", {"command": "curl -s localhost:9"}, "curl: (7) Failed to connect to localhost port 9: Connection refused"),
+    ("python", {"code": "connect()"}, "Traceback (most recent call last):\n  ...\nTimeoutError"),
+    ("run_code", {"source": "x"}, "error: ConnectionRefusedError: [Errno 111] Connection refused"),
+    ("judge", {"program": "while True: pass"}, "error: Time Limit Exceeded"),
+    ("submit_solution", {"text": "for(;;);"}, "error: Time Limit Exceeded"),
+]
+
+
+def first(given: Trace) -> tuple[str, int | None]:
+    tag = by_rules(given, rules.RULES)[0]
+    return tag.name, tag.turn
+
+
+@pytest.mark.parametrize("text", OUTAGES)
+def test_an_outage_is_the_infrastructure_s_in_a_foreign_trace_and_in_ours(text: str) -> None:
+    foreign = heard(said("assistant", "", CALL), said("tool", text, failed=True), said("assistant", "It is 3."))
+    assert first(foreign) == ("infrastructure", 0)
+    ours = trace(turn(("search", {"query": "the weather"}, text, False)), turn(submit("97")), answer="97")
+    assert first(ours) == ("infrastructure", 0)
+
+
+@pytest.mark.parametrize("text", [text for text in OUTAGES if "deadline" not in text and "timed out" not in text])
+def test_a_format_that_marks_no_errors_holds_outages_too(text: str) -> None:
+    assert first(heard(said("assistant", "", CALL), said("tool", text), said("assistant", "It is 3.")))[0] == "infrastructure"
+
+
+@pytest.mark.parametrize(("tool", "arguments", "text"), OWN)
+def test_what_the_agent_asked_for_or_ran_is_its_own(tool: str, arguments: dict[str, Any], text: str) -> None:
+    call = ToolCall(name=tool, arguments=arguments)
+    foreign = heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "It is 3."))
+    ours = trace(turn((tool, arguments, text, False)), turn(submit("97")), answer="97")
+    for given in (foreign, ours):
+        assert "infrastructure" not in {tag.name for tag in by_rules(given, rules.RULES)}
+
+
+def test_an_outage_that_the_agent_got_over_or_provoked_is_none() -> None:
+    down, up = ("search", {"query": "a"}, OUTAGES[0], False), ("search", {"query": "a"}, "412", True)
+    assert first(trace(turn(down), turn(up), turn(submit("97")), answer="97"))[0] != "infrastructure"
+    provoked = Failure(stage="tool", blame=Blame.POLICY, kind="HTTPError", message="tool search: HTTPError: HTTP Error 503", turn=1)
+    blamed = trace(turn(down), turn(submit("97")), answer="97", failures=(provoked,), of=OFFERED)
+    assert first(blamed) == ("bad_arguments", 0)
+    late = trace(turn(python("while 1: 0", "error: timed out after 5 s", False)), turn(submit("97")), answer="97")
+    assert first(late) == ("budget", 0)
+
+
+def test_an_episode_whose_sandbox_went_away_is_told_from_its_program() -> None:
+    for text in ("error: Cannot connect to the Docker daemon at unix:///var/run/docker.sock", "error: the container abc is not running"):
+        call = ToolCall(name="bash", arguments={"command": "ls"})
+        assert first(heard(said("assistant", "", call), said("tool", text, failed=True), said("assistant", "3")))[0] == "infrastructure"
+
+
+def attribute(key: str, value: str) -> dict[str, Any]:
+    return {"key": key, "value": {"stringValue": value}}
+
+
+def span(number: int, name: str, parent: int, error: str = "", **attributes: str) -> dict[str, Any]:
+    kept = [attribute(f"gen_ai.{key.replace('__', '.')}", value) for key, value in attributes.items()]
+    failed = {"status": {"code": 2}} if error else {}
+    return {
+        "traceId": "a" * 32,
+        "spanId": f"{number:016x}",
+        **({"parentSpanId": f"{parent:016x}"} if parent else {}),
+        "name": name,
+        "startTimeUnixNano": str(number * 10**9),
+        "endTimeUnixNano": str(number * 10**9 + 10**8),
+        "attributes": [*kept, *([attribute("error.type", error)] if error else [])],
+        **failed,
+    }
+
+
+def exported(tmp_path: Path, *spans: dict[str, Any]) -> Trace:
+    (tmp_path / "spans.json").write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": list(spans)}]}]}))
+    [found] = read(tmp_path / "spans.json")
+    assert isinstance(found, Trace), found
+    return found
+
+
+def conversation(tool_error: str, result: str | None, *, arguments: str = '{"query": "the weather"}') -> list[dict[str, Any]]:
+    asked = [{"role": "user", "parts": [{"type": "text", "content": "How is the weather?"}]}]
+    part = {"type": "tool_call", "id": "c1", "name": "search", "arguments": json.loads(arguments)}
+    called = [{"role": "assistant", "parts": [part]}]
+    told: dict[str, str] = {} if result is None else {"tool__call__result": result}
+    return [
+        span(1, "invoke_agent", 0, operation__name="invoke_agent"),
+        span(2, "chat", 1, operation__name="chat", input__messages=json.dumps(asked), output__messages=json.dumps(called)),
+        span(3, "execute_tool", 1, tool_error, operation__name="execute_tool", tool__name="search", tool__call__id="c1", **told),
+    ]
+
+
+@pytest.mark.parametrize("error", ["TimeoutError", "httpx.ConnectTimeout", "ConnectionRefusedError", "503", "openai.RateLimitError"])
+@pytest.mark.parametrize("result", [None, "the tool failed"])
+def test_the_type_of_a_span_s_error_names_an_outage(error: str, result: str | None, tmp_path: Path) -> None:
+    assert first(exported(tmp_path, *conversation(error, result)))[0] == "infrastructure"
+
+
+@pytest.mark.parametrize("error", ["ValueError", "404", "KeyError", "_OTHER"])
+def test_the_type_of_a_span_s_error_names_none(error: str, tmp_path: Path) -> None:
+    assert first(exported(tmp_path, *conversation(error, "the tool failed")))[0] == "bad_arguments"
+
+
+def test_a_model_s_call_that_failed_at_the_end_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    spans = conversation("", "sunny")
+    failing = span(4, "chat", 1, "APITimeoutError", operation__name="chat")
+    found = exported(tmp_path, *spans, failing)
+    assert any("the call failed, APITimeoutError" in one for one in found.missing)
+    assert first(found)[0] == "infrastructure"
+    assert first(replace(found, missing=()))[0] != "infrastructure"
