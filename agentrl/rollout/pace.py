@@ -24,6 +24,7 @@ PARTS = 8
 """A request takes at most this part of `Limits.wall_s`, then it is continued: so a stall in the middle of a long one is seen."""
 CUT_S = 5.0
 """Time that is kept at the end of an episode for fetching the tokens of a request that is cut off."""
+_FRESH = 16  # the medians are computed again when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
 
 
@@ -86,7 +87,8 @@ class _Kept:
     def __init__(self) -> None:
         self._kept: list[tuple[float, float, int]] = []  # and the tokens
         self._stride, self._skipped = 1, 0
-        self._usual: tuple[float, float] | None = None
+        self._usual = (0.0, 0.0)
+        self._newer = 0  # requests since it was computed
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -95,7 +97,7 @@ class _Kept:
         self._skipped += 1
         if self._skipped < self._stride:
             return
-        self._skipped, self._usual = 0, None
+        self._skipped, self._newer = 0, self._newer + 1
         self._kept.append((seconds / tokens, tokens * in_flight / seconds, tokens))
         if len(self._kept) > _KEPT:
             del self._kept[::2]
@@ -103,7 +105,8 @@ class _Kept:
 
     def usual(self) -> tuple[float, float]:
         """The medians over tokens, so that a stall, in which there are few, weighs little."""
-        if self._usual is None:
+        if _FRESH * self._newer >= len(self._kept):  # to sort them at each request would take more time than the request's own JSON
+            self._newer = 0
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
         return self._usual
 

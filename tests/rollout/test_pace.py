@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent import TurnLoop
+from agentrl.errors import InfrastructureError
+from agentrl.failure import FaultRate
 from agentrl.records import Blame, Episode, Limits, Task
 from agentrl.rollout import EpisodeRunner
 from agentrl.rollout.pace import LOST, PARTS, SLOW, Pace, out_of_time
@@ -224,3 +226,16 @@ def test_slow_is_twice_the_usual() -> None:
     fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW, tokens=100, at_most=100)
     slow = pace.end(pace.begin(100.0), 100.0 + 10 * SLOW + 30, tokens=100, at_most=100)
     assert (fast.lost_s, slow.lost_s > 0) == (0.0, True)
+
+
+def test_a_run_that_pauses_for_a_slow_server_says_so_and_what_helps() -> None:
+    """Not "85 x episode wall_limit ... repair the cause"."""
+    begins = 1000.0
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 40.0 if now < begins else 0.2)
+    rate = FaultRate(0.5, concurrency=1)
+    for episode in played(policy, *(f"babble{n}" for n in range(33)), before=["babble-before"], at=begins):
+        rate.attempt(episode.failures[-1] if episode.left_out else None)
+    with pytest.raises(InfrastructureError) as error:
+        asyncio.run(asyncio.wait_for(rate.watch(), 1))
+    for said in ("33 x generate slow_server", "tokens/s", "requests in flight", "serving.threads", "rollout.concurrency", "Limits.wall_s"):
+        assert said in str(error.value), said
