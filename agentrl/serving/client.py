@@ -77,7 +77,8 @@ class TokenClient:
             async with asyncio.timeout(within_s):
                 answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
                 completion = parse_completion(answer, params, cut=bool(cutting))
-                self._answered()
+                if completion.token_ids:
+                    self._answered()
                 await self._weights.settle(span.version for span in completion.versions)
                 return completion
         except TimeoutError:
