@@ -36,6 +36,8 @@ READ_BYTES = 4 << 20
 """Largest total size of the files that runs write."""
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
+LATE_RETRIES = 1
+"""How often a grading is repeated that ran into a time limit, before it scores."""
 OPEN_S = 300.0
 """Deadline for opening a sandbox; it may have to wait until an episode closes its own."""
 
@@ -43,12 +45,13 @@ OPEN_S = 300.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Results of the tests. `said`: test -> "" or its error. `broken`: why there is no complete report. `untouched`: it broke before
-    any of the agent's files was read. `reward`: the value, where the tests give one."""
+    any of the agent's files was read. `reward`: the value, where the tests give one. `late`: something ran into its time limit."""
 
     reward: float | None = None
     said: Mapping[str, str] = field(default_factory=dict)
     broken: str = ""
     untouched: bool = False
+    late: bool = False
 
 
 class CleanRoom:
@@ -89,7 +92,10 @@ class CleanRoom:
             if len(self._gold) >= PROVEN_TASKS:
                 self._gold.clear()
             self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes, removed=collected.removed)
-        if reason := self._gold[task.key].broken:
+        gold = self._gold[task.key]
+        if gold.late:  # the machine may have been slow: the next episode proves it again
+            del self._gold[task.key]
+        if reason := gold.broken:
             raise TaskError(f"task {task.id}: its tests break on the gold solution too: {reason}", fix="run agentrl check on the family")
 
 
@@ -100,7 +106,16 @@ grade = CleanRoom()
 async def grade_outputs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
 ) -> Outcome:
-    """Runs a task's tests on outputs, in fresh sandboxes. Raises `InfrastructureError`."""
+    """Runs a task's tests on outputs, in fresh sandboxes; all of them again, `LATE_RETRIES` times, if something ran into its time
+    limit, since the machine may have been slow. Raises `InfrastructureError`."""
+    for _ in range(LATE_RETRIES):
+        outcome = await _graded(task, plan, outputs, sandboxes, removed)
+        if not outcome.late:
+            return outcome
+    return await _graded(task, plan, outputs, sandboxes, removed)
+
+
+async def _graded(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, removed: Sequence[str]) -> Outcome:
     try:
         if plan.mode == "harbor":
             return await _harbor(task, plan, outputs, removed, sandboxes)
@@ -126,13 +141,14 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
         done = await sandbox.exec(argv, stdin=secret.encode() + b"\n", timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
     finally:
         await sandbox.close()
+    late = done.reason == "timeout" or any(one["reason"] == "timeout" for one in results)
     lines = _report(done, secret)
     loaded = lines[0].get("loaded") if lines else None
     if not isinstance(loaded, list) or not _are_texts(loaded):
-        return Outcome(broken=_ending(done), untouched=not done.truncated)  # so much is said of what the agent handed in
+        return Outcome(broken=_ending(done), untouched=not done.truncated, late=late)  # so much is said of what the agent handed in
     said = _texts({line.get("test"): line.get("error") for line in lines[1:] if _are_texts([line.get("test")])})
     complete = len(said) == len(lines) - 1 and set(loaded) == set(said) and done.exit_code == 0
-    return Outcome(said=said, broken="" if complete else _ending(done))
+    return Outcome(said=said, broken="" if complete else _ending(done), late=late)
 
 
 async def _perform(
@@ -207,13 +223,14 @@ async def _contained(task: Task, plan: Grading, outputs: Mapping[str, bytes], sa
         done = await sandbox.exec(argv, stdin=request, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
     finally:
         await sandbox.close()
+    late = done.reason == "timeout"
     lines = _report(done, secret)
     tests = lines[0].get("tests") if len(lines) == 1 else None
     if not isinstance(tests, dict):
-        return Outcome(broken=_ending(done))
+        return Outcome(broken=_ending(done), late=late)
     said = _texts(tests)
     stopped = len(said) < len(tests) or (plan.mode == "pytest" and not set(plan.expected()) <= set(said))
-    return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "")
+    return Outcome(said=said, broken=f"not every test reported: {_ending(done)}" if stopped else "", late=late)
 
 
 async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], removed: Sequence[str], sandboxes: SandboxBackend) -> Outcome:
@@ -230,7 +247,7 @@ async def _harbor(task: Task, plan: Grading, outputs: Mapping[str, bytes], remov
     lines = _report(done, secret)
     txt, as_json, code = [lines[0].get(name) for name in ("txt", "json", "exit")] if len(lines) == 1 else ("", "", None)
     if not isinstance(txt, str | None) or not isinstance(as_json, str | None) or not isinstance(code, int):
-        return Outcome(broken=_ending(done))
+        return Outcome(broken=_ending(done), late=done.reason == "timeout")
     value, wrong = reward(txt, as_json)
     ending = f"exit code {code}; {done.stderr.strip()[-800:]}".rstrip("; ")
     if value is None:

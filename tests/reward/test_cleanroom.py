@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import json
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from agentrl.contract.outputs import collect, produce
 from agentrl.errors import TaskError
 from agentrl.protocols import SandboxBackend
 from agentrl.prove import cheats
-from agentrl.records import Blame, Episode, Limits, Message, SandboxSpec, Score, Split, Task
+from agentrl.records import Blame, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.reward import TaskScorer, cleanroom
 from agentrl.sandbox import select_backend
 from agentrl.testing import ScriptedSandboxes
@@ -424,3 +425,37 @@ async def test_answers_that_address_the_judge_are_not_right() -> None:
     for answer in cheats.ANSWERS.values():
         episode = Episode(id="e", task_id=one.id, task_key=one.key, trajectories=(), answer=answer)
         assert (await TaskScorer()(one, episode)).value == 0.0, answer[:40]
+
+
+class SlowAtFirst(ScriptedSandboxes):
+    """Sandboxes in which the first `late` programs under test run into their time limit. The judge passes what ran in time."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__(printing(""))
+        self.late, self.runs, self.gradings = late, 0, 0
+
+    async def open(self, *args: Any, **options: Any) -> Any:
+        sandbox = await super().open(*args, **options)
+
+        async def execute(argv: Sequence[str], *, stdin: bytes = b"", **_: Any) -> ExecResult:
+            if argv[-1] != cleanroom.JUDGE:
+                self.runs += 1
+                late = self.runs <= self.late
+                return ExecResult(exit_code=None if late else 0, stdout="", stderr="", wall_s=0.0, reason="timeout" if late else "")
+            self.gradings += 1
+            name = "test_it.py::test_double"
+            error = "it has no result" if b'"timeout"' in sandbox.files["runs/results.json"] else ""
+            said = [{"loaded": [name]}, {"test": name, "error": error}]
+            lines = "\n".join(f"{stdin.decode().strip()} {json.dumps(line)}" for line in said)
+            return ExecResult(exit_code=0, stdout=f"{lines}\n", stderr="", wall_s=0.0)
+
+        sandbox.exec = execute  # type: ignore[method-assign]
+        return sandbox
+
+
+@pytest.mark.parametrize(("late", "value", "gradings"), [(0, 1.0, 1), (1, 1.0, 2), (2, 0.0, 2)])
+async def test_a_run_that_is_late_on_a_slow_machine_is_graded_again_before_it_scores(late: int, value: float, gradings: int) -> None:
+    slow = SlowAtFirst(late)
+    one = task(tests={"test_it.py": "def test_double():\n    pass\n"}, runs=({"name": "r", "argv": ["python3", "code.py"]},))
+    result = await score(one, handed_in(code=DOUBLE), slow)
+    assert (result.value, slow.gradings, slow.runs) == (value, gradings, gradings)

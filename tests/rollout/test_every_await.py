@@ -288,6 +288,10 @@ class Scene:
         assert self.slots._value == 2 and not self.slots.locked(), awaits.where
 
 
+UNANSWERED = (SandboxError, ServingError, ExceptionGroup, TimeoutError)
+"""What in a verifier is the infrastructure's: a part that it needs gave no answer."""
+
+
 def expected(awaits: Awaits) -> str:
     """What an exception raised there is to become: of the tool, judged; of nobody who matters; else a fault that leaves out."""
     where, error = awaits.where, awaits.error
@@ -303,7 +307,7 @@ def expected(awaits: Awaits) -> str:
     if "Shelf.keep" in where or "Shelf.finish" in where or "Shelf.find" in where or "Box.close" in where:
         return "nothing"
     if "_judge_once" in " ".join(where) or "judge" in where:  # what is not the infrastructure's is asked again
-        return "unscored" if isinstance(error, (SandboxError, ServingError, ExceptionGroup)) else "nothing"
+        return "unscored" if isinstance(error, UNANSWERED) else "nothing"
     in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which is called so, too
     if in_tool and isinstance(error, TimeoutError) and not any(name.startswith("Box.") for name in where):
         return "fault"  # what the tool waits for did not answer
@@ -363,7 +367,7 @@ async def test_an_exception_at_any_await_of_an_episode_ends_typed(tokenizer: Any
         if not isinstance(error, PluginError):
             assert [failure is None for failure in scene.told] == [became in ("nothing", "tool")]
     assert seen["fault"] > 5 and seen["nothing"] > 3
-    assert bool(seen["unscored"]) == isinstance(error, (SandboxError, ServingError, ExceptionGroup))
+    assert bool(seen["unscored"]) == isinstance(error, UNANSWERED)
     assert (seen["tool"] > 3) != isinstance(error, (*OURS_OR_GROUP, TimeoutError))
 
 
