@@ -33,6 +33,7 @@ from agentrl.prove.image_files import ImageFiles, image_files
 from agentrl.prove.leaks import findings_of
 from agentrl.prove.null_answers import prove_null_answers
 from agentrl.prove.purity import prove_purity
+from agentrl.prove.separation import prove_separation
 from agentrl.prove.source import FamilySource, draw_name, sizes
 from agentrl.prove.splits import prove_splits
 from agentrl.prove.tool_calls import prove_tools
@@ -178,6 +179,7 @@ async def prove_tasks(
         await prove_verifiers(good, prover.golden, prover.scorer, parallel=parallel),
         await prove_null_answers(good, prover.golden, prover.scorer, parallel=parallel, audit=audit, together=together),
         await prove_tools(good, sandboxes, tools),
+        prove_separation(good),
         await _prove_unreadable(good, prover.golden, sandboxes),
     ]
     cases.sort(key=lambda result: (result.task, result.wanted == 0, result.case))
@@ -274,7 +276,7 @@ def render(report: CheckReport) -> str:
 
 def _findings(proof: Proof) -> list[str]:
     """A proof's findings under its name, failures first."""
-    order = ("failure", "warning", "note")
+    order = ("failure", "warning", "unsafe", "note")
     ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
     lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
     return [f"{proof.name}:", *lines] if lines else []
@@ -290,7 +292,9 @@ def _verdicts(report: CheckReport) -> list[str]:
         (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
         *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
     ]
-    return [f"{'ok  ' if ok else 'FAIL'}  {name:<52} {printable(looked_at)}" for ok, name, looked_at in lines]
+    unsafe = {proof.name for proof in report.proofs if any(finding.severity == "unsafe" for finding in proof.findings)}
+    marks = ["FAIL" if not ok else "UNSAFE" if name in unsafe else "ok" for ok, name, _ in lines]
+    return [f"{mark:<4}  {name:<52} {printable(looked_at)}" for mark, (_, name, looked_at) in zip(marks, lines, strict=True)]
 
 
 def _figures(proof: Proof) -> Table:

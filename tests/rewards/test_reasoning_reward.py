@@ -236,7 +236,7 @@ def derived(truth: str, question: str, other: str) -> dict[str, str]:
     return added | ahead | numbers | order | whole
 
 
-MAY_BE_RIGHT = ("one more", "another's", "followed by '\\\\n")  # of datasets with several right answers: moves after the last one, too
+MAY_BE_RIGHT = ("one more", "another's", "followed by '\\n")  # of datasets with several right answers: moves after the last one, too
 
 
 @pytest.mark.slow

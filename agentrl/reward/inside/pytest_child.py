@@ -1,21 +1,30 @@
 """Runs pytest with configuration, rootdir and conftest files of the hidden tests only, and reports each test through a pipe.
 
 python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported, and comes last on the path
+
+The code under test shares this process. What it can change without much thought is looked at after every test: functions and classes of
+pytest, unittest and builtins, and classes of its own whose instances are equal to anything. One difference fails the test.
 """
 
 from __future__ import annotations
 
+import builtins
+import gc
 import hashlib
 import hmac
 import json
 import os
 import sys
+import unittest.mock
+from pathlib import Path
 
 import pytest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+    from typing import Any
 
 TESTS, WORK = "/home/agent/tests", "/home/agent/work"
 
@@ -34,22 +43,69 @@ def reporter() -> Callable[[str, str], None]:
     return report
 
 
+def guard() -> Callable[[], str]:
+    """Returns a function that says what the code under test has changed; empty if nothing. It uses no name that such code can replace."""
+    listed, sort, function_type, text = list, type, type(guard), str
+    objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
+    missing = object()
+
+    def parts(module: ModuleType) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
+        for owner in (module, *(one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)):
+            for name, value in list(vars(owner).items()):
+                if callable(value) and name not in ("_", "_getini_unknown_type"):  # a prompt's, and one that pytest replaces itself
+                    yield vars(owner), name, value, getattr(value, "__code__", None)
+
+    watched = [
+        module for name, module in sorted(sys.modules.items()) if name.partition(".")[0] in ("pytest", "_pytest", "pluggy", "unittest")
+    ]
+    before = [part for module in (builtins, *watched) for part in parts(module)]
+
+    def changed() -> str:
+        for owner, name, value, code in before:
+            if owner.get(name, missing) is not value or (sort(value) is function_type and value.__code__ is not code):
+                return f"{name} of pytest or Python is another than before the tests"
+        for one in listed(objects()):
+            if sort(one) is sort and id_of(one) not in known and "__eq__" in one.__dict__:
+                try:
+                    if one.__dict__["__eq__"](None, missing) is True:
+                        return f"objects of {text(one.__qualname__)} are equal to everything"
+                except BaseException:  # it compares nothing with None
+                    pass
+        return ""
+
+    id_of = id
+    return changed
+
+
 class Reports:
     """The plugin: a test passes when its call does; every other outcome, including a skip, is an error."""
 
-    def __init__(self, report: Callable[[str, str], None]) -> None:
-        self.report = report
+    def __init__(self, report: Callable[[str, str], None], changed: Callable[[], str]) -> None:
+        self.report, self.changed = report, changed
+        self.called: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not report.passed or report.when == "call":
-            error = "" if report.passed else f"{report.when} {report.outcome}: {report.longrepr}"
-            self.report(report.nodeid.partition("[")[0], error)
+        test = report.nodeid.partition("[")[0]
+        if not report.passed:
+            self.report(test, f"{report.when} {report.outcome}: {report.longrepr}")
+        elif report.when == "call":
+            self.called.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid in self.called:  # what the test itself had patched is undone
+            self.report(test, self.changed())
+
+    def pytest_sessionfinish(self) -> None:
+        if error := self.changed():
+            self.report("the process of the tests", error)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not report.passed:
             self.report(f"collecting {report.nodeid}", f"{report.longrepr}")
 
 
+sources = [os.path.join(TESTS, name) for name in sys.argv[2:]]
+if not any(b"ANY" in Path(path).read_bytes() for path in sources):
+    anything: Any = unittest.mock._ANY
+    anything.__eq__ = object.__eq__  # the code under test could return ANY, and no test asks for it
 sys.path += [TESTS, WORK]
 options = ["-q", "-p", "no:cacheprovider", f"--rootdir={TESTS}", f"--confcutdir={TESTS}", "-c", os.devnull, "--import-mode=importlib"]
-sys.exit(pytest.main([*options, *(os.path.join(TESTS, name) for name in sys.argv[2:])], plugins=[Reports(reporter())]))
+sys.exit(pytest.main([*options, *sources], plugins=[Reports(reporter(), guard())]))
