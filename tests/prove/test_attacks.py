@@ -224,6 +224,19 @@ async def test_a_proxy_that_lets_everything_through_is_seen(root, monkeypatch):
 
 
 @bubblewrap
+async def test_a_gateway_that_buffers_whatever_comes_is_seen(root, monkeypatch):
+    """As uvicorn does with httptools, which vLLM installs; with h11 there is a bound without ours."""
+    parser = pytest.importorskip("uvicorn.protocols.http.httptools_impl").HttpToolsProtocol
+    monkeypatch.setattr("agentrl.gateway.server.bounded", lambda: parser)
+    backend = BubblewrapBackend(run_label="test", root=root)
+    try:
+        (result,) = await attack(backend, SPEC, only="egress_endless_heads")
+    finally:
+        await backend.close()
+    assert result.verdict == "ESCAPED" and ("the gateway took" in result.evidence or "the driver grew" in result.evidence), result
+
+
+@bubblewrap
 async def test_a_program_that_does_not_come_to_its_point_is_an_error(root, monkeypatch, tmp_path):
     (tmp_path / "broken.py").write_text('"""Breaks.\n\nkind: files\n"""\nraise SystemExit("oh")\n')
     monkeypatch.setattr("agentrl.prove.attacks.cases.PROGRAMS", tmp_path)

@@ -1,16 +1,20 @@
 """Programs that take all CPU time: their time-out is theirs, whoever answers late, and no neighbour is lost."""
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 
 import pytest
 
-from agentrl.errors import SandboxTimeout
+from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import channel, channel_sandbox, residents, select_backend, shared
 from agentrl.sandbox.residents import Residents, Seen
+from agentrl.sandbox.shared import Keeper
 from benchmarks.sandbox_spin import KINDS, SCORED, spun
 from tests.sandbox.building import ALONE, BOTH, SPEC, processes_of
 
@@ -201,6 +205,30 @@ async def test_a_sandbox_that_ends_slowly_leaves_its_neighbours_alone(root, monk
     assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
     await other.close()
     await backend.close()
+
+
+async def test_a_keeper_that_reads_nothing_for_a_while_loses_no_sandbox():
+    """Its socket is full: requests wait, or fail alone; the connection, and with it every sandbox of the container, stays."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    keeper = Keeper(ours, "container")
+    room = keeper.open({"name": "first"}, {})
+    with pytest.raises(SandboxError, match="too many requests"):
+        for _ in range(100_000):
+            keeper.open({"name": "x" * 1000}, {})
+    ending = asyncio.create_task(keeper.end(room, 0.0))
+    await asyncio.sleep(0.05)
+    assert not keeper.gone.is_set() and not ending.done()
+    asked = {}
+    while asked.get("op") != "end":
+        with contextlib.suppress(BlockingIOError):
+            asked = json.loads(theirs.recv(1 << 17, socket.MSG_DONTWAIT))
+        await asyncio.sleep(0)
+    theirs.send(json.dumps({"id": asked["id"], "ended": True}).encode())
+    await ending
+    assert asked["id"] == room.id
+    keeper.close()
+    theirs.close()
 
 
 def parent_of(server):

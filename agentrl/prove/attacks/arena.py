@@ -30,7 +30,7 @@ from agentrl.sandbox import cgroups, reaper
 NEIGHBOUR_S = 20.0
 STANDSTILL_S = 5.0
 MEMORY_MB = 512
-SPARE_DESCRIPTORS = 64
+SPARE_DESCRIPTORS, EACH_DESCRIPTORS = 64, 4
 CLEAR_S = 15.0
 DAEMON = "/docker/"
 """In the paths of mounts that a daemon makes and removes for containers, including other drivers'."""
@@ -65,6 +65,7 @@ class Arena:
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     mark: str = field(default_factory=lambda: "agentrl-mark-" + secrets.token_hex(8))
     trouble: list[str] = field(default_factory=list)  # what the watchers saw since the last reset
+    sandboxes: int = 0  # that a step has opened besides, each of which takes descriptors of the driver
     slowest_s: float = 0.0  # of the neighbour's answers
     _before: dict[str, object] = field(default_factory=dict)
 
@@ -138,7 +139,7 @@ class Arena:
             if _peak_mb() > memory + MEMORY_MB:
                 memory = _peak_mb()
                 self.trouble.append(f"the driver grew to {memory} MiB")
-            if _descriptors() > descriptors + SPARE_DESCRIPTORS:
+            if _descriptors() > descriptors + SPARE_DESCRIPTORS + EACH_DESCRIPTORS * self.sandboxes:
                 descriptors = _descriptors()
                 self.trouble.append(f"the driver holds {descriptors} descriptors")
 

@@ -28,6 +28,7 @@ subprocess.run(["sh", "-c", "cat /etc/passwd >/dev/null; python3 -I -c 'import c
 async def _spin_together(scene: Scene) -> str:
     """The program in many sandboxes at once: each gets its time-out, and answers afterwards."""
     program = (await scene.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
+    scene.arena.sandboxes += TOGETHER
     opened = await asyncio.gather(
         *(scene.backend.open(scene.arena.spec, timeout_s=OPEN_S) for _ in range(TOGETHER)), return_exceptions=True
     )
@@ -38,6 +39,7 @@ async def _spin_together(scene: Scene) -> str:
         ends = await asyncio.gather(*(_end_of(sandbox, program) for sandbox in sandboxes))
     finally:
         await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+        scene.arena.sandboxes -= TOGETHER
     if wrong := sorted({end for end in ends if end != "timeout"}):
         raise Escaped(f"{sum(end != 'timeout' for end in ends)} of {TOGETHER} sandboxes that spin got no time-out: {wrong[0]}")
     return f"{TOGETHER} at once, each with its own time-out"

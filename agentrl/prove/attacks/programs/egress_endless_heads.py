@@ -12,7 +12,8 @@ import socket
 import time
 
 known = json.load(open("arena.json"))
-AT_ONCE, EACH, SECONDS = 8, 50 << 20, 20.0
+AT_ONCE, EACH, SECONDS = 8, 50 << 20, 4.0
+BUFFERED = 2 << 20  # by kernel and proxy, of a connection that its server has closed
 kinds = {
     "header": (b"GET / HTTP/1.1\r\nHost: h\r\nX: ", b"x" * 65536),
     "headers": (b"GET / HTTP/1.1\r\nHost: h\r\n", b"a: b\r\n" * 10922),
@@ -24,17 +25,22 @@ kinds = {
 
 def tunnel() -> socket.socket | None:
     link = socket.create_connection(("127.0.0.1", 3128), timeout=5)
-    link.sendall(b"CONNECT 127.0.0.1:%d HTTP/1.1\r\nHost: x\r\n\r\n" % known["gateway_port"])
-    head = link.recv(4096)
-    return link if b" 200 " in head else None
+    try:
+        link.sendall(b"CONNECT 127.0.0.1:%d HTTP/1.1\r\nHost: x\r\n\r\n" % known["gateway_port"])
+        if b" 200 " in link.recv(4096):
+            return link
+    except OSError:  # a gateway that is busy with what it has taken
+        pass
+    link.close()
+    return None
 
 
-taken, refused, deadline = {}, 0, time.monotonic() + SECONDS
+taken = {}
 for name, (start, piece) in kinds.items():
     links = [link for link in (tunnel() for _ in range(AT_ONCE)) if link is not None]
     if not links:
         continue
-    taken[name] = 0
+    taken[name], deadline = 0, time.monotonic() + SECONDS
     for link in links:
         link.settimeout(1)
         try:
@@ -44,14 +50,14 @@ for name, (start, piece) in kinds.items():
                 link.sendall(piece)
                 sent += len(piece)
                 taken[name] += len(piece)
-        except OSError:
-            refused += 1
+        except OSError:  # closed
+            pass
     for link in links:
         link.close()
 most = max(taken.values(), default=0)
-if len(taken) < len(kinds):
-    raise SystemExit(f"reached the gateway for {sorted(taken)} alone")
-if most > AT_ONCE * (8 << 20):
+if most > AT_ONCE * BUFFERED:
     print(f"ESCAPED: the gateway took {taken} bytes")
+elif len(taken) < len(kinds):
+    raise SystemExit(f"reached the gateway for {sorted(taken)} alone")
 else:
     print(f"held: at most {most >> 20} MiB of {AT_ONCE} heads were taken")

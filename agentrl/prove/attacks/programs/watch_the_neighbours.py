@@ -16,7 +16,7 @@ commands = (sys.executable, "/bin/sh", "/usr/bin/cat")
 devices = [f"/dev/{name}" for name in ("", "null", "zero", "urandom", "tty", "shm")]
 paths = ["/", "/etc", "/etc/passwd", "/etc/hostname", "/etc/os-release", "/usr/bin", "/usr/bin/python3", *commands, *devices]
 paths += [*map(os.path.realpath, commands), os.__file__, os.path.dirname(os.__file__), "/sys/devices/system/cpu/online"]
-paths += ["/home/agent", "/tmp", "/agentrl", *(f"/agentrl/{name}" for name in os.listdir("/agentrl"))]
+paths += ["/home/agent", "/tmp", "/agentrl", *(f"/agentrl/{name}" for name in ("memory", "exec_server.py", "exec_server.pyc", "egress"))]
 watcher = libc.inotify_init1(os.O_CLOEXEC)
 names = {}
 for path in paths:
