@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -305,11 +306,18 @@ USUAL = ("as it is", "cpu", "gpu", "sampled evaluation")
 
 def tried(key: str, where: str) -> Iterator[tuple[Any, bool]]:
     """Values of a key that a recipe of the pool takes, and whether any computed effect is another one then, on some device."""
-    recipe = pool()[where]
-    devices = ("cpu", "cuda") if recipe.device == "auto" else (recipe.device,)
-    before = [effects(recipe, device) for device in devices]
-    for made, value in accepted(recipe, key):
-        yield value, [effects(made, device) for device in devices] != before
+    for made, value in islice(accepted(pool()[where], key), 4):
+        yield value, everywhere(made) != unchanged(where)
+
+
+def everywhere(recipe: Recipe) -> list[dict[str, Any]]:
+    """The effects on each device that the recipe may run on."""
+    return [effects(recipe, device) for device in (("cpu", "cuda") if recipe.device == "auto" else (recipe.device,))]
+
+
+@cache
+def unchanged(where: str) -> list[dict[str, Any]]:
+    return everywhere(pool()[where])
 
 
 def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
