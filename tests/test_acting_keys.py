@@ -320,6 +320,7 @@ def unchanged(where: str) -> list[dict[str, Any]]:
     return everywhere(pool()[where])
 
 
+@pytest.mark.slow
 def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
     """A key whose effect shows in the computed ones may not be accepted where they stay as they are."""
     acting = {key for key in KEYS if key not in ("device", "gate") and any(acts for where in USUAL for _, acts in tried(key, where))}
@@ -347,6 +348,7 @@ def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
         (["evaluation.every=999"], "evaluation.every=999 does nothing without a step between the first and the last"),
         (["evaluation.every=12"], "evaluation.every=12 does nothing"),
         (["tasks.weighting={}", "steps=1"], "does nothing without a step late enough"),
+        (["tasks.weighting={}", "steps=2"], "does nothing without a step late enough"),
         (["sandbox.warm=65"], "sandbox.warm=65 does nothing without as many sandboxes that may be in use"),
         (["max_staleness=3", "learner.keep_versions=9", "steps=3"], "max_staleness=3 does nothing"),
         (
