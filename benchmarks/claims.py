@@ -53,7 +53,7 @@ def claims() -> list[Claim]:
             result = json.loads(path.read_text())
             found.append(Claim(text=text(result), source=_relative(path), origin=result["origin"]))
     for name, one in published(PEERS).items():
-        for peer in one.sides[1:]:
+        for peer in one.sides[1:] if all(run.arrived_s is not None for run in one.of("ours")) else ():
             found.append(Claim(text=str(one.ratio(peer)), source=f"docs/peers/{name}.json ({peer})", origin=one.origin))
     return found
 

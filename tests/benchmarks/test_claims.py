@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import claims, stored
+from benchmarks.contest import comparison
+from tests.benchmarks.test_peers import THREE, compared
 
 FIGURE = re.compile(r"\d(?:[\d.,]*\d)?\s?(?:%|(?:ms|s|min|minutes|times|KiB|MiB|GiB|points|GFLOPS)\b)")
 README = claims.README.read_text()
@@ -70,3 +72,13 @@ def test_a_result_records_the_machine_and_what_it_measures() -> None:
     assert {"processor", "cores", "gflops", "load", "busy_cores"} <= origin["machine"].keys()
     assert (origin["seeds"], stored.changed(origin["code"])) == ([0, 1], [])
     assert origin["code"] == {"benchmarks/claims.py": stored.digest("benchmarks/claims.py")}
+
+
+def test_readme_must_say_what_a_published_comparison_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "PEERS", tmp_path)
+    comparison.publish(THREE, tmp_path / "one.json")
+    (claim,) = [claim for claim in claims.claims() if claim.source.startswith("docs/peers")]
+    assert (claim.text, claim.source) == ("5.5 times (4.0 to 6.0, n=3)", "docs/peers/one.json (trl)")
+    assert claims.missing(README, [claim]) == [claim] and claims.missing(f"TRL takes {claim.text}", [claim]) == []
+    comparison.publish(compared((None, 1650.0), (360.0, 1440.0), (330.0, 1980.0)), tmp_path / "one.json")
+    assert not [claim for claim in claims.claims() if claim.source.startswith("docs/peers")], "a bound of ours gives no ratio"

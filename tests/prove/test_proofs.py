@@ -164,7 +164,7 @@ def test_searching_takes_any_file_and_any_truth(data: bytes, answer: str, name: 
 def test_a_long_truth_in_a_file_is_always_found(answer: str, around: str) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer})
     for text in (f"{around}{answer}{around}", f"{around}\nanswer: {answer}\n"):
-        assert [leak.truth.text for leak in leaks({"f": text.encode("utf-8", "replace")}, truths(task)) if answer.strip() == answer]
+        assert answer in {leak.truth.text for leak in leaks({"f": text.encode("utf-8", "replace")}, truths(task))}
 
 
 def test_what_counts_as_truth() -> None:
