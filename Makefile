@@ -17,6 +17,7 @@ MINUTES ?= 1
 FEED ?= --minutes $(MINUTES)
 JOBS ?= 2
 SEED ?= 0
+LAWS ?=
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 
@@ -37,7 +38,7 @@ HARMFUL := torchvision torchaudio torchcodec
 # tests/conftest.py says which tests share a worker; WORKERS=0 runs all in one process, as a debugger wants it.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz mutants lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +72,9 @@ images: system $(SELF_STAMP)
 
 fuzz: setup-unit ## hostile inputs for every boundary, a minute of each, two at a time; MINUTES=60 JOBS=8 for more
 	@$(BIN)/agentrl fuzz $(FEED) --jobs $(JOBS) --seed $(SEED)
+
+mutants: setup ## mutation tests of the code that keeps the laws; LAWS="swap store" for some of them
+	@$(BIN)/python scripts/mutants.py $(LAWS)
 
 lint: setup-unit ## ruff and mypy
 	@$(BIN)/ruff check .
