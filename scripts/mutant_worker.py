@@ -27,6 +27,7 @@ import pytest
 
 SLOW = ("numpy", "torch", "hypothesis", "httpx", "typer.testing", "xdist.scheduler", "rich.console", "pydantic", "jinja2", "transformers")
 OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--hypothesis-profile=quick", "--no-header", "--no-summary"]
+OPTIONS += ["-m", "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)"]
 
 
 class Cover:

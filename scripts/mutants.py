@@ -69,16 +69,37 @@ LAWS = {
         files=("agentrl/experience/store.py", "agentrl/experience/running.py", "agentrl/experience/steps.py"), tests=("tests/experience",)
     ),
     "swap": Law(
-        files=("agentrl/serving/swap.py", "agentrl/serving/weights.py"),
-        tests=("tests/serving/test_swap.py", "tests/serving/test_served.py"),
+        files=("agentrl/serving/swap.py", "agentrl/serving/probe.py", "agentrl/serving/weights.py"),
+        tests=("tests/serving/test_swap.py", "tests/serving/test_served.py", "tests/serving/test_probed_starts.py"),
     ),
     "gate": Law(
         files=("agentrl/compare/rule.py", "agentrl/compare/exact.py", "agentrl/compare/sequential.py", "agentrl/run/gate.py"),
         tests=("tests/compare/test_rule.py", "tests/compare/test_exact.py", "tests/run/test_gate.py"),
     ),
     "blame": Law(
-        files=("agentrl/rollout/episode.py", "agentrl/rollout/faults.py", "agentrl/failure/rate.py", "agentrl/causes.py"),
-        tests=("tests/rollout", "tests/failure", "tests/test_causes.py", "tests/test_usercode.py"),
+        files=(
+            "agentrl/rollout/episode.py",
+            "agentrl/rollout/faults.py",
+            "agentrl/rollout/pace.py",
+            "agentrl/rollout/requests.py",
+            "agentrl/agent/provoked.py",
+            "agentrl/outages.py",
+            "agentrl/reward/scorer.py",
+            "agentrl/failure/rate.py",
+            "agentrl/causes.py",
+        ),
+        tests=(
+            "tests/rollout",
+            "tests/test_outages.py",
+            "tests/reward/test_scorer.py",
+            "tests/failure/test_rate.py",
+            "tests/test_causes.py",
+        ),
+    ),
+    "liveness": Law(files=("agentrl/liveness.py",), tests=("tests/test_liveness.py",)),
+    "values": Law(
+        files=("agentrl/contract/values.py", "agentrl/scores.py"),
+        tests=("tests/contract/test_values.py", "tests/rewards/test_whole_numbers.py", "tests/test_scores.py"),
     ),
 }
 
