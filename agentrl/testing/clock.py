@@ -53,6 +53,6 @@ class _Skipping(selectors.DefaultSelector):
 
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, on a `VirtualLoop`."""
+    """Runs `work` on a `VirtualLoop` and returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

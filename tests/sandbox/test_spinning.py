@@ -213,7 +213,7 @@ async def test_a_keeper_that_reads_nothing_for_a_while_loses_no_sandbox():
     ours.setblocking(False)
     keeper = Keeper(ours, "container")
     room = keeper.open({"name": "first"}, {})
-    with pytest.raises(SandboxError, match="too many requests"):
+    with pytest.raises(SandboxError, match="does not read its requests"):
         for _ in range(100_000):
             keeper.open({"name": "x" * 1000}, {})
     ending = asyncio.create_task(keeper.end(room, 0.0))
