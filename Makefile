@@ -133,7 +133,7 @@ $(MODELS_STAMP): | $(CPU_STAMP)
 	@rm -f $(STAMPS)/models-* && touch $@
 
 $(SELF_STAMP): | $(UNIT_STAMP)
-	@# a distribution of the name agentrl, an older one of this project or another project's, would share the import name and the command
+	@# A distribution named agentrl (an older one of this project, or another project) has the same import name and command.
 	@$(BIN)/python -m pip uninstall --quiet --yes agentrl 2>/dev/null
 	@$(PIP_INSTALL) --editable .
 	@rm -f $(STAMPS)/agentrl-* && touch $@

@@ -38,7 +38,7 @@ class TaskError(UserError):
 
 
 class PolicyFault(AgentRLError):
-    """What the policy said cannot be carried further: a server, a chat template or a tokenizer does not take it. The episode is scored."""
+    """A server, a chat template or a tokenizer failed on the policy's text. The episode is scored."""
 
 
 class InfrastructureError(AgentRLError, RuntimeError):
@@ -46,7 +46,7 @@ class InfrastructureError(AgentRLError, RuntimeError):
 
 
 class ToolUnavailable(InfrastructureError):
-    """A tool on this machine, an MCP server or what they call failed, and not because of the arguments (`agentrl.outages`)."""
+    """An outage of a tool on this machine, an MCP server or what they call, not provoked by the arguments (`agentrl.outages`)."""
 
 
 class SandboxError(InfrastructureError):
@@ -66,7 +66,7 @@ class ServingError(InfrastructureError):
 
 
 class RequestRefused(ServingError):
-    """The inference server refused one request for what it holds (status 400, 413 or 422)."""
+    """The inference server refused a request because of its content (status 400, 413 or 422)."""
 
 
 class SwapError(ServingError):

@@ -55,12 +55,12 @@ def replacing(path: Path, *, tag: str = "", durable: bool = False) -> Iterator[P
 
 
 def is_private(folder: Path) -> bool:
-    """Whether only this user may look into a folder."""
+    """Whether only this user can access a folder."""
     return folder.is_dir() and not folder.stat().st_mode & 0o077
 
 
 def make_private(folder: Path) -> None:
-    """Takes from a folder and all below it the rights of the group and of others, so that copies are private, too."""
+    """Removes the rights of group and others from a folder and everything below it, so that copies are private too."""
     for path in (folder, *folder.rglob("*")):
         with contextlib.suppress(OSError):  # removed meanwhile
             if not path.is_symlink() and (mode := path.stat().st_mode) & 0o077:
@@ -76,7 +76,7 @@ def write(path: Path, content: bytes | str, *, tag: str = "", durable: bool = Fa
     """Gives a file new content, whole or not at all; text is written as UTF-8. See `replacing`.
 
     Args:
-        private: only this user can read the file, whatever the umask and the folder allow.
+        private: only this user can read the file, independently of the umask and the folder.
     """
     with replacing(path, tag=tag, durable=durable) as part:
         if private:

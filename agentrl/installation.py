@@ -1,7 +1,7 @@
-"""How this installation of agentrl was made, and the command that adds an extra to it. The standard library alone.
+"""The command that adds an extra to this installation of agentrl. Imports only the standard library.
 
-The distribution is not called `agentrl`: on the public index that is another project. So a fix never prints a name for pip to look up
-unless this installation came from an index under that name.
+On the public index, `agentrl` is another project. So an install command has a name for pip to look up only if this installation came
+from an index under that name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def install_command(*extras: str, root: Path = _ROOT) -> str:
-    """The command for a shell that installs this project with these extras (`[project.optional-dependencies]`).
+    """The shell command that installs this project with these extras (`[project.optional-dependencies]`).
 
     Args:
         root: the folder that holds the package `agentrl`.
@@ -39,7 +39,7 @@ def install_command(*extras: str, root: Path = _ROOT) -> str:
 
 
 def requirement(*, root: Path = _ROOT) -> str:
-    """What a project that uses this installation lists under `dependencies`, as in PEP 508."""
+    """The PEP 508 requirement of a project that depends on this installation."""
     if _is_checkout(root):
         return f"{DISTRIBUTION} @ {root.as_uri()}"
     if origin := _origin(root):
@@ -57,7 +57,7 @@ def _is_checkout(root: Path) -> bool:
 
 
 def _installed(root: Path) -> Distribution | None:
-    """The distribution whose metadata lie in the same folder as the package, so not those of another copy."""
+    """The distribution whose metadata is in the same folder as the package, which excludes other copies."""
     try:
         found = distribution(DISTRIBUTION)
     except PackageNotFoundError:
@@ -66,7 +66,7 @@ def _installed(root: Path) -> Distribution | None:
 
 
 def _origin(root: Path) -> dict[str, Any]:
-    """pip's record of a file, folder or repository that it installed from (PEP 610); empty for an index."""
+    """pip's record of the file, folder or repository that it installed from (PEP 610); empty for an index."""
     installed = _installed(root)
     try:
         found = json.loads((installed and installed.read_text("direct_url.json")) or "{}")

@@ -1,8 +1,8 @@
-"""Whether a part of a run still makes progress: a deadline for each kind of work, derived from how long that work took before.
+"""Detects parts of a run that make no progress, with a deadline for each kind of work that is derived from its history.
 
-Progress is work done (a micro-batch, a checkpoint, a token, an answer), never the existence of a process. A part reports what it is
-about to do; the deadline for it is `FACTOR` times the longest it has taken so far, and at least `least_s`. Work that was never seen,
-or never at half the size, has the generous `first_s`: a first step compiles, a first checkpoint creates files.
+Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a living process is not enough. A part reports what it is
+about to do. The deadline is `FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a history of
+at least half the size has the longer deadline `first_s`: a first step compiles, a first checkpoint creates files.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 FACTOR = 10.0
 LEAST_S = 60.0
-"""Shortest deadline: longer than the pauses of a busy machine, shorter than anybody's patience."""
+"""Shortest deadline: longer than the pauses of a busy machine."""
 _HISTORY = 1024  # newest durations of one kind of work
-_LOOK_S = 20.0  # most seconds of silence that one look accounts for: a look itself may wait so long for an answer
+_LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
 
 
 class Liveness:
-    """The progress of one part. Call `progress` for what the part reports, and `overdue` regularly to judge its silence.
+    """The progress of one part. Call `progress` for each report of the part, and `overdue` regularly to check its silence.
 
-    Silence is counted by looks, at most `_LOOK_S` for each: while the process that looks is stopped itself (a debugger, a suspended
-    machine), reports wait unread, and that time counts for nothing.
+    Each check counts at most `_LOOK_S` of silence. Time in which the checking process is stopped (a debugger, a suspended machine) does
+    not count, because reports are unread then.
     """
 
     def __init__(self, what: str, *, first_s: float, least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,15 +42,16 @@ class Liveness:
         self.begin()
 
     def begin(self, work: str = "starting") -> None:
-        """The part was started or restarted. Its history stays; what it does for the first time again is compared with first times."""
+        """Records a start or restart. The history stays; the first work of each kind is compared with earlier first times."""
         self._met, self._current = set(), None
         self.progress(work)
 
     def progress(self, work: str, size: float = 1.0, *, at: float | None = None) -> None:
-        """The part has finished what it did before, and begins `work` of this size, for instance tokens.
+        """Records that the part has finished its previous work and starts `work`.
 
         Args:
-            at: when it did, on the same clock; None: now.
+            size: amount of work, for instance in tokens.
+            at: time of the report, on the same clock; None means now.
         """
         now = self._clock()
         at = now if at is None else min(at, now)
@@ -61,12 +62,12 @@ class Liveness:
         self.silent_s, self._looked = 0.0, now
 
     def rest(self) -> None:
-        """It has nothing to do, or what it does has a deadline of its own: no silence is counted until the next `progress`."""
+        """Stops counting silence until the next `progress`: the part has nothing to do, or its work has another deadline."""
         self._current, self.silent_s = None, 0.0
 
     @property
     def deadline_s(self) -> float:
-        """Seconds of silence that are accepted now; infinite at rest."""
+        """Seconds of silence that are allowed now; infinite at rest."""
         if self._current is None:
             return float("inf")
         taken = self._taken.get(self._current, ())
@@ -75,7 +76,7 @@ class Liveness:
         return max(self._least_s, FACTOR * max(seconds for _, seconds in taken))
 
     def overdue(self) -> str:
-        """Why the part counts as stuck; empty while its silence is within the deadline."""
+        """The reason why the part counts as stuck; empty while its silence is within the deadline."""
         now = self._clock()
         if self._current is None:
             self._looked = now
@@ -85,7 +86,5 @@ class Liveness:
         if self.silent_s <= (deadline := self.deadline_s):
             return ""
         taken = self._taken.get(self._current, ())
-        before = f"such work took {max(seconds for _, seconds in taken):.1f} s at most" if taken else "it has done no such work before"
-        return (
-            f"{self.what} has made no progress for {self.silent_s:.0f} s while {self._current[0]} ({before}; {deadline:.0f} s are allowed)"
-        )
+        before = f"longest so far: {max(seconds for _, seconds in taken):.1f} s" if taken else "for the first time"
+        return f"{self.what} has made no progress for {self.silent_s:.0f} s while {self._current[0]} ({before}; deadline: {deadline:.0f} s)"

@@ -1,4 +1,4 @@
-"""Which errors report an outage: a server, network or machine that failed, and not a request that was wrong.
+"""Decides which errors report an outage: a failed server, network or machine, and not a wrong request.
 
 `outage` decides for exceptions, `outage_in` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two functions.
 Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
@@ -28,7 +28,7 @@ _NOT_THE_SERVER = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, NotImplementedError),
     *(MemoryError, NameError, SyntaxError, ImportError),
 )
-"""Built-in exceptions that code raises at a wrong value. Their names and texts are not searched; what they were raised from is."""
+"""Built-in exceptions that code raises on a wrong value. Their names and texts are not searched, but their causes are."""
 
 _MACHINE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EROFS, errno.ESTALE),
@@ -101,18 +101,18 @@ _ADDRESS_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """What failed, in a printable line. `late`: nothing was answered in time, which a large request can also cause."""
+    """A description in one printable line. `late`: no answer in time, which a large request can also cause."""
 
     text: str
     late: bool = False
 
 
 def outage(error: BaseException, asked: Mapping[str, Any] | None = None) -> Outage | None:
-    """The outage that an exception reports, or None: then what was requested was wrong, or the code is.
+    """The outage that an exception reports; None if the request or the code was wrong.
 
-    Causes, contexts and members of groups count. The first of them decides that says whether the server or the request was at fault: an
-    HTTP status, an error code of a database, or a type of the standard library. 401, 408, 429 and 5xx are the server's, other statuses
-    the request's. An outage of an address that `asked` holds is the request's: whoever wrote the arguments chose it.
+    Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
+    decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault,
+    other statuses the request's. An outage at an address in `asked` is the request's fault, because the arguments chose the address.
 
     Args:
         asked: the arguments of the call, which come from a model.
@@ -129,7 +129,7 @@ def outage(error: BaseException, asked: Mapping[str, Any] | None = None) -> Outa
 
 
 def outage_in(text: str, asked: Mapping[str, Any] | None = None) -> str:
-    """The words by which a text reports an outage; "" for none. Words that `asked` holds do not count: a tool may repeat its arguments."""
+    """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
     own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
     for found in _SAYS.finditer(text[:_MAX_TEXT]):
         if not own or not set(_WORD.findall(found[0].lower())) <= own:
@@ -153,7 +153,7 @@ def chosen_address(asked: Mapping[str, Any]) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """As `causes.chain`, with the errors that some libraries keep in an attribute of their own."""
+    """As `causes.chain`, with the errors that some libraries keep in other attributes."""
     for one in chain(error):
         yield one
         for name in ("reason", "orig"):
@@ -162,7 +162,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _verdict(error: BaseException, asked: Mapping[str, Any]) -> str | None:
-    """`request`, `server`, `machine` or `late`; None: it does not say."""
+    """`request`, `server`, `machine` or `late`; None means unknown."""
     if not isinstance(error, Exception) or isinstance(error, BaseExceptionGroup):
         return None
     if isinstance(error, ssl.SSLError):  # one of them is a ValueError
@@ -226,7 +226,7 @@ def _by_database(error: Exception) -> str | None:
 
 
 def _by_name(error: Exception) -> str | None:
-    """By the names of its type and of that one's bases, as far as no built-in type has them."""
+    """By the names of its type and of the type's bases, without built-in types."""
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ != "builtins"]
     if any(map(_WRONG_NAME.search, names)):
         return "request"
@@ -236,8 +236,8 @@ def _by_name(error: Exception) -> str | None:
 
 
 def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
-    """Whether the address that failed is one of the arguments. If the error names none, or a number that a name stood for, any
-    argument that is an address will do."""
+    """Whether the address that failed is one of the arguments. If the error has no address, or only a numeric one, any argument that is
+    an address counts."""
     if not asked:
         return False
     hosts = {host.lower() for host in _hosts(error) if host}
@@ -250,7 +250,7 @@ def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
 
 
 def _holds(text: str, host: str) -> bool:
-    """Whether a text names a host; a host of one word, such as "search", only where it stands as an address."""
+    """Whether a text contains a host. A host of one word, such as "search", must be in the form of an address."""
     if "." in host or ":" in host:
         return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text) is not None
     return text.strip() == host or re.search(rf"(?://|@){re.escape(host)}(?![\w-])|(?<![\w.-]){re.escape(host)}:\d", text) is not None
@@ -264,7 +264,7 @@ def _is_address(key: str, text: str) -> bool:
 
 
 def _hosts(error: BaseException) -> Iterator[str]:
-    """The hosts that a client's exception names as those it spoke to."""
+    """The hosts in a client's exception that the client connected to."""
     for path in ("host", "request.url", "request_info.url", "url", "pool.host", "filename"):
         value: Any = error
         for name in path.split("."):
@@ -281,7 +281,7 @@ def _hosts(error: BaseException) -> Iterator[str]:
 
 
 def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
-    """Every text in the arguments, with the name of the argument or field that it is the value of."""
+    """Every text in the arguments, with the name of its argument or field."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and depth:

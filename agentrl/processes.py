@@ -64,12 +64,12 @@ def imports_kept() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def rare_collections(every_s: float = COLLECT_EVERY_S) -> AsyncIterator[None]:
-    """Inside this context a full garbage collection runs every `every_s` seconds and at its end, and at no other time.
+    """Within this context, full garbage collections run only every `every_s` seconds and at the end.
 
-    A full collection stops the event loop: with 4,000 episodes in flight for about half a second. Python starts one whenever the objects
-    that survived the younger generations have grown by a quarter, every few seconds in a busy driver, so that more than one turn in a
-    hundred waits for it. Younger generations are collected as before, and reference counting frees nearly everything. Objects that exist
-    at the start are not examined before its end.
+    A full collection stops the event loop, for about half a second with 4,000 episodes in flight. By default, Python starts one whenever
+    the objects that survived the younger generations have grown by a quarter. In a busy driver that is every few seconds, and more than one
+    turn in a hundred waits for it. Younger generations are collected as before, and reference counting frees nearly everything. Objects
+    that exist at the start are examined only at the end.
     """
     first, second, third = gc.get_threshold()
     gc.collect()

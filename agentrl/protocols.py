@@ -309,7 +309,7 @@ class MemoryView(Protocol):
 class ElsewhereRequest(Protocol):
     """A request of `LiveEpisode.elsewhere`."""
 
-    most: int  # tokens that may be asked for
+    most: int  # tokens that may be requested
     tokens: int | None  # set to the number that was sampled
 
 
@@ -357,9 +357,9 @@ class LiveEpisode(Protocol):
         ...
 
     def elsewhere(self, at_most: int, *, within_s: float) -> AbstractContextManager[ElsewhereRequest]:
-        """Around a request of the agent's own to a server that says what the policy says: its time counts as sampling, and is compared with
-        that of other such requests. No more tokens may be asked for than the server usually gives within `within_s` and the time left, so
-        that a model that never ends is cut off instead of timing out.
+        """Encloses a request that the agent sends to a server of the policy. Its time counts as sampling, and is compared with that of
+        other such requests. `most` is limited to the tokens that the server usually returns within `within_s` and the time left, so that a
+        model that never ends is cut off instead of timing out.
         """
         ...
 
@@ -452,7 +452,7 @@ class PolicyServer(Policy, Protocol):
         ...
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Returns once it answers with `version` and a logprob probe agrees. `await_probe`: a learner is about to write version 0's."""
+        """Returns once it answers with `version` and the logprob probe agrees. `await_probe`: wait for the learner to write version 0's."""
         ...
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:

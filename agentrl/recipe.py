@@ -58,7 +58,7 @@ __all__ = [
     "load",
 ]
 
-_LAGS = Needs("a step that may lag so far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
+_LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
 
 
 class Recipe(Section):
@@ -103,8 +103,8 @@ class Recipe(Section):
     """Regression cases that every version is held to before it is promoted; None: the last version is promoted unjudged."""
 
     @model_validator(mode="after")
-    def _secrets_are_elsewhere(self) -> Recipe:
-        """A run writes its recipe down, and its report prints it."""
+    def _no_secrets_by_value(self) -> Recipe:
+        """Rejects secrets by value: a run stores its recipe, and the report prints it."""
         if found := list(secrets.literals(self.model_dump(mode="json"))):
             raise ValueError("; ".join(found))
         return self
@@ -175,7 +175,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _every_key_acts(self) -> Recipe:
-        if wrong := list(section.idle(self)):
+        if wrong := list(section.keys_without_effect(self)):
             raise ValueError("\n".join(wrong))
         return self
 

@@ -34,7 +34,7 @@ OUTPUT_FILES = 256
 OUTPUT_BYTES = 4 << 20
 """Most bytes that an episode's outputs may have together."""
 
-CUT = "time"  # `finish_reason` of a completion that time ended: its tokens are those that were sampled until then
+CUT = "time"  # `finish_reason` of a completion that was cut off at a time limit, with the tokens sampled until then
 REMOVED_FILES = 4096
 """Most files whose removal is a part of an episode's outputs."""
 
@@ -556,7 +556,7 @@ class Completion(Record):
     token_ids: tuple[int, ...]  # the stop token is included when one ended the completion
     logprobs: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
-    finish_reason: str  # "stop", "length", or `CUT`: what was sampled when the request's time was up
+    finish_reason: str  # "stop", "length", or `CUT` if the request's time was up
     supports: Supports | None = None  # one a token, where they were asked for
     forced: tuple[int, ...] = ()  # places of tokens that were not sampled, as in a `Turn`
 

@@ -1,7 +1,7 @@
-"""When two scores are equal. Sums in another order, such as 0.1 + 0.2 + 0.2 and 0.5, differ by rounding, which is no preference.
+"""Compares scores up to rounding. Sums such as 0.1 + 0.2 + 0.2 and 0.5 differ by rounding, which must not count as a preference.
 
-Whatever compares scores uses these functions: advantages, groups without a preference, preference pairs, thresholds and comparisons of
-policies. Scores count to nine decimals, or to nine digits if they are larger than 1.
+All code that compares scores uses these functions: advantages, groups without a preference, preference pairs, thresholds and comparisons
+of policies. Scores are compared to nine decimals, or to nine digits if they are larger than 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def slack(*scores: float) -> float:
 
 
 def alike(scores: Iterable[float]) -> bool:
-    """Whether all scores are equal up to rounding; so are none, and one. Nothing is equal to NaN."""
+    """Whether all scores are equal up to rounding. True for fewer than two scores. NaN equals nothing."""
     some = list(scores)
     return len(some) < 2 or max(some) - min(some) <= slack(*some) or min(some) == max(some)
 
@@ -36,7 +36,7 @@ def reaches(score: float, bar: float) -> bool:
 
 
 def negligible(credits: Iterable[float], scores: Iterable[float]) -> bool:
-    """Whether credits that were computed from these scores are all zero up to rounding."""
+    """Whether credits computed from these scores are all zero up to rounding."""
     bound = slack(*scores)
     return all(abs(one) <= bound for one in credits)
 

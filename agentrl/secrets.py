@@ -1,7 +1,7 @@
-"""Secrets by reference. A recipe says where a secret is, `env:NAME` or `file:/PATH`, and never holds it, because a run writes its recipe
-to `recipe.json`, `run.json` and the report.
+"""Secrets by reference. A recipe has the location of a secret, `env:NAME` or `file:/PATH`, and never its value, because a run writes its
+recipe to `recipe.json`, `run.json` and the report.
 
-The standard library alone, and `agentrl.errors`.
+Imports only the standard library and `agentrl.errors`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from agentrl.errors import UserError
 
 HOW = "write env:NAME for an environment variable of the run, or file:/PATH for a file"
 HIDDEN = "[secret]"
-"""What stands for a secret in a text of the run."""
+"""Replaces a secret in the texts of a run."""
 _MOST_BYTES = 64 << 10
-_SHORTEST, _SHORTEST_GUESSED = 6, 16  # characters; shorter values are found in ordinary texts
+_SHORTEST, _SHORTEST_GUESSED = 6, 16  # characters; shorter values also occur in ordinary texts
 _REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,199}|file:[/~][^\0\n]{0,4000}")
 # A name whose value is a secret, by its last words: api_key, GITHUB_TOKEN, db.password; not tokens, tokenizer, eos_token.
 _KEY = re.compile(
@@ -31,7 +31,7 @@ _KEY = re.compile(
     re.ASCII,
 )
 _VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIALS?|AUTH|DSN)(_|$)")
-_NO_SECRET = ("PWD", "OLDPWD")  # the shell's own
+_NO_SECRET = ("PWD", "OLDPWD")  # working directories of the shell
 _FLAG = re.compile(r"--?[a-z0-9_-]*?(api-?key|(access|auth|api|bearer)-?token|token|password|passwd|secret)(=.+)?", re.DOTALL)
 _IN_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{0,20}://)([^\s/?#@:]{0,256}:[^\s/?#@]{1,256})@")
 _TOKEN = re.compile(
@@ -48,39 +48,39 @@ def is_reference(text: object) -> bool:
 
 
 def read(reference: str) -> str:
-    """The secret at a reference, without the end of a file's line. `redacted` hides it from here on.
+    """The secret at a reference, without a file's last line break. From then on, `redacted` hides it.
 
-    Raises `UserError`, which does not repeat what may be a secret, if there is none.
+    Raises `UserError`, which does not repeat a possible secret, if there is none.
     """
     if not is_reference(reference):
         raise UserError("a secret is given by value, or its reference is misspelled", fix=HOW)
     kind, _, name = reference.partition(":")
     if kind == "env":
-        return _found(os.environ.get(name, ""), f"the environment variable {name}", f"export {name} before the run starts")
+        return _checked(os.environ.get(name, ""), f"the environment variable {name}", f"export {name} before the run starts")
     try:
         path = Path(name).expanduser()
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1).decode("utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
         why = error.strerror if isinstance(error, OSError) else type(error).__name__
-        raise UserError(f"the secret's file {name} cannot be read: {why}", fix="correct the path, or the file's mode") from None
-    return _found(text, f"the file {name}", "write the secret into it, and nothing else")
+        raise UserError(f"the secret file {name} cannot be read: {why}", fix="correct the path, or the file's mode") from None
+    return _checked(text, f"the file {name}", "write only the secret into it")
 
 
-def _found(text: str, where: str, fix: str) -> str:
+def _checked(text: str, where: str, fix: str) -> str:
     if not text.strip() or len(text) > _MOST_BYTES or "\0" in text:
         raise UserError(f"{where} holds no secret", fix=fix)
-    return known(text)
+    return registered(text)
 
 
-def known(secret: str) -> str:
-    """The same; `redacted` hides it from here on."""
+def registered(secret: str) -> str:
+    """Returns the secret unchanged. From then on, `redacted` hides it."""
     _read.add(secret)
     return secret
 
 
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A part's options with the secrets that they refer to, under keys that hold secrets. Raises `UserError` as `read` does."""
+    """The options of a plug-in, with references under secret keys replaced by the secrets. Raises `UserError` as `read` does."""
     return {key: _resolved(value, secret=_is_secret_key(key)) for key, value in options.items()}
 
 
@@ -91,7 +91,7 @@ def _resolved(value: Any, *, secret: bool) -> Any:
 
 
 def literals(value: Any, where: str = "") -> Iterator[str]:
-    """Why a recipe's value holds a secret, one line for each, without the secret: `tracker_options.x.api_key holds a secret by value`."""
+    """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key holds a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             path = f"{where}.{key}" if where else str(key)
@@ -101,17 +101,17 @@ def literals(value: Any, where: str = "") -> Iterator[str]:
                 yield from literals(inner, path)
     elif isinstance(value, str):
         if _IN_URL.search(value) or _TOKEN.search(value):
-            yield f"{where or 'it'} holds a key or a password: leave it out, and pass it by a key that takes a reference"
+            yield f"{where or 'it'} holds a key or a password: remove it, and use a recipe key that takes a reference"
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         yield from _in_words(list(value), where)
 
 
 def _in_words(words: list[Any], where: str) -> Iterator[str]:
-    """Those of a list, which may be a program's arguments: `--token VALUE` and `--token=VALUE` count."""
+    """As `literals`, for a list that may hold a program's arguments: `--token VALUE` and `--token=VALUE` count."""
     for word, after in zip(words, [*words[1:], None] if words else [], strict=True):
         flag = _FLAG.fullmatch(word) if isinstance(word, str) else None
         if flag and (flag.group(3) or (isinstance(after, str) and after and not after.startswith("-"))):
-            yield f"{where} holds a secret by value after {word.partition('=')[0]}: give the program a variable by reference"
+            yield f"{where} holds a secret by value after {word.partition('=')[0]}: pass it in a variable, by reference"
         else:
             yield from literals(word, where)
 
@@ -121,7 +121,7 @@ def _is_secret_key(key: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """A text without the secrets that this process knows: those it has read, its environment's, and passwords in URLs."""
+    """The text without the secrets that this process has read or has in its environment, and without passwords in URLs."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], quote(secret, safe="")}:
             if len(secret) >= _SHORTEST and form in text:
@@ -131,7 +131,7 @@ def redacted(text: str) -> str:
 
 @cache
 def _in_environment() -> frozenset[str]:
-    """Values of this process's environment that are secrets by their variables' names; not short ones and paths, which texts hold too."""
+    """Values of environment variables whose names mark a secret. Short values and paths are excluded, because ordinary texts hold them."""
     return frozenset(
         value
         for name, value in os.environ.items()
@@ -140,14 +140,14 @@ def _in_environment() -> frozenset[str]:
 
 
 class Redacting(logging.Formatter):
-    """A formatter of log records, tracebacks included, whose text is `redacted`."""
+    """Formats log records, tracebacks included, and redacts the text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a child that needs no secret: without variables that hold one by their name or as a password in a URL."""
+    """The environment for a child process that needs no secret: without secret variables, and without passwords in URLs."""
     return {
         name: value
         for name, value in environment.items()

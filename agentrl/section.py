@@ -26,13 +26,13 @@ from agentrl.fields import encodable
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """In a field's annotation: without what the key does nothing. A recipe that sets it to another value than its default is refused then.
+    """Annotates a field with the condition under which its key has an effect. A recipe that sets the key without it raises an error.
 
         every: Annotated[int, Needs("evaluation.every below steps", lambda recipe, own: own.every < recipe.steps)] = 0
 
     Args:
-        what: completes "it does nothing without ...".
-        holds: given the recipe and the section that has the key.
+        what: completes the error message "KEY does nothing without ...".
+        holds: returns whether the condition is met, given the recipe and the section that has the key.
     """
 
     what: str
@@ -89,33 +89,33 @@ class Section(BaseModel):
         raise ValidationError.from_exception_data(cls.__name__, lines)
 
 
-def idle(whole: Section, section: Section | None = None, path: str = "") -> Iterator[str]:
-    """What is wrong with each key of a recipe that is set and, by its `Needs`, does nothing."""
+def keys_without_effect(whole: Section, section: Section | None = None, path: str = "") -> Iterator[str]:
+    """Error messages for the keys of a recipe that are set and, according to their `Needs`, have no effect."""
     section = section or whole
     for name, field in type(section).model_fields.items():
         value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
         for needs in field.metadata:
             if isinstance(needs, Needs) and value != usual and not needs.holds(whole, section):
-                yield f"{key}={_cut(value)} does nothing without {needs.what}; else leave it at {usual!r}"
+                yield f"{key}={_cut(value)} does nothing without {needs.what}; or leave it at {usual!r}"
         if isinstance(value, Section):
-            yield from idle(whole, value, f"{key}.")
+            yield from keys_without_effect(whole, value, f"{key}.")
         elif isinstance(value, dict):
             for one, inner in value.items():
                 if isinstance(inner, Section):
-                    yield from idle(whole, inner, f"{key}.{one}.")
+                    yield from keys_without_effect(whole, inner, f"{key}.{one}.")
 
 
 _RESUMABLE = "resumable"
 
 
 def resumable(default: Any, **bounds: Any) -> Any:
-    """The `Field` of a key that a resumed run may change, with all keys below it: it decides how fast and how long a run runs, where, and
-    what is reported of it, and not what is sampled or learned."""
+    """The `Field` of a key that a resumed run may change, with all keys below it. Such a key affects the speed, length, machine or reports
+    of a run, and not what is sampled or learned."""
     return Field(default, json_schema_extra={_RESUMABLE: True}, **bounds)
 
 
 def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
-    """The keys that a resumed run may change, as patterns: `serving.*` stands for all keys of a section, `*` for the name of one."""
+    """Patterns of the keys that a resumed run may change: `serving.*` matches all keys of a section, `judge_servers.*.port` any name."""
     found: list[str] = []
     for name, field in kind.model_fields.items():
         key, inner = f"{prefix}{name}", section_of(field.annotation)

@@ -46,7 +46,7 @@ class Claim:
 
 
 def claims() -> list[Claim]:
-    """All of them. A result that is not stored has none."""
+    """All claims. A result that is not stored has none."""
     found = [Claim(text=_attacks(), source="agentrl/prove/attacks"), _real_model()]
     for name, text in _TEXTS.items():
         if (path := stored.RESULTS / f"{name}.json").exists():
@@ -170,11 +170,11 @@ _TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "learner": _learner,
     "learner-smollm2": _learner_smollm2,
 }
-"""Name of a stored result -> its text."""
+"""Maps the name of a stored result to the function that renders its claim."""
 
 
 def _percent(value: float) -> str:
-    """As the pages, which have two decimals, round it."""
+    """A rate in percent, rounded to two decimals first, as in docs/."""
     return f"{100 * float(f'{value:.2f}'):.0f}%"
 
 
@@ -206,7 +206,7 @@ def main() -> int:
         print(f"{claim.text}\n  {claim.source}: {claim.state()}{_described(claim.origin)}")
     absent = missing(README.read_text(), found)
     for claim in absent:
-        print(f"README.md does not say: {claim.text}\n  computed from {claim.source}", file=sys.stderr)
+        print(f"README.md does not contain: {claim.text}\n  computed from {claim.source}\n  fix: update README.md", file=sys.stderr)
     return int(bool(absent))
 
 

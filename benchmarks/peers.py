@@ -1,6 +1,6 @@
 """Time to a held-out success: agentrl and TRL's GRPOTrainer in alternation, same base model, tasks, verifier, sandboxes and evaluation.
 
-    python benchmarks/peers.py --mode multi --wait 0.2..2        # programs take their time, as builds do
+    python benchmarks/peers.py --mode multi --wait 0.2..2        # several turns; programs take 0.2 to 2 s
     python benchmarks/peers.py --mode multi                      # several turns, programs without a wait
     python benchmarks/peers.py --mode single                     # one turn
     python benchmarks/peers.py --recipe recipes/smollm2.py --mode single --heldout 64 --minutes 60 --tune 1
@@ -8,11 +8,11 @@
 
 First the peer's settings are timed (--tune), and it gets the fastest. Then --pairs rounds run: one run of each side with the same seed,
 one after another. Each side trains until its held-out success reaches --target, or until --minutes are over. The side `trl-together` is
-TRL with the concurrent rollout function of this repository, which is faster than what TRL ships (`trl`).
+TRL with the concurrent rollout function of this repository, which is faster than unmodified TRL (`trl`).
 
-A comparison is published in --out only if it has at least three rounds that one machine ran in one go. The unfinished one is in --runs;
-the same command continues it if it was interrupted for less than 15 minutes, and otherwise starts again. docs/peers.md says what is
-compared and what is not counted.
+A comparison is published in --out only if it has at least three rounds that one machine ran without interruption. An unfinished comparison
+is in --runs; the same command continues it after an interruption of less than 15 minutes, and otherwise restarts it. docs/peers.md has the
+rules.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=40.0, help="of training for one run at most (default 40)")
     parser.add_argument("--backend", default="auto", help="sandboxes: auto, docker or bubblewrap")
     parser.add_argument("--pairs", type=int, default=3, help="rounds; seeds 0, 1, 2, ... (default 3, the least that is published)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[], help="default: all that the mode has")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[], help="default: all sides of the mode")
     parser.add_argument("--peer", action="append", default=[], metavar="KEY=VALUE", help=f"where tuning starts: {', '.join(trl.OPTIONS)}")
     parser.add_argument(
         "--tune", type=int, default=2, metavar="STEPS", help="of each setting of the peer that is timed; 0: --peer as it is"
@@ -96,7 +96,7 @@ def sides_of(given: argparse.Namespace) -> tuple[str, ...]:
     if set(given.sides) - set(chosen):
         raise UserError("a single turn makes no calls that could run concurrently", fix="remove trl-together from --sides")
     if chosen[0] != "ours" or len(chosen) < 2:
-        raise UserError(f"--sides {' '.join(given.sides)} is no pair", fix="give ours and at least one of the peer's")
+        raise UserError(f"--sides {' '.join(given.sides)} is no pair", fix="give ours and at least one side of the peer")
     return chosen
 
 

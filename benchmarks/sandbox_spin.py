@@ -1,10 +1,10 @@
-"""Sandboxes whose programs take all CPU time at once: each must be scored, and no neighbour lost.
+"""Runs programs that take all CPU time in many sandboxes at once: each must time out, and no neighbour may fail.
 
     python benchmarks/sandbox_spin.py [--backend docker] [--count 128] [--seconds 5] [--kind processes] [--markdown FILE]
 
-Opens `--count` sandboxes and a neighbour, runs the same program in all of them with a time-out of `--seconds`, and then asks each for a
-snapshot and an answer. The exit status is 1 if a program's end is anything else than its own (a fault of the sandbox layer would leave its
-episode out of the loss), if the neighbour computes wrong or late, or if a sandbox does not answer afterwards.
+Opens `--count` sandboxes and a neighbour, runs the same program in all of them with a time-out of `--seconds`, and then requests a
+snapshot and an answer from each. The exit status is 1 if a program ends with a sandbox fault (its episode would be excluded from the loss),
+if the neighbour computes wrong or late, or if a sandbox does not answer afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KINDS: Mapping[str, str] = {
 SCORED: Mapping[str, frozenset[str]] = {
     kind: frozenset({"memory": {"timeout", "memory"}, "left behind": {"exit", "timeout"}}.get(kind, {"timeout"})) for kind in KINDS
 }
-"""How a program of each kind may end. Anything else, such as `SandboxTimeout`, is an end that is not its own."""
+"""How a program of each kind may end. Anything else, such as `SandboxTimeout`, is a fault."""
 
 
 @dataclass(slots=True)

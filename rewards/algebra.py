@@ -1,8 +1,8 @@
-r"""Whether two pieces of notation have the same value, and whether the answer's is in the form of a value.
+r"""Decides whether two expressions have the same value, and whether the answer is in evaluated form.
 
 Equal means equal at random points to 40 digits, relative to the value, or within the tolerance if either is written with decimals. The
-points come from a hash of both, so that no answer can be written to be equal there alone. All of it runs where it can be ended
-(`rewards.mathematics`): what is written may take longer to compute than there is time.
+points come from a hash of both expressions, so that no answer can be built to be equal only there. Evaluation may take very long, so it
+runs in a process with a deadline (`rewards.mathematics`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rewards.units import unit
 
 DIGITS = 50  # that constants are computed to
 POINTS = 6
-MOST_ELEMENTS = 30  # of a list or set, whose order plays no part
+MOST_ELEMENTS = 30  # of an unordered list or set
 _EXACT = sympy.Float(10) ** -40
 _FUNCTIONS = {"arsinh": sympy.asinh, "arcosh": sympy.acosh, "artanh": sympy.atanh, "ln": sympy.log} | {
     name: getattr(sympy, name.replace("arc", "a"))
@@ -42,7 +42,7 @@ _OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor"
 
 
 class Comparison:
-    """Compares answers with truths. `unfinished` is set when a value was right, and written in a form that leaves work to do."""
+    """Compares answers with truths. `unfinished` is set if a value was right but not in evaluated form."""
 
     def __init__(self, decimals: int, *, any_form: bool = False) -> None:
         self._decimals, self._any_form = decimals, any_form
@@ -172,11 +172,11 @@ _WORK = frozenset({"function", "factorial", "binomial", "floor", "ceiling", "deg
 
 
 class NoScalar(ValueError):
-    """A tree that is no scalar, such as a word or a set."""
+    """A tree that is not a scalar, such as a word or a set."""
 
 
 def _standard(node: Node) -> Node:
-    """One tree for what is written in several ways: x > 3 is an interval, an open one a tuple, two signs a list, one element itself."""
+    """A standard tree for equivalent notations: x > 3 is an interval, an open interval a tuple, ± a list, a set of one its element."""
     if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
         left, right = node.parts
         sign = str(node.value)
@@ -208,12 +208,12 @@ def _signed(node: Node, plus: bool) -> Node:
 
 
 def _is_name(node: Node) -> bool:
-    """A word, or a capital letter: their order in a list is likely to be what was asked."""
+    """Whether a node is a word or a capital letter. The order of names in a list is likely to be the question."""
     return node.kind == "word" or (node.kind == "symbol" and str(node.value).isupper())
 
 
 def _letters(node: Node) -> str:
-    """The letters of a word in small ones; of a product of letters too, because "yes" is read as one. Empty for other nodes."""
+    """The lower-case letters of a word, or of a product of letters, because "yes" is read as one. Empty for other nodes."""
     if node.kind == "mul" and all(part.kind == "symbol" or part.value in ("e", "i") for part in node.parts):
         return "".join(str(part.value) for part in node.parts).casefold()
     return str(node.value).casefold() if node.kind == "word" else ""
@@ -225,7 +225,7 @@ def _same_unit(one: Fraction | str, other: Fraction | str) -> bool:
 
 
 def literal(node: Node) -> Fraction | None:
-    """The number that is written, with at most a sign, a fraction line, a power of ten or a percent sign; None: there is work to do."""
+    """The number that is written, with at most a sign, a fraction line, a power of ten or a percent sign; None if it is not evaluated."""
     if node.kind == "neg":
         return None if (inner := literal(node.parts[0])) is None or node.parts[0].kind == "neg" else -inner
     if node.kind in ("number", "decimal", "mixed"):
@@ -245,7 +245,7 @@ def literal(node: Node) -> Fraction | None:
 
 
 def _power_of_ten(node: Node) -> Fraction | None:
-    """What 10^n and a * 10^n are written for; None for other nodes."""
+    """The value of 10^n or a * 10^n; None for other nodes."""
     if node.kind == "mul" and len(node.parts) == 2:
         mantissa = node.parts[0]
         power = _power_of_ten(node.parts[1]) if node.parts[1].kind == "pow" else None
@@ -262,7 +262,7 @@ def _decimal(node: Node) -> bool:
 
 
 def _matrices(node: Node) -> bool:
-    """Whether capital letters are likely to be matrices: one has an inverse beside another, or a product comes in both orders."""
+    """Whether capital letters are likely to be matrices: one has an inverse next to another, or a product occurs in both orders."""
     capitals = {str(name) for name in symbols(node) if len(str(name)) == 1 and str(name).isupper()}
     pairs = set(_products(node))
     return len(capitals) > 1 and (_has_inverse(node) or any(pair[::-1] in pairs and len(set(pair)) > 1 for pair in pairs))
@@ -283,7 +283,7 @@ def _has_inverse(node: Node) -> bool:
 
 
 def built(node: Node, *, ordered: bool = False) -> Any:
-    """The tree as sympy has it, computed as far as sympy does by itself. Raises `NoScalar`.
+    """The tree as a sympy expression, with sympy's automatic evaluation. Raises `NoScalar`.
 
     Args:
         ordered: the factors of a product that are capital letters keep their order.
@@ -321,7 +321,7 @@ def built(node: Node, *, ordered: bool = False) -> Any:
 
 
 def read_wide(text: str) -> Node | None:
-    """A tree of one leaf: what math-verify reads, and sympy computes, of integrals, sums, limits and the like; None: it is no such text."""
+    """A tree of one leaf for an integral, sum, limit or the like that math-verify reads and sympy computes; None for any other text."""
     commands = set(re.findall(r"\\([A-Za-z]+)", text))
     if not commands & _WIDE_ONLY or not commands <= _WIDE_COMMANDS or re.search(r"\d(?:\s|\\[,;! ])+\d", text):
         return None
@@ -333,7 +333,7 @@ def read_wide(text: str) -> Node | None:
         return Node("wide", value=text) if isinstance(_evaluated(text), sympy.Expr) else None
     except MemoryError:
         raise
-    except Exception:  # whatever the parser raises at what somebody wrote
+    except Exception:  # the parser may raise anything on third-party text
         return None
 
 
@@ -376,7 +376,7 @@ def _equal_numbers(one: Any, other: Any) -> bool:
 
 
 def unfinished(node: Node) -> set[str]:
-    """The kinds of work that a tree leaves to do: arithmetic, functions of numbers and variables, factorials and the like."""
+    """The kinds of unevaluated parts in a tree: arithmetic, functions of numbers and variables, factorials and the like."""
     if node.kind == "wide":
         return set(_WORK)
     found = set().union(*map(unfinished, node.parts))
@@ -390,7 +390,7 @@ def unfinished(node: Node) -> set[str]:
 
 
 def _leaves_arithmetic(node: Node) -> bool:
-    """Whether numbers, like terms or equal factors are still to be put together."""
+    """Whether numbers, like terms or equal factors are not combined."""
     if built(node).is_Rational or (node.kind == "neg" and node.parts[0].kind == "neg"):
         return True
     values = [built(part) for part in node.parts]
@@ -409,7 +409,7 @@ def _leaves_arithmetic(node: Node) -> bool:
 
 
 def _multiplies_out(node: Node, values: Sequence[Any]) -> bool:
-    """Whether a product of sums of numbers, a power of one or of i, or a division by a complex number is still to be computed."""
+    """Whether a product of sums of numbers, a power of one or of i, or a division by a complex number is not computed."""
     if node.kind == "div":
         return bool(values[1].has(sympy.I))
     if node.kind == "pow":
@@ -418,7 +418,7 @@ def _multiplies_out(node: Node, values: Sequence[Any]) -> bool:
 
 
 def _common_factor(above: Any, below: Any) -> bool:
-    """Whether numerator and denominator have a factor in common that is no number."""
+    """Whether numerator and denominator have a common factor that is not a number."""
     try:
         return not sympy.gcd(above, below).is_number
     except sympy.PolynomialError:  # such as of functions that it does not know
@@ -426,16 +426,16 @@ def _common_factor(above: Any, below: Any) -> bool:
 
 
 def _terms(value: Any) -> set[Any]:
-    """The terms of an expanded expression without their coefficients, the constant one excepted."""
+    """The terms of an expanded expression without their coefficients, except the constant term."""
     return {term.as_coeff_Mul()[1] for term in sympy.Add.make_args(sympy.expand(value))} - {sympy.Integer(1)}
 
 
 def alike(one: Node, other: Node) -> bool:
-    """Whether two trees are written alike, but for the order of terms and factors."""
+    """Whether two trees are equal up to the order of terms and factors."""
     return _canonical(one) == _canonical(other)
 
 
 def _canonical(node: Node) -> Node:
-    """The tree with the parts of sums and products in one order."""
+    """The tree with the parts of sums and products in a fixed order."""
     parts = tuple(map(_canonical, node.parts))
     return node._replace(parts=tuple(sorted(parts, key=repr)) if node.kind in ("add", "mul") else parts)

@@ -1,4 +1,4 @@
-"""Two tables as bags: whether their rows can be paired one to one so that the rows of each pair are near each other.
+"""Compares two tables as bags: whether their rows can be paired one to one so that the rows of each pair are near each other.
 
 Equal rows are paired first. The others are split by the cells that are no numbers, then at the gaps between the numbers of a column that
 are wider than the tolerance. The few rows that are left together are paired in order, or else by augmenting paths. Time is that of sorting,
@@ -41,7 +41,7 @@ def near_rows(one: Row, other: Row, cells: Cells) -> bool:
 
 
 def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
-    """Whether every row of `given` is near a row of `wanted` of its own, and none of `wanted` is left."""
+    """Whether the rows of `given` and `wanted` can be paired one to one, each pair near."""
     one, other = Counter(given), Counter(wanted)
     ours = _by_texts((one - other).elements(), cells)
     theirs = _by_texts((other - one).elements(), cells)
@@ -67,7 +67,7 @@ def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
 
 
 def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict[tuple[Any, ...], list[_Item]]:
-    """Rows by their cells that are no numbers; `whole`: nor whole numbers, of which in-order pairing needs no tolerance."""
+    """Rows by their non-numeric cells; `whole`: also by their whole numbers, which need no tolerance."""
     sides: dict[tuple[Any, ...], list[_Item]] = {}
     for row in rows:
         numbers = [cells.number(cell) for cell in row]
@@ -107,7 +107,7 @@ def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) ->
 
 
 def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
-    """Whether as many rows of both sides can be paired."""
+    """Whether both sides have equally many rows, and all can be paired."""
     columns = len(some[0].numbers)
     for column in range(max(columns, 1)):
         ours, theirs = ([item.row for item in sorted(side, key=partial(_from, column))] for side in (some, true))
@@ -137,7 +137,7 @@ def _tight(some: Sequence[_Item], relative: float) -> bool:
 
 
 def _close(one: float, other: float, relative: float) -> bool:
-    """With some room for the rounding of whole numbers that a float does not hold."""
+    """Whether two numbers are within the tolerance, with a margin for whole numbers that a float cannot hold."""
     return math.isclose(one, other, rel_tol=relative + 1e-15)
 
 

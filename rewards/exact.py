@@ -37,7 +37,7 @@ class Exact(Configured):
         if not truths or not all(isinstance(one, str | int | float) and rules._plain(str(one)) for one in truths):
             raise TaskError(f"task {task.id}: the truth of an exact answer is text that is not empty, or a list of such")
         if (least := min(len(rules._plain(str(one))) for one in truths)) > rules.longest:
-            raise TaskError(f"task {task.id}: its shortest truth has {least} characters, and an answer at most {rules.longest}")
+            raise TaskError(f"task {task.id}: its shortest truth has {least} characters, but an answer may have at most {rules.longest}")
         answer, problem = answer_of(episode, after=rules.after, longest=rules.longest)
         if problem:
             return wrong(problem)

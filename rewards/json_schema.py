@@ -39,7 +39,7 @@ class JsonSchema(Configured):
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     """None: the task has it, in `data["schema"]`."""
     fenced: bool = False
-    """Whether an answer that is one fenced block is what stands in it (`agentrl.reward.configured.unfenced`)."""
+    """Whether to unwrap an answer that is one fenced block (`agentrl.reward.configured.unfenced`)."""
     equal: bool = False
     """Whether the answer must also equal the truth."""
     longest: int = Field(100_000, gt=0)

@@ -1,10 +1,10 @@
-r"""Mathematics: an expression that equals the truth, in the form of a value.
+r"""Mathematics: an expression that equals the truth, in evaluated form.
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-What is written is read by `rewards.notation` and compared by `rewards.algebra`; what only the package math-verify reads (integrals, sums,
-limits) can be a truth, and an answer with `unevaluated`. Both compute for hours on some short texts. They run in a process that is
-ended at a deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
+`rewards.notation` reads expressions, and `rewards.algebra` compares them. Integrals, sums and limits, which only the package math-verify
+reads, can be truths, and with `unevaluated` also answers. Some short texts take hours to compute, so both run in a process with a deadline
+(`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand
 
 
 class Mathematics(Configured):
-    r"""1 when the answer equals the truth and is written as a value, else 0. Settings in `task.data["mathematics"]`.
+    r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
 
     What is read of a submission is one expression, in LaTeX or as a calculator writes it: in the last `\boxed{}`, else in the last `$...$`,
     else all of it. So naming several answers is answering with a list. An answer that cannot be read is wrong, as is one at which the
@@ -54,7 +54,7 @@ class Mathematics(Configured):
     decimals: int = Field(6, ge=0, le=15)
     """Places that are compared when either number is written as a decimal: decimal places, of numbers below 0.1 significant digits."""
     unevaluated: bool = False
-    """Whether an answer may be in any form that has the value: 2+3, 5!, an integral, the question itself."""
+    """Whether an answer may be in any form with the right value: 2+3, 5!, an integral, the question's expression."""
     after: str = ""
     """The answer is what follows the last occurrence of this. Empty: all that was submitted."""
 
@@ -76,9 +76,9 @@ class Mathematics(Configured):
         try:
             verdict, why = await _worker.judge(request, sound=request | {"answer": truth})
         except AtAnswer as error:
-            return wrong(f"{told}: at this answer the comparison {error}")
+            return wrong(f"{told}: on this answer the comparison {error}")
         if verdict == "no truth":
-            raise TaskError(f"task {task.id}: no mathematics can be read in its truth {truth[:SHOWN]!r}: {why}", fix="write it as LaTeX")
+            raise TaskError(f"task {task.id}: its truth cannot be read as mathematics: {truth[:SHOWN]!r}: {why}", fix="write it as LaTeX")
         return Score(value=float(verdict == "equal"), evidence=f"{told}{why and ': ' + why}"[:500])
 
 
@@ -118,7 +118,7 @@ def prepare() -> None:
 
 
 def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
-    """In the process: "equal", "different", or "no truth" if that cannot be read; and what is to be said of it."""
+    """Runs in the worker: "equal", "different", or "no truth" if the truth cannot be read; and the reason."""
     from rewards.algebra import Comparison, alike
 
     truth, answer = request["truth"], request["answer"]
@@ -128,17 +128,17 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     given, problem = _read(answer, wide=request["unevaluated"])
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
-    given = given or wanted  # written as the truth is, which is computed all the same: a truth that takes for ever is the task's fault
+    given = given or wanted  # written like the truth, which is still computed: a truth that takes too long is the task's fault
     comparison = Comparison(request["decimals"], any_form=request["unevaluated"])
     if not comparison.same(wanted, given):
-        return "different", "it has the value, and leaves work to do: only the value counts" if comparison.unfinished else ""
+        return "different", "it equals the truth but is not evaluated" if comparison.unfinished else ""
     if _restates(given, answer, request["prompt"]) and not alike(wanted, given):
-        return "different", "it has the value, and only says what the question says: the worked-out value counts"
+        return "different", "it equals the truth but copies an expression of the question"
     return "equal", ""
 
 
 def _read(text: str, *, wide: bool) -> tuple[Node | None, str]:
-    """The tree of a text; with `wide`, also of one that only math-verify reads. None, and why not."""
+    """The tree of a text, or None and the reason. `wide`: also read texts that only math-verify reads."""
     from rewards.algebra import read_wide
 
     try:
@@ -157,7 +157,7 @@ def _starred(text: str) -> str:
 
 
 def _restates(given: Node, answer: str, prompt: str) -> bool:
-    """Whether the answer is an expression that the question writes down; a number, a word or a variable is none."""
+    """Whether the answer is an expression that the question contains. A number, a word or a variable does not count."""
     from rewards.algebra import alike
 
     if not given.parts or (given.kind == "neg" and not given.parts[0].parts):

@@ -60,7 +60,7 @@ def _element(tokens: Sequence[Token]) -> Node:
 
 
 def _between(parts: Sequence[Node], signs: Sequence[str]) -> Node:
-    """The interval of a < x <= b. A longer chain, or one of equations, is no value."""
+    """The interval of a < x <= b. A longer chain, or a chain of equations, is not a value."""
     below, above = {"<", "\\le"}, {">", "\\ge"}
     if len(signs) != 2 or parts[1].kind != "symbol" or not (set(signs) <= below or set(signs) <= above):
         raise Unreadable("a chain of relations")
@@ -88,9 +88,9 @@ def is_assignment(node: Node) -> bool:
 
 
 def _value(tokens: Sequence[Token]) -> Node:
-    """What stands on one side of a relation: a set, a ratio, a word, a scalar with or without a unit."""
+    """One side of a relation: a set, a ratio, a word, a scalar with or without a unit."""
     if not tokens:
-        raise Unreadable("nothing where a value is due")
+        raise Unreadable("no value where one is expected")
     for sign, kind in (("\\setminus", "difference"), ("\\cup", "union"), ("\\cap", "intersection")):
         sets, _ = split(tokens, sign)
         if len(sets) > 1:
@@ -108,7 +108,7 @@ def _value(tokens: Sequence[Token]) -> Node:
 
 
 def _bracketed(tokens: Sequence[Token]) -> Node | None:
-    """A set, tuple or interval; None: the tokens are not in brackets, or hold one value."""
+    """A set, tuple or interval; None if the tokens are not in brackets, or hold one value."""
     first, last = tokens[0].sign, tokens[-1].sign
     inside = tokens[1:-1]
     closes_at_end = len(tokens) > 1 and first in OPEN and last in CLOSE
@@ -137,7 +137,7 @@ def _bracketed(tokens: Sequence[Token]) -> Node | None:
 
 
 def _word(tokens: Sequence[Token]) -> str:
-    """A name or word, whose letters are no factors: letters with a capital among them, or at least four; empty: it is none."""
+    """A name or word, whose letters are not factors: it has a capital letter, or at least four letters. Empty for other tokens."""
     if any(token.kind not in ("letter", "text") or not re.fullmatch(r"\(?[A-Za-z][A-Za-z ,.'()-]*", token.text) for token in tokens):
         return ""
     if len(tokens) == 1 and tokens[0].kind == "letter":
@@ -179,7 +179,7 @@ def _unit(value: Node, name: str) -> Node:
 
 
 def _degrees(tokens: Sequence[Token]) -> bool:
-    """Whether the tokens are a number of degrees, and not a function of one."""
+    """Whether the tokens are a number of degrees, and not a function of degrees."""
     ends = len(tokens) > 2 and tokens[-1].sign == "\\circ" and tokens[-2].sign == "^"
     return ends and all(token.kind == "number" or token.sign in ("-", "+", "/", "\\frac", "{", "}") for token in tokens[:-2])
 

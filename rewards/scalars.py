@@ -1,4 +1,4 @@
-"""Scalar notation as a tree: nothing is computed, so that the tree shows in which form a value was written."""
+"""Parses scalar notation to a tree. Nothing is evaluated, so the tree shows the form in which a value was written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def symbols(node: Node) -> set[Fraction | str]:
 
 
 def _number(text: str) -> Node:
-    """A number as it is written. Digits under a line repeat without end."""
+    """A number as written. Digits under a line are a repeating decimal."""
     if match := REPEATING.fullmatch(text):
         return Node("number", value=int(match[1]) + Fraction(int(match[2]), 10 ** len(match[2]) - 1))
     match = NUMBER.fullmatch(text)
@@ -72,7 +72,7 @@ class Scalar:
 
     def whole(self) -> Node:
         if not self._tokens:
-            raise Unreadable("nothing where a value is due")
+            raise Unreadable("no value where one is expected")
         node = self._sum()
         if self._at < len(self._tokens):
             raise Unreadable(f"{self._tokens[self._at].text[:40]!r} after a value")
@@ -91,7 +91,7 @@ class Scalar:
 
     def _need(self, sign: str) -> None:
         if not self._take(sign):
-            raise Unreadable(f"no {sign} where one is due")
+            raise Unreadable(f"no {sign} where one is expected")
 
     def _sum(self) -> Node:
         self._depth += 1
@@ -123,7 +123,7 @@ class Scalar:
                 return node
 
     def _beside(self, node: Node) -> Node:
-        """A product without a sign; 2\\frac{1}{2} and 2 1/2 are mixed numbers."""
+        """An implicit product; 2\\frac{1}{2} and 2 1/2 are mixed numbers."""
         number = self._tokens[self._at].kind == "number"
         after = self._power()
         if number and node.kind == "number" and self._take("/"):
@@ -170,7 +170,7 @@ class Scalar:
         return node
 
     def _exponent(self) -> Node | None:
-        """What stands after ^; None: the sign of degrees."""
+        """The exponent after ^; None for the degree sign."""
         if self._take("{"):
             if self._take("\\circ"):
                 self._need("}")
@@ -200,7 +200,7 @@ class Scalar:
 
     def _atom(self) -> Node:
         if self._at == len(self._tokens):
-            raise Unreadable("nothing where a value is due")
+            raise Unreadable("no value where one is expected")
         token = self._tokens[self._at]
         if token.kind == "number":
             self._at += 1
@@ -236,7 +236,7 @@ class Scalar:
 
     @staticmethod
     def _refuse(token: Token) -> Node:
-        raise Unreadable(f"{token.text[:40]!r} where a value is due")
+        raise Unreadable(f"{token.text[:40]!r} where a value is expected")
 
     def _root(self) -> Node:
         degree = self._group("[") if self._next() == "[" else Node("number", value=Fraction(2))

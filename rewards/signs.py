@@ -1,4 +1,4 @@
-r"""The signs of mathematical notation: LaTeX, or what a calculator writes, as tokens that are all known.
+r"""Splits mathematical notation, LaTeX or calculator text, into known tokens.
 
 The language is small, and every sign of a text must belong to it: what is not known is not dropped, but makes the text unreadable. Signs of
 unfinished work (integrals, sums, limits) are not in the language.
@@ -15,7 +15,7 @@ DEEPEST = 40  # brackets within brackets
 
 
 class Unreadable(ValueError):
-    """What a text has that is not in the language."""
+    """A text contains something that is not in the language."""
 
 
 class Token(NamedTuple):
@@ -25,7 +25,7 @@ class Token(NamedTuple):
 
     @property
     def sign(self) -> str:
-        """The sign, or the command with its backslash; empty for what is neither."""
+        """The sign, or the command with its backslash; empty for other tokens."""
         return self.text if self.kind == "sign" else f"\\{self.text}" if self.kind == "command" else ""
 
 
@@ -67,7 +67,7 @@ CLOSE = set(OPEN.values())
 
 
 def plain(text: str) -> str:
-    """The text with one way to write each sign, and numbers without separators of groups."""
+    """The text in standard notation: one form of each sign, and no group separators in numbers."""
     text = unicodedata.normalize("NFC", text).strip()
     text = "".join(_vulgar(letter) if unicodedata.category(letter) == "No" else letter for letter in text)
     text = re.sub("[" + "".join(_RAISED) + "]+", lambda match: "^{" + "".join(map(_RAISED.__getitem__, match[0])) + "}", text)
@@ -162,7 +162,7 @@ _COMMANDS = _names("frac sqrt binom pm mp pi infty le ge ne in cup cap setminus 
 
 
 def split(tokens: Sequence[Token], *signs: str) -> tuple[list[list[Token]], list[str]]:
-    """The pieces between signs that stand in no bracket, and the signs."""
+    """The pieces between signs outside of brackets, and the signs."""
     pieces: list[list[Token]] = [[]]
     between: list[str] = []
     depth = 0

@@ -1,4 +1,4 @@
-"""SQL: the answer is a query, right when it gives what the true query gives on the same databases.
+"""SQL: the answer is a query. It is right if it returns the rows of the true query on the same databases.
 
     rewards.sql:sql      with task.data = {"answer": "SELECT a FROM t", "databases": ["CREATE TABLE t(a); INSERT INTO t VALUES (1);"]}
 
@@ -6,7 +6,7 @@ Both queries are executed; nothing is judged by how it is written. They run in S
 deadline, on a connection that can only read: opened read-only, with an authorizer that lets SELECT, columns and SQLite's harmless
 functions pass, and with bounds on steps, lengths and rows.
 
-A query that spells out the result gives the right rows too. So both queries are also executed on changed copies of the databases
+A query with a hard-coded result returns the right rows too. So both queries are also executed on changed copies of the databases
 (`rewards.sql_copies`): if the true result changes there, the answer's must change with it.
 """
 
@@ -43,10 +43,10 @@ Row = tuple[Any, ...]
 class Sql(Configured):
     """1 when the answer's rows are the truth's on every database, and change with the data as the truth's do; else 0.
 
-    Settings in `task.data["sql"]`. Rows are compared as a bag, in order if the truth has an ORDER BY of its own; columns by position, not
-    by name; numbers within `relative`, whole ones exactly. Comments, semicolons and a fence around the query play no part. A truth that
+    Settings in `task.data["sql"]`. Rows are compared as a bag, in order if the truth ends in an ORDER BY; columns by position, not
+    by name; numbers within `relative`, whole ones exactly. Comments, semicolons and a fence around the query are ignored. A truth that
     fails, gives no row on any database, or has more rows near each other than can be told apart within `relative`, is the task's fault. A
-    truth that orders should leave no ties, or one order of them is right and another wrong.
+    truth with an ORDER BY should have no ties: only one order of tied rows is right.
 
     On changed copies of the databases (rows removed or added, other values) on which the truth's rows change, the answer must give the
     truth's rows for some of the different results (a fifth, and two if there are four), and its rows must change with every column
@@ -73,7 +73,7 @@ class Sql(Configured):
         if not isinstance(truth, str) or not scripts or not all(isinstance(script, str) for script in scripts):
             raise TaskError(f"task {task.id}: it needs a query as its truth, and data.databases, a list of SQL scripts")
         if len(truth) > LONGEST:
-            raise TaskError(f"task {task.id}: its true query has {len(truth)} characters, and an answer at most {LONGEST}")
+            raise TaskError(f"task {task.id}: its true query has {len(truth)} characters, but an answer may have at most {LONGEST}")
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
         if problem:
             return wrong(problem)
@@ -93,7 +93,7 @@ class Refused(Exception):
 
 
 class Result(NamedTuple):
-    """What a query gave, and the (table, column) pairs of the database that it read."""
+    """The rows of a query, and the (table, column) pairs of the database that it read."""
 
     rows: list[Row]
     columns: int
@@ -101,7 +101,7 @@ class Result(NamedTuple):
 
 
 class _Database(NamedTuple):
-    """A database of the task, open, and what the true query gives on it."""
+    """An open database of the task, and the result of the true query on it."""
 
     connection: sqlite3.Connection
     name: str
@@ -145,7 +145,7 @@ def _made(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> 
 
 
 def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative: float) -> str:
-    """What is wrong with an answer on a database; empty when it gives the truth's rows."""
+    """The error of an answer on a database; empty if it returns the truth's rows."""
     try:
         given = execute(database.name, answer)
     except Refused as error:
@@ -155,9 +155,9 @@ def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative
 
 
 def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], relative: float) -> str:
-    """How an answer that is right on all databases does not follow their data; empty when it does.
+    """Why an answer that is right on all databases does not depend on their data as the truth does; empty if it does.
 
-    A true result without rows, or of nothing but 0, NULL and empty texts, is what a query gives by accident: it counts only without others.
+    A query can return no rows, or only 0, NULL and empty texts, by accident. Such true results count only if there are no others.
     """
     shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it says something -> true result -> whether the answer gives it
     with contextlib.ExitStack() as opened:
@@ -194,7 +194,7 @@ def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Itera
 
 
 def _unused(truth: str, answer: str, database: _Database, relative: float) -> Iterator[str]:
-    """Columns whose values the truth gives or computes with, and the answer does not."""
+    """Columns whose values the truth returns or computes with, and the answer does not."""
     before = _executed(database.name, answer)
     for column, name in altered_copies(database.connection, database.wanted.reads):
         wanted = _executed(name, truth)
@@ -221,7 +221,7 @@ def execute(name: str, query: str) -> Result:
     """The result of a query on the database `name`, read-only. Raises `Refused`."""
     single = statements(query)
     if len(single) != 1:
-        raise Refused(f"{len(single)} statements, and one query is wanted")
+        raise Refused(f"{len(single)} statements instead of one query")
     read: set[tuple[str, str]] = set()
     connection = sqlite3.connect(f"file:{name}?vfs=memdb&mode=ro", uri=True)
     try:
@@ -245,7 +245,7 @@ def execute(name: str, query: str) -> Result:
 
 
 def _authorizer(read: set[tuple[str, str]]) -> Callable[..., int]:
-    """Lets a query read and compute, and notes the columns that it reads of the database's tables (not of SQLite's own)."""
+    """Lets a query read and compute, and records the columns that it reads from the database's tables (not from SQLite's system tables)."""
 
     def allow(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
         if action == sqlite3.SQLITE_READ:

@@ -1,4 +1,4 @@
-"""Changed copies of a database: rows removed, rows added, and columns with other values. A query that reads the data notices.
+"""Changed copies of a database, with rows removed, rows added, or other values in a column. They detect queries that ignore the data.
 
 The copies are a pure function of the database and of the true query. Values are taken from the same column, or from the query's
 literals, so that joins and conditions still select something.
@@ -35,7 +35,7 @@ def smaller(origin: sqlite3.Connection) -> AbstractContextManager[tuple[sqlite3.
 
 
 def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Names of copies with other rows, for connections by `file:NAME?vfs=memdb`; each exists until the next is asked for.
+    """Names of copies with other rows, for connections by `file:NAME?vfs=memdb`. Each copy exists until the next is requested.
 
     Args:
         query: the true query.
@@ -54,7 +54,7 @@ def changed_copies(origin: sqlite3.Connection, query: str, columns: Iterable[tup
 
 
 def altered_copies(origin: sqlite3.Connection, columns: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Names of a column, and of a copy in which every value of that column is another, and different values are different."""
+    """Pairs of a column and a copy in which every value of that column is replaced, and distinct values stay distinct."""
     for table, column in _read(_tables(origin), columns):
         with _copy(origin, _altered(table, column), 0) as (_, name):
             yield f"{table}.{column}", name
@@ -109,7 +109,7 @@ def _doubled(tables: list[str]) -> Change:
 
 
 def _other(table: str, column: str, known: list[Any]) -> Change:
-    """Gives about half of a column's cells another value of the column, or one of `known`. NULL stays."""
+    """Replaces about half of a column's cells with another value of the column, or one of `known`. NULL stays."""
 
     def change(copy: sqlite3.Connection, random: Random) -> None:
         at, place = _quoted(table), _quoted(column)
@@ -130,7 +130,7 @@ def _other(table: str, column: str, known: list[Any]) -> Change:
 
 
 def _altered(table: str, column: str) -> Change:
-    """Gives every cell of a column a new value, and different cells different ones. NULL stays."""
+    """Gives every cell of a column a new value, distinct for distinct cells. NULL stays."""
 
     def other(value: Any) -> Any:
         if isinstance(value, str):
@@ -148,7 +148,7 @@ def _altered(table: str, column: str) -> Change:
 
 
 def _some(copy: sqlite3.Connection, table: str, random: Random, share: float, *, all_but_one: bool = False) -> Callable[[], bool]:
-    """A function that says for each row in turn whether it is chosen; at least one is, or at least one is not."""
+    """A function that returns for each row in turn whether it is chosen. At least one row is chosen, or at least one is not."""
     sure, numbers = random.randrange(max(_size(copy, table), 1)), count()
 
     def chosen() -> bool:

@@ -1,6 +1,6 @@
-"""What a verifier reads of SQL itself: the statements of a text, whether one orders its rows, and its literals. SQLite does the rest.
+"""The SQL that a verifier parses: the statements of a text, whether one orders its rows, and its literals. SQLite does the rest.
 
-Comments, white space, a byte order mark and semicolons around a statement play no part; what stands in quotes or parentheses is not read.
+Comments, white space, a byte order mark and semicolons around a statement are ignored, and so is text in quotes or parentheses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def statements(text: str) -> list[str]:
 
 
 def orders(query: str) -> bool:
-    """Whether a query orders its rows itself, not only a part of it."""
+    """Whether a query orders its result, and not only a subquery."""
     depth, before = 0, ""
     for kind, match in _tokens(query):
         token = match[0].lower()
@@ -45,7 +45,7 @@ def orders(query: str) -> bool:
 
 
 def literals(query: str) -> list[str | int | float]:
-    """The texts and numbers that stand in a query."""
+    """The texts and numbers in a query."""
     found: list[str | int | float] = []
     for kind, match in _tokens(query):
         token = match[0]

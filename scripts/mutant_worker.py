@@ -1,10 +1,10 @@
 """Runs tests for `mutants.py`, each time in a fork of a process that has imported the slow packages and nothing of agentrl.
 
-Reads a JSON request a line from standard input and writes a JSON answer a line:
+Reads one JSON request per line from standard input and writes one JSON answer per line:
     {"do": "cover", "tests", "files", "limit_s"} -> {"lines": file -> line -> tests, "imported": file -> lines, "seconds", "failed"}
     {"do": "run", "tests", "limit_s"}            -> {"passed"}: all passed within the limit, and at least one ran
 
-`limit_s` is of CPU time, so that a busy machine makes no mutant look noticed; `PATIENCE` times as much may pass by the clock.
+`limit_s` is CPU time, so that no mutant counts as detected because the machine is busy. The wall-clock limit is `PATIENCE` times as long.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Cover:
 
 def cover(request: Any) -> dict[str, object]:
     plugin = Cover(request["files"])
-    sys.settrace(plugin.trace)  # what runs at import belongs to no test
+    sys.settrace(plugin.trace)  # code that runs at import belongs to no test
     threading.settrace(plugin.trace)
     code = pytest.main([*OPTIONS, *request["tests"]], plugins=[plugin])
     sys.settrace(None)
@@ -86,7 +86,7 @@ PATIENCE = 10.0
 
 
 def forked(request: Any) -> dict[str, object]:
-    """The answer of a forked child in a process group of its own, which is killed at the limit and when it has answered."""
+    """The answer of a forked child in a separate process group, which is killed at the limit and after the answer."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         child = os.fork()

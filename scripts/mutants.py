@@ -1,4 +1,4 @@
-"""Mutation tests of the laws: plants small defects in the code that keeps them and reports each defect that no test notices.
+"""Mutation tests of the laws: inserts small defects into the code of each law and reports every defect that no test detects.
 
     python scripts/mutants.py                      all laws, two at a time; continues where an earlier call stopped
     python scripts/mutants.py objective swap       these laws alone
@@ -41,7 +41,7 @@ BASELINE_LIMIT_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """The files that keep a law and the tests (files or folders) that must notice when they do not."""
+    """The files that implement a law, and the tests (files or folders) that must detect defects in them."""
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
@@ -217,7 +217,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
 
 
 def _candidates(node: ast.AST, statement: Any) -> Iterator[tuple[ast.AST, Any]]:
-    """Nodes whose change could matter, with the statement each belongs to; no annotations, decorators, messages or log calls."""
+    """Nodes whose change could matter, each with its statement. Annotations, decorators, messages and log calls are excluded."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "exc", "cause", "type_params", "msg"):
             continue
@@ -314,13 +314,13 @@ def covering(coverage: Any, mutant: Mutant) -> tuple[list[str], float]:
 
 
 def explained() -> dict[tuple[str, str, str, str], str]:
-    """The mutants that change nothing a test could see, with the reason: (file, line of code, before, after) -> reason."""
+    """Mutants that no test can detect, with the reason: (file, line of code, before, after) -> reason."""
     listed = tomllib.loads(EXPLAINED.read_text()).get("equivalent", []) if EXPLAINED.exists() else []
     return {(one["file"], one["code"], one["before"], one["after"]): one["reason"] for one in listed}
 
 
 class Session:
-    """The mutants of a call, their results, and what an earlier call has found about the same files and tests."""
+    """The mutants of a call, their results, and stored results of earlier calls for the same files and tests."""
 
     def __init__(self, jobs: int) -> None:
         self.scratch = Path(tempfile.mkdtemp(prefix="mutants-"))
@@ -339,7 +339,7 @@ class Session:
         CACHE.write_text(json.dumps(self.known))
 
     def survivors(self, name: str, law: Law, chosen: Sequence[Mutant]) -> list[tuple[Mutant, str]]:
-        """The mutants that no test notices, each with whether any test executes it."""
+        """The mutants that no test detects, each with whether any test executes it."""
         tests_hash = _hash(*(path.read_text() for path in _test_files(law)))
         todo: queue.Queue[tuple[Mutant, str]] = queue.Queue()
         keys = {id(one): _hash(one.source, tests_hash) for one in chosen}

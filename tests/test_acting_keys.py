@@ -260,7 +260,7 @@ def test_a_key_that_is_declared_to_be_idle_somewhere_is_refused_there_by_name(ke
                     made = recipe.but({concrete(key): value})
                 except RecipeError as error:
                     refused += any(
-                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {needs.what}; else leave it at" in line
+                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {needs.what}; or leave it at" in line
                         for line in str(error).splitlines()
                     )
                     continue
@@ -361,4 +361,4 @@ def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
 def test_what_does_nothing_is_an_error_that_says_what_would_make_it_act(changes: list[str], said: str) -> None:
     with pytest.raises(RecipeError) as error:
         BASE.but(*changes)
-    assert said in str(error.value) and "else leave it at" in str(error.value)
+    assert said in str(error.value) and "or leave it at" in str(error.value)

@@ -80,7 +80,7 @@ HELD = {
     "tools.mcp.it.host_command": {"tools": {"mcp": {"it": {"host_command": ["p", "--api-key", PLANTED]}}}},
     "tools.mcp.it.command": {"tools": {"mcp": {"it": {"command": ["p", f"--github-access-token={PLANTED}"]}}}},
     "tools.mcp.it: env.TOKEN": {"tools": {"mcp": {"it": {"host_command": ["p"], "env": {"TOKEN": PLANTED}}}}},
-    "tools.mcp.it: a url has no query": {"tools": {"mcp": {"it": {"url": f"https://h/mcp?k={PLANTED.replace('/', '')}"}}}},
+    "tools.mcp.it: url has a query": {"tools": {"mcp": {"it": {"url": f"https://h/mcp?k={PLANTED.replace('/', '')}"}}}},
     "tools.mcp.it.url": {"tools": {"mcp": {"it": {"url": f"https://u:{PLANTED.replace('/', '')}@h/mcp"}}}},
     "tools.mcp.it.key_env": {"tools": {"mcp": {"it": {"url": "https://h/mcp", "key_env": f"{OPENAI}"}}}},
     "tools.mcp.it.env.A": {"tools": {"mcp": {"it": {"host_command": ["p"], "env": {"A": 90817263544536271}}}}},
@@ -101,7 +101,7 @@ def test_a_section_of_its_own_does_not_repeat_it_either() -> None:
     with pytest.raises(ValidationError) as error:
         MCPConfig(host_command=("p",), env={"TOKEN": PLANTED})
     assert PLANTED not in str(error.value) and "env.TOKEN is given by value" in str(error.value) and "env:NAME" in str(error.value)
-    with pytest.raises(ValidationError, match="an agent could read what a program in its sandbox is given"):
+    with pytest.raises(ValidationError, match="the agent could read the environment of a program"):
         MCPConfig(command=("p",), env={"TOKEN": "env:TOKEN"})
 
 
@@ -137,7 +137,7 @@ SECRETS = st.text(alphabet=string.printable, min_size=6, max_size=60).filter(lam
 @given(secret=SECRETS, before=TEXTS, after=TEXTS, escaped=st.booleans())
 def test_a_secret_that_was_read_is_in_no_text(secret: str, before: str, after: str, escaped: bool) -> None:
     secrets._read.clear()
-    secrets.known(secret)
+    secrets.registered(secret)
     form = json.dumps(secret)[1:-1] if escaped else secret
     shown = secrets.redacted(before + form + after)
     assert secrets.HIDDEN in shown and (secret not in shown or secret in secrets.HIDDEN)
@@ -160,7 +160,7 @@ def test_passwords_in_urls_and_the_environments_keys_are_hidden(monkeypatch: pyt
 
 
 def test_children_that_need_no_secret_get_none() -> None:
-    secrets.known("value-known")
+    secrets.registered("value-known")
     held = {
         "OPENAI_API_KEY": "x",
         "HF_TOKEN": "x",

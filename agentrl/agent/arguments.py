@@ -45,17 +45,17 @@ def problems(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
 
 
 def _parameters(schema: Any) -> Mapping[str, Any]:
-    """The parameters of a function schema, which may hold any JSON in any place."""
+    """The parameters of a function schema, which may be any JSON; empty if it has none."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     found = function.get("parameters") if isinstance(function, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
 
 def _sample(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> Any:
-    """A value that fits a schema. Of an object, what it requires; if that is nothing, its first property.
+    """A value that fits a schema. An object has its required properties, or its first property if none is required.
 
     Args:
-        left: values that may still be made; a schema that refers to itself asks for any number of them.
+        left: how many values may still be generated; a recursive schema would need infinitely many.
     """
     one = _resolved(one, root)
     left[0] -= 1

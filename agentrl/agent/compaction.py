@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.provoking import read
+from agentrl.agent.policytext import read_turn
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Message, Parent, ToolResult
 from agentrl.sections.rollout import CompactionConfig
@@ -75,7 +75,7 @@ class Compactor:
         most = self.config.summary_tokens if allowance is None else min(allowance, self.config.summary_tokens)
         completion = await asked.sample(stop_token_ids=self.chat.stop_token_ids, max_tokens=most, thinking=self.chat.thinking)
         episode.stage = "chat"
-        parsed = read(self.chat, asked, completion)
+        parsed = read_turn(self.chat, asked, completion)
         words = parsed.answer.strip()  # without what was thought
         taken = completion.finish_reason == "stop" and words and not parsed.message.tool_calls and not parsed.errors
         asked.end("summarized" if taken else "rejected")

@@ -1,9 +1,9 @@
-"""One tool call. Whatever the tool does, the agent gets an answer in time and the episode is scored, or the infrastructure is at fault.
+"""One tool call. Either the agent gets an answer in time and the episode is scored, or the attempt ends with an infrastructure fault.
 
-A tool that raises on what an agent asks of it or gives something wrong is answered to the agent as an error. An outage of what the
-tool depends on (`agentrl.outages`), and no answer in time from a tool without a sandbox, are faults of the infrastructure: the attempt
-ends and is retried. The exception is an outage that the arguments provoked (`agentrl.agent.provoked`): an agent that could end its
-attempts that way would choose which of them count. Faults of the sandbox are faults of the infrastructure, also when a tool hides them.
+If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
+(`agentrl.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried. The
+exception is an outage that the arguments provoked (`agentrl.agent.provoked`): otherwise an agent could end its attempts that way and
+choose which of them count. Sandbox faults are infrastructure faults, even if a tool hides them.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ async def call_tool(
     may take to be started (`opening_s`). What the tool has of bounds takes the place of these limits.
 
     Args:
-        attempt: id of the episode that calls, for `record`.
-        record: how the run's tools answered so far. Without it every outage is the infrastructure's, and no answer in time the policy's.
+        attempt: id of the calling episode, for `record`.
+        record: how the run's tools answered so far. Without it, every outage is an infrastructure fault, and a late answer the policy's.
         on_lost: told at once when the call makes the sandbox useless, before others that wait for the sandbox fail.
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool says that something else did.
-        ToolUnavailable: what the tool depends on failed, and the arguments did not provoke it.
+        ToolUnavailable: an outage that the arguments did not provoke.
         TaskError, PluginError: the tool says that the task is wrong.
         BaseException: a bug in the sandbox layer, whatever it raised.
     """
@@ -111,7 +111,7 @@ def checked(given: object, limits: Limits) -> ToolOutcome:
 
 
 def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
-    """The outage that ended a call. `alone`: no sandbox takes part, so that a call without an answer in time waited for this machine."""
+    """The outage that ended a call. `alone`: no sandbox is involved, so a late answer is an outage too."""
     if isinstance(error, Fault):
         return error.outage
     if isinstance(error, usercode.Overdue):

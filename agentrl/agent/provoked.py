@@ -1,7 +1,7 @@
-"""Whether an outage of a tool was provoked by the calls of one episode, judged by how the tool answered others.
+"""Decides whether the calls of one episode provoked a tool's outage, from how the tool answered other calls.
 
-An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. An agent that could cause outages
-by its arguments could therefore choose which of its episodes count. Two observations show that the tool was up:
+An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. So an agent that can cause outages
+with its arguments could choose which of its episodes count. Two observations show that the tool was up:
 
 - The outage recurs in another attempt of the same episode, and the tool has answered at least half of the other calls since the first one.
 - The call got no answer in time, and the tool has answered at least half of the other calls that started after it.
@@ -15,12 +15,12 @@ import re
 from collections import OrderedDict, deque
 
 KEPT_CALLS = 512
-"""Calls that are remembered for each tool, newest first."""
+"""The newest calls that are kept for each tool."""
 KEPT_EPISODES = 4096
-"""Episodes whose first outage is remembered."""
+"""Episodes whose first outage is kept."""
 KEPT_TOOLS = 1024
 UP = 0.5
-"""Share of other calls that a tool must have answered. A tool that fails at more of them is down, whoever caused it: the run pauses."""
+"""Share of other calls that a tool must have answered to count as up. Otherwise it is down, whatever the cause, and the run pauses."""
 _ATTEMPT = re.compile(r"-a\d+$")
 
 
@@ -32,7 +32,7 @@ class CallRecord:
         self._first: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()  # tool, episode -> start, attempt of its first outage
 
     def answered(self, tool: str, *, attempt: str, started: float) -> None:
-        """Records a call that went well. `attempt` is the episode's id, `started` the time of the monotonic clock."""
+        """Records a successful call. `attempt` is the episode's id, `started` the time on the monotonic clock."""
         self._add(tool, attempt, started, True)
 
     def provoked(self, tool: str, *, attempt: str, started: float, late: bool) -> bool:

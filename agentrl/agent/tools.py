@@ -33,9 +33,9 @@ class NotAnOutcome(Exception):
 
 
 class Fault(Exception):
-    """A call went wrong in a way that the agent is told of in these words, and that the episode's record keeps as `kind`.
+    """A failed call. The agent is shown `text`, and the episode's record has `kind`.
 
-    With an `outage` it is the infrastructure's instead, unless the arguments provoked it (`agentrl.agent.provoked`).
+    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.provoked`).
     """
 
     def __init__(self, kind: str, text: str, *, outage: Outage | None = None) -> None:
@@ -97,8 +97,8 @@ class Tool(Protocol):
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Bad arguments are best an outcome with ok=False that tells the agent what is expected.
 
-        An exception, a wrong outcome, or none in time, is answered to the agent as an error, and its episode is scored, unless it is an
-        outage (`agentrl.outages`), which ends the attempt. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        After an exception, an invalid outcome or none in time, the agent gets an error and its episode is scored. An outage
+        (`agentrl.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
         """
         ...
 

@@ -19,7 +19,7 @@ from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.compaction import Compactor
 from agentrl.agent.contexts import current, go_on
 from agentrl.agent.handing import hand_back
-from agentrl.agent.provoking import read, said
+from agentrl.agent.policytext import read_turn, reading_policy_text
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome, clip
 from agentrl.agent.turncalls import call_all, calls_made, over_budget
@@ -29,7 +29,7 @@ from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
 from agentrl.sections.rollout import CompactionConfig, DelegationConfig
 
-AGAIN = "shown to it again, with what its tools gave"
+_SHOWN = "shown to it again with its tool results"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class Speaker:
         while not (limit := self._limit()):
             completion = await self.line.sample(stop_token_ids=chat.stop_token_ids, max_tokens=self._allowance(), thinking=chat.thinking)
             episode.stage = "chat"
-            parsed = read(chat, self.line, completion, schemas)
+            parsed = read_turn(chat, self.line, completion, schemas)
             self._turns, self._sampled = self._turns + 1, self._sampled + len(completion.token_ids)
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
@@ -137,11 +137,11 @@ class Speaker:
         outputs = [result.output for result in results]
         if not chat.exact:
             line.add_results(results, wall_s=wall_s)
-            with said(AGAIN):
+            with reading_policy_text(_SHOWN):
                 self.line = go_on(chat, self._episode, line, parsed, outputs, prompt=self._prompt, schemas=self._schemas())
             return ""
         try:
-            with said(AGAIN):
+            with reading_policy_text(_SHOWN):
                 delta = chat.tool_delta(outputs, parsed)
         except PolicyFault:
             line.add_results(results, wall_s=wall_s)
@@ -150,7 +150,7 @@ class Speaker:
             line.add_results(results, wall_s=wall_s)
             line.add_prompt(delta)
             return ""
-        with said(AGAIN):
+        with reading_policy_text(_SHOWN):
             results, delta = self._compactor.asking(parsed, results, used=line.tokens, room=room)
         line.add_results(results, wall_s=wall_s)
         if line.tokens + len(delta) >= room:

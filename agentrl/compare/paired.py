@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def difference(self) -> Fraction:
-        """After minus before, the mean over the attempts; exact, and 0 if they are equal up to rounding."""
+        """The mean over the attempts of after minus before; exact, and 0 if both are equal up to rounding."""
         moved = (sum(map(exact, self.after), Fraction()) - sum(map(exact, self.before), Fraction())) / len(self.before)
         return moved if abs(moved) > slack(*self.before, *self.after) else Fraction()
 

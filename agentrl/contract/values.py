@@ -1,7 +1,7 @@
-"""When two numbers are the same value: the one comparison of every verifier, and of triage.
+"""Decides when two numbers are the same value. All verifiers and triage use this comparison.
 
-A tolerance is for numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so a tolerance for
-floats never makes two of them equal, whatever their size.
+A tolerance is for numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different whole
+numbers of any size are never equal within a tolerance.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def number(text: str) -> Fraction | None:
 
 
 def whole(value: Fraction | float) -> bool:
-    """Whether a finite number is a whole one that is known exactly. A float from 2**53 on is not: it may stand for its neighbours."""
+    """Whether a finite number is whole and known exactly. A float from 2**53 on is not exact: it may be a rounded neighbour."""
     if isinstance(value, float):
         return value.is_integer() and abs(value) < _EXACT_FLOAT
     return value.denominator == 1
 
 
 def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
-    """Whether a number is the true one, up to rounding.
+    """Whether two numbers are the same value, up to rounding.
 
-    Equal numbers are. Two whole numbers that differ are not. If one of the two is whole, they differ by at most 0.5. Otherwise `near`
-    decides. Infinite numbers equal only themselves, NaN equals nothing.
+    Equal numbers are the same, and two different whole numbers are not. Numbers of which one is whole must differ by at most 0.5. Otherwise
+    `near` decides. Infinite numbers equal only themselves, and NaN equals nothing.
     """
     if given == wanted:
         return True
@@ -51,8 +51,8 @@ def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: 
 def near(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two finite numbers differ by at most the tolerance, max(relative * |wanted|, absolute).
 
-    A tolerance must not make a constant right: 0 and a number of the other sign are never near a true number that is not 0. An absolute
-    tolerance counts for 0 and for true numbers that are at least as large as it; of those it is at most half.
+    No constant may be near all small truths. So 0 and a number of the other sign are never near a truth that is not 0. The absolute
+    tolerance applies to a truth of 0 and to truths that are at least as large as it, and is at most half of the truth.
     """
     if given == wanted:
         return True
@@ -71,5 +71,5 @@ def near(given: Fraction | float, wanted: Fraction | float, *, relative: float, 
 
 @lru_cache(maxsize=64)
 def _written(tolerance: float) -> Fraction:
-    """The decimal that a tolerance was written as: 0.001 is a thousandth, which its float is not."""
+    """The decimal number that a tolerance was written as: 0.001 is exactly a thousandth, unlike its float."""
     return Fraction(repr(float(tolerance)))

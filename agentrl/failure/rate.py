@@ -12,7 +12,7 @@ from agentrl.records import Failure
 
 MIN_WINDOW = 64
 SUSPECT = 0.1
-"""Share of the newest attempts that may be excluded after the policy has spoken before the run gives an alert."""
+"""Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
 _KINDS = 32  # counted separately; the rest are counted together
 _SHOWN = 8
 OTHERS = "others"
@@ -79,14 +79,14 @@ class FaultRate:
         return {"attempts_ended": ended, "attempts_failed": failed}
 
     def suspects(self) -> dict[str, float]:
-        """Attempts since the last call that failed after the policy had said something; for the metrics of a step."""
+        """The number of attempts since the last call that failed after the policy's first turn, for the metrics of a step."""
         spoken, self._since_spoken = self._since_spoken, 0
         return {"attempts_failed_spoken": spoken}
 
     def suspicion(self) -> str:
-        """An alert if many attempts fail after the policy has said something, once each time that their share passes `SUSPECT`; else "".
+        """An alert if the share of attempts that fail after the policy's first turn rises above `SUSPECT`; else "".
 
-        Only such attempts can be ones that the policy has ended itself: a fault that it can provoke spares it a bad score.
+        The policy can have provoked only these, to avoid a bad score.
         """
         count, newest = sum(self._spoken), len(self._spoken)
         before, self._suspected = self._suspected, newest >= MIN_WINDOW // 2 and count > SUSPECT * newest
@@ -94,9 +94,9 @@ class FaultRate:
             return ""
         kind, times = self.kinds.most_common(1)[0]
         return (
-            f"{count} of the newest {newest} attempts were excluded after the policy had said something, most often with {kind}"
-            f" ({times}): {self._messages.get(kind, '')[:200]}. If what it says provokes this, it is spared a bad score: look at these"
-            " episodes with `agentrl failures`"
+            f"{count} of the newest {newest} attempts were excluded after the policy's first turn, most often with {kind}"
+            f" ({times}): {self._messages.get(kind, '')[:200]}\n  fix: check these episodes with `agentrl failures`: the policy may provoke"
+            " the fault to avoid a bad score"
         )
 
     async def watch(self) -> NoReturn:

@@ -106,8 +106,8 @@ _WRITTEN_CODE = re.compile(r"^```(?:python|py|sh|bash|shell)\s*\n\s*\S", re.IGNO
 
 
 def infrastructure(trace: Trace) -> Tag | None:
-    """A fault that was blamed on the infrastructure; a tool that reached nothing that answers, and the agent did not get over it; or a
-    model's call that failed so, with nothing after it."""
+    """Tags a fault that was blamed on the infrastructure, a tool's outage from which the agent did not recover, or an outage in the last
+    model call."""
     for failure in trace.episode.failures if trace.episode is not None else ():
         if failure.blame is Blame.INFRASTRUCTURE:
             return Tag(name="infrastructure", by="rules", turn=None, note=f"{failure.stage} {failure.kind}: {failure.message}"[:400])
@@ -355,8 +355,8 @@ def _calls(seen: View) -> Iterator[tuple[Step, Call]]:
 
 
 def _down(call: Call) -> bool:
-    """Whether a failed call reports an outage of what the tool depends on. In a program that the agent wrote, and at an address that
-    it chose, an outage is its own."""
+    """Whether a failed call reports an outage of what the tool depends on. Outages in the agent's programs and at addresses that it
+    chose do not count."""
     if not call.failed:
         return False
     if _OWN_PROGRAM.search(call.tool) or any(key in call.arguments for key in _PROGRAM_KEYS):
@@ -370,7 +370,7 @@ def _down(call: Call) -> bool:
 
 
 def _blamed(trace: Trace, call: Call) -> bool:
-    """Whether the run has found that the agent provoked what the tool reports."""
+    """Whether the run has recorded that the agent provoked the tool's failure."""
     failures = trace.episode.failures if trace.episode is not None else ()
     return any(one.blame is Blame.POLICY and one.stage == "tool" and one.message.startswith(f"tool {call.tool}:") for one in failures)
 

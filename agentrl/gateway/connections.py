@@ -1,7 +1,7 @@
-"""Bounds on connections to the gateway: bytes that are no body, requests in a row, and time without a request.
+"""Bounds on connections to the gateway: bytes outside the body, pipelined requests, and time without a request.
 
-Whatever arrives before a request's head is complete arrives before its key was checked, so any program that reaches the gateway can send
-it. uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing.
+The key of a request is checked only when its head is complete, so any program that reaches the gateway can send bytes before that. uvicorn
+has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ IDLE_S = 30.0
 """For so long a connection may be without a request whose head has arrived whole, at first and after an answer; at most half as much
 again, since it is looked at now and then."""
 HEAD_BYTES = 65536
-"""Of a request: its line, its headers, its trailers, and the framing of a chunked body as far as that is larger than `FRAMING` allows."""
+"""Bound on a request line, headers, trailers, and the framing of a chunked body beyond `FRAMING`."""
 FRAMING = 6
-"""Bytes of framing that a byte of a chunked body may have: a chunk of one byte has five."""
+"""Bytes of framing allowed for each byte of a chunked body: a chunk of one byte has five."""
 PIPELINED = 16
-"""Requests that a connection may have waiting for the answer to an earlier one."""
+"""Requests of a connection that may wait for the answer to an earlier one."""
 PIECE = 4096
-"""The parser is fed in pieces of this size: it keeps what it has parsed, and is looked at after each."""
+"""The parser gets the data in pieces of this size, and the bounds are checked after each."""
 _REASON = f"A request's head may have {HEAD_BYTES} bytes.\n".encode()
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -28,14 +28,14 @@ TOO_LARGE = (
 
 
 def bounded() -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, of whichever parser is installed, with these bounds."""
+    """uvicorn's HTTP protocol, for the installed parser, with these bounds."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     return bounded_protocol(AutoHTTPProtocol)
 
 
 def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
-    """The uvicorn protocol `base` with these bounds. Its own limit on idle connections starts only after the first answer."""
+    """The uvicorn protocol `base` with these bounds. uvicorn's limit on idle connections starts only after the first answer."""
     counts = hasattr(base, "on_body")  # httptools. h11 bounds heads, trailers and chunks itself: `h11_max_incomplete_event_size`
 
     class Bounded(base):  # type: ignore[misc]

@@ -172,7 +172,7 @@ class Gateway:
             except Exception as error:
                 usercode.report("a request to the gateway", error)
                 if session is not None:
-                    session.choked(error)
+                    session.request_failed(error)
                 return _json(protocol.error(Refused("failed", "Internal error.")), 500)
 
         return answer

@@ -30,7 +30,7 @@ MAX_REFUSED = 1000
 """Refusals after which a program has had its chances: its session is over."""
 
 TIME_UP = "wall_limit"
-"""What `LiveTrajectory.limit` says at the end of an episode's time."""
+"""The value of `LiveTrajectory.limit` at the end of an episode's time."""
 
 MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
 
@@ -233,13 +233,13 @@ class Session:
         return self._kept(asked, place, line, new, parsed)
 
     def _read(self, line: LiveTrajectory, completion: Completion, asked: Asked) -> Parsed:
-        """Reads a completion and adds it as a turn, also one that cannot be read: then raises `PolicyFault`."""
+        """Reads a completion and adds it as a turn. Raises `PolicyFault` if it cannot be read; the turn is added anyway."""
         try:
             parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
         except Exception as error:  # a tokenizer may raise anything at what a model says
-            usercode.report("what a policy said, read", error)
+            usercode.report("the policy's text cannot be read", error)
             line.add_turn(completion, Message(role="assistant", content=""))
-            raise PolicyFault(f"what the policy said cannot be read: {usercode.describe(error, 1000)}") from error
+            raise PolicyFault(f"the policy's text cannot be read: {usercode.describe(error, 1000)}") from error
         line.add_turn(completion, parsed.message)
         return parsed
 
@@ -303,13 +303,13 @@ class Session:
         self.over.set()
         return Refused("turn_limit", "The time of this session is used up.")
 
-    def choked(self, error: Exception) -> None:
-        """Ends the session because the gateway failed at a request. One that was sent after the policy had spoken holds what it said, so
-        that the episode is scored; before that, it is a fault of the machine."""
+    def request_failed(self, error: Exception) -> None:
+        """Ends the session because the gateway failed on a request. After the policy's first answer, the request contains its text, and the
+        episode is scored. Before that, it is an infrastructure fault."""
         if not self.counts["answered"] or isinstance(error, InfrastructureError):
             self.broken(error)
             return
-        fault = PolicyFault(f"a request with what the policy said cannot be carried out: {usercode.describe(error, 1000)}")
+        fault = PolicyFault(f"the gateway failed on a request that contains the policy's text: {usercode.describe(error, 1000)}")
         fault.__cause__ = error
         self.broken(fault)
 

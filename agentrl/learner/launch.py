@@ -3,8 +3,8 @@
 Killing the launcher must leave nothing behind: the launcher dies with its parent, and each worker with the launcher.
 
 The workers find each other through a store that torchrun hosts. By default it listens on every network interface, and torchrun's dynamic
-rendezvous unpickles what it holds, so that whoever reaches the port could run a program. Here it listens on the loopback address only, and
-the rendezvous is the static one, which unpickles nothing.
+rendezvous unpickles its contents, so anyone who can reach the port could run a program. Here the store listens on the loopback address
+only, and the rendezvous is static, which unpickles nothing.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from agentrl.secrets import without_secrets
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
-"""Deadline for work that the learner has not done before: loading a model, compiling for a first batch, writing a first checkpoint."""
+"""Deadline for the learner's first work of a kind: loading a model, compiling for a first batch, writing a first checkpoint."""
 _LOOK_S = 0.5
 _GONE_S = 60.0
 
@@ -30,7 +30,7 @@ _GONE_S = 60.0
 class LearnerProcess:
     """torchrun with `recipe.learner.ranks` workers (`agentrl.learner.main`), in its own process group.
 
-    Its progress has a deadline (`liveness`): one that stands still is killed and fails like one that died.
+    Its progress has a deadline (`liveness`): a learner that makes no progress is killed and fails like one that died.
 
     Output is appended to `run_dir/logs/learner.log`. The processes die with the driver, even when it is killed. Call `start`
     from a thread that lives as long as the learner should (the parent death signal follows the thread).
@@ -82,7 +82,7 @@ class LearnerProcess:
             os.close(part)
 
     async def wait(self, *, timeout_s: float | None = None) -> None:
-        """Waits for the learner to end, and kills it when it makes no progress.
+        """Waits for the learner to end, and kills it if it makes no progress.
 
         Raises `LearnerHalted` when it stopped at a limit, `UserError` when it refuses the model or the recipe, `DiskFull` when the disk
         is full, `LearnerError` with the cause when it fails otherwise or was killed, and `TimeoutError` when it still runs after
@@ -134,7 +134,7 @@ class LearnerProcess:
     async def kill(self) -> None:
         """Kills the learner now and returns once none of its processes is left, stopped ones included. Idempotent.
 
-        Raises `LearnerError` when the kernel does not end one within a minute: a successor must not write beside it.
+        Raises `LearnerError` if a process has not ended within a minute: a new learner must not write at the same time.
         """
         if self._process is None or not self.alive:
             return
@@ -147,7 +147,8 @@ class LearnerProcess:
                     await asyncio.sleep(0.01)
         except TimeoutError:
             raise LearnerError(
-                f"process {left[0]} of the learner was killed and does not end: the disk or the GPU that it waits for does not answer"
+                f"process {left[0]} of the learner does not end after SIGKILL: it waits for a disk or a GPU that does not respond\n"
+                "  fix: check the disk and the GPU, and wait for the process to end before you resume"
             ) from None
 
     def log_tail(self) -> str:
@@ -177,7 +178,7 @@ class LearnerProcess:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -61,8 +61,8 @@ def probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int
 def write_reference(run_dir: Path, engine: PolicyEngine) -> None:
     """Writes the probe of version 0, whose weights the engine has, unless version 0 has one. All ranks call it.
 
-    Servers are compared with it before anything is sampled. Its rows are what the model itself finds likeliest after some tokens: in
-    bfloat16 the logprobs of unlikely tokens differ by more between two implementations.
+    Servers are compared with it before anything is sampled. Its rows are greedy continuations of a few tokens, because in bfloat16 the
+    logprobs of unlikely tokens differ more between two implementations.
     """
     path, ranks = version_folder(run_dir, 0) / "probe.json", engine.ranks
     if ranks.decide(int(path.exists())):

@@ -1,6 +1,6 @@
-"""The learner's reports of progress to its driver: what it is about to do, through a pipe that neither side ever waits for.
+"""Reports of progress from the learner to its driver, through a pipe on which neither side blocks.
 
-Rank 0 reports for all: what the others do reaches it in collectives, so one rank that stands still silences it.
+Rank 0 reports for all ranks: it waits for the others in collectives, so one stuck rank stops its reports.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import weakref
 from agentrl.liveness import Liveness
 
 _LONGEST = 80  # characters of one kind of work
-_READ_BYTES = 1 << 20  # of one look: more than the pipe holds
+_READ_BYTES = 1 << 20  # of one read: more than the pipe holds
 
 
 class Pulse:
-    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address`: of `Reports`; None reports to nobody."""
+    """The learner's end: `pulse("computing a micro-batch", tokens)`. `address`: of `Reports`; None disables reports."""
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
@@ -37,7 +37,7 @@ SILENT = Pulse()
 
 
 class Reports:
-    """The driver's end. `address` is valid in processes of this machine as long as this object lives."""
+    """The driver's end. `address` is valid in all processes of this machine while this object exists."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,12 +47,12 @@ class Reports:
         self._rest = b""
 
     def empty(self) -> None:
-        """Forgets the reports of a learner that has ended."""
+        """Discards the reports of a learner that has ended."""
         self._lines()
         self._rest = b""
 
     def pass_on(self, liveness: Liveness) -> None:
-        """Gives what was reported since the last call to `liveness`. Lines that are no report are left out."""
+        """Passes the reports since the last call to `liveness`. Malformed lines are ignored."""
         for line in self._lines():
             with contextlib.suppress(ValueError, TypeError, RecursionError):
                 at, size, work = json.loads(line)

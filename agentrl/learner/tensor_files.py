@@ -1,7 +1,7 @@
-"""Reading torch's files without running code from them.
+"""Reads torch files without running code from them.
 
-`torch.load` is a pickle reader: with `weights_only=False`, which DeepSpeed's own loads ask for, a file can run any program. Here every
-load reads tensors, plain values and the three classes below, and raises an error for the rest.
+`torch.load` reads pickles. With `weights_only=False`, which DeepSpeed's loads pass, a file can run any program. Here every load accepts
+only tensors, plain values and the three classes below, and raises an error for anything else.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch at each load; it overr
 
 @contextmanager
 def tensors_only(what: str) -> Iterator[None]:
-    """Within the block every `torch.load` of this process, and of the processes that it starts, reads tensors and plain values alone.
+    """Within the block, every `torch.load` of this process and its child processes accepts only tensors and plain values.
 
-    Raises `LearnerError`, which names `what` is read, for a file that holds anything else.
+    Raises `LearnerError`, which includes `what`, for a file that holds anything else.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -37,8 +37,8 @@ def tensors_only(what: str) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         raise LearnerError(
-            f"{what} holds more than tensors and plain values, and nothing of it was run ({_first_line(error)});"
-            " resume from a checkpoint that this run has written"
+            f"{what} holds more than tensors and plain values ({_first_line(error)}); no code in it was run\n"
+            "  fix: resume from a checkpoint that this run has written"
         ) from error
     finally:
         if before is None:
@@ -53,6 +53,6 @@ def read(path: Path) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    """Torch's message ends with advice to load the file with pickle, which is left out."""
+    """The first relevant line of torch's message, without its advice to load the file with pickle."""
     lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line]
     return (lines or [type(error).__name__])[0][:300]

@@ -324,7 +324,7 @@ class Worker:
 
 
 def _tokens(groups: tuple[Group, ...]) -> int:
-    """Tokens of all turns in some groups."""
+    """The number of tokens in all turns of the groups."""
     trajectories = (line for group in groups for scored in group.episodes for line in scored.episode.trajectories)
     return sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in trajectories for turn in line.turns)
 
@@ -338,8 +338,8 @@ def work(run_dir: Path, *, root: Path | None = None, pulse: str | None = None) -
     """Runs this rank of the learner of `run_dir`, under torchrun, until its steps are made or SIGTERM arrives.
 
     Args:
-        root: the project's, whose own store, estimator and loss the recipe may name.
-        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None reports to nobody.
+        root: of the project, whose store, estimator and loss the recipe may refer to.
+        pulse: address of the driver's `agentrl.learner.pulse.Reports`; None disables reports.
 
     Raises `PluginError` for such a part that does not resolve or fulfil its protocol, `RecipeError` for a recipe that does not
     validate, `LearnerError` or `StoreError` when the learner cannot go on.

@@ -141,7 +141,7 @@ def _distribution(name: str) -> Distribution:
     except (PackageNotFoundError, ValueError):
         names = sorted(set(packages_distributions().get(name, ())))
     if len(names) != 1:
-        fix = "correct the name; if it is right, look at who publishes that package, then install it with pip"
+        fix = "correct the name; if it is correct, check who publishes the package, then install it with pip"
         raise UserError(f"package {name!r} is not installed", fix=fix)
     return distribution(names[0])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["failure", "warning", "unsafe", "note"]
-"""failure: wrong, exit code 1. warning: wrong unless intended. unsafe: right, but a policy can learn to cheat.
+"""failure: wrong, exit code 1. warning: wrong unless intended. unsafe: correct, but a policy can learn to cheat.
 note: good to know."""
 
 SHOWN = 3  # examples in one finding

@@ -1,4 +1,4 @@
-"""Whether what an agent made is run apart from the tests that judge it; if not, a policy in training can learn to cheat them."""
+"""Checks that an agent's code runs in another sandbox than its tests. If not, a policy in training can learn to cheat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = {
 
 
 def prove_separation(tasks: Sequence[Task]) -> Proof:
-    """Marks tasks whose tests share a sandbox with the code under test as unsafe for training. Their scores are right all the same."""
+    """Marks tasks whose tests share a sandbox with the code under test as unsafe for training. Their scores are still correct."""
     modes: dict[str, list[str]] = {}
     graded = 0
     for task in tasks:
@@ -39,4 +39,4 @@ def prove_separation(tasks: Sequence[Task]) -> Proof:
         )
         for mode, names in sorted(modes.items())
     ]
-    return Proof(name="what is judged runs apart from its tests", looked_at=plural(graded, "graded task"), findings=tuple(findings))
+    return Proof(name="code under test runs apart from its tests", looked_at=plural(graded, "graded task"), findings=tuple(findings))

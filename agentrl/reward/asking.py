@@ -61,14 +61,14 @@ def lacking(task: Task, error: BaseException, reader: str) -> TaskError | None:
 
 
 async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float) -> Score:
-    """The verifier's score, checked and cut to its bounds; one without a value and with a reason where it gave none. Its blame is the
-    policy's where what the episode says may have made the verifier fail, which its caller finds out.
+    """The verifier's score, checked and clipped to its bounds; without a value and with a reason if the verifier fails. The blame is the
+    policy's if the episode's text may have made the verifier fail; the caller must check that.
 
     Args:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
 
     Raises:
-        InfrastructureError: the verifier raised it, or reached a server that is down (`agentrl.outages`); the caller asks again.
+        InfrastructureError: the verifier raised it, or reported an outage (`agentrl.outages`); the caller retries.
     """
     grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
     since = usercode.cancellations()
@@ -91,17 +91,17 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
         if (down := outage(error)) is not None:
-            raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
+            raise InfrastructureError(f"{what} reported an outage: {down.text}") from error
         usercode.report(what, error)
         return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
 
 
 HARMLESS = (None, "", "0")
-"""Answers that a verifier takes, or it takes none."""
+"""Answers that every working verifier can score."""
 
 
 def harmless(episode: Episode, answer: str | None) -> Episode:
-    """The same episode, had its agent done nothing but hand this in."""
+    """The episode as if its agent had only submitted `answer`."""
     nothing = (Trajectory(agent="main", turns=(), stop_reason="answered"),)
     return Episode(id=f"{episode.id}.control", task_id=episode.task_id, task_key=episode.task_key, trajectories=nothing, answer=answer)
 

@@ -37,7 +37,7 @@ READ_BYTES = 4 << 20
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
 LATE_RETRIES = 1
-"""How often a grading is repeated that ran into a time limit, before it scores."""
+"""How often a grading that exceeded a time limit is repeated before it scores."""
 OPEN_S = 300.0
 """Deadline for opening a sandbox; it may have to wait until an episode closes its own."""
 
@@ -93,7 +93,7 @@ class CleanRoom:
                 self._gold.clear()
             self._gold[task.key] = await grade_outputs(task, plan, collected.files, sandboxes, removed=collected.removed)
         gold = self._gold[task.key]
-        if gold.late:  # the machine may have been slow: the next episode proves it again
+        if gold.late:  # the machine may have been slow, so the next episode repeats the proof
             del self._gold[task.key]
         if reason := gold.broken:
             raise TaskError(f"task {task.id}: its tests break on the gold solution too: {reason}", fix="run agentrl check on the family")
@@ -106,8 +106,8 @@ grade = CleanRoom()
 async def grade_outputs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
 ) -> Outcome:
-    """Runs a task's tests on outputs, in fresh sandboxes; all of them again, `LATE_RETRIES` times, if something ran into its time
-    limit, since the machine may have been slow. Raises `InfrastructureError`."""
+    """Runs a task's tests on outputs, in fresh sandboxes. If anything exceeds its time limit, all tests are repeated up to `LATE_RETRIES`
+    times, because the machine may have been slow. Raises `InfrastructureError`."""
     for _ in range(LATE_RETRIES):
         outcome = await _graded(task, plan, outputs, sandboxes, removed)
         if not outcome.late:

@@ -82,17 +82,17 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = LONGEST) -> t
 
 
 def unfenced(text: str, *languages: str) -> str:
-    """What stands in a text that is one fenced code block of Markdown, as CommonMark reads it; any other text as it is.
+    """The content of a text that is one fenced code block of CommonMark; any other text unchanged.
 
-    A block that is not closed ends with the text. A fence may also stand on the line of what it encloses, after one of `languages` or
-    nothing. A text of several blocks, or with anything around its block, is not one block.
+    An unclosed block ends with the text. The content may also start on the line of the fence, optionally after one of `languages`. A text
+    with several blocks, or with anything around its block, is not one block.
     """
     opening = _FENCE.match(text)
     if opening is None:
         return text
     fence, inside = opening[1], text[opening.end() :].rstrip()
     info, _, rest = inside.partition("\n")
-    if not rest or not _INFO.fullmatch(info):  # what it encloses begins on the line of the fence
+    if not rest or not _INFO.fullmatch(info):  # the content starts on the line of the fence
         inside, info = inside.lstrip(), info.lstrip()
         word = info[: len(info) - len(info.lstrip(_LETTERS))]
         return inside[len(word) if word.lower() in languages else 0 :].removesuffix(fence).strip()

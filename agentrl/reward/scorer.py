@@ -1,4 +1,4 @@
-"""Runs verifiers with a deadline. A verifier's failure gives no value, but a reason, unless what the policy said provoked it.
+"""Runs verifiers with a deadline. A verifier that fails gives a reason and no value, unless the policy's text provoked the failure.
 
 A verifier is user code that reads an agent's words, so whatever it does, its episode gets a score or a reason for having none,
 and the run goes on.
@@ -36,7 +36,7 @@ class TaskScorer:
     sandboxes: SandboxBackend | None = None  # for verifiers that judge in sandboxes
     sandbox_timeout_s: float = 9000.0  # of such a verifier, which sets its own deadlines for what it runs
     max_retries: int = 2  # after infrastructure failures
-    controls: bool = True  # whether harmless answers decide if what an episode said made its verifier fail; a proof wants every failure
+    controls: bool = True  # whether to call a failing verifier with harmless answers, to find provoked failures; a proof needs all failures
     root: Path = Path()  # the project, and the run folder where there is a run: for verifiers that are prepared
     folder: Path | None = None
     audit: tuple[str, ...] = ()
@@ -100,10 +100,10 @@ class TaskScorer:
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
 
     async def _judge_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
-        """The score, also where what the episode says makes the verifier fail.
+        """The score, also if the episode's text makes the verifier fail.
 
-        A verifier that fails twice at an episode, and scores an episode that hands in nothing, fails because of what was said: the episode
-        gets the lowest value. One that fails at harmless answers as well is broken, and there is no value.
+        If a verifier fails twice on an episode and scores a harmless one, the text is the cause, and the episode gets the lowest value. If
+        it fails on harmless answers too, it is broken, and there is no value.
         """
         score = await self._judge_once(reference, task, episode)
         if score.blame is not Blame.POLICY:
@@ -118,9 +118,9 @@ class TaskScorer:
             if control.value is not None:
                 bounds = bounds_of(self._verifiers[reference])
                 lowest = min(0.0, control.value) if bounds is None else bounds[0]
-                told = f"{reference}: {again.reason}, at what this episode says; it scores one that hands in {answer!r}"
-                log.warning("verifier %s on %s: %s", reference, episode.id, told)
-                return Score(value=lowest, evidence=told[:2000])
+                evidence = f"{reference}: {again.reason}, on this episode's text; it scores an episode that submits {answer!r}"
+                log.warning("verifier %s on %s: %s", reference, episode.id, evidence)
+                return Score(value=lowest, evidence=evidence[:2000])
         return replace(again, blame=None)
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:

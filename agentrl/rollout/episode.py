@@ -133,7 +133,7 @@ class EpisodeRunner:
 
 
 def _out_of_time(life: EpisodeLife) -> tuple[str, Collected, tuple[Failure, ...]]:
-    """An episode that runs out of time leaves no outputs; its turns count if that was the policy's doing."""
+    """The end of an episode that runs out of time: it has no outputs, and its turns count if the policy is to blame."""
     failure = life.time_is_up()
     return WALL, Collected(files={}), () if failure is None else (failure,)
 

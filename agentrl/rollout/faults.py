@@ -13,7 +13,7 @@ def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
 
 
 def fault(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
-    """What an exception that leaves an episode is: the task's or the policy's fault if it says so, else the infrastructure's.
+    """The failure for an exception that leaves an episode: a fault of the task or the policy if its type says so, else infrastructure.
 
     One that is none of ours is a bug, whose traceback is logged; it costs this episode and no other.
 

@@ -115,9 +115,9 @@ class TrajectoryLife:
             completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except RequestRefused as error:
             self.sampling = False
-            if not self._life.turn_count:  # nothing in it is the policy's
+            if not self._life.turn_count:  # none of its text is the policy's
                 raise
-            raise PolicyFault(f"the server refuses a context with what the policy said: {error}") from error
+            raise PolicyFault(f"the server refuses a context that contains the policy's text: {error}") from error
         except BaseException:
             self.sampling = False
             raise
@@ -245,11 +245,11 @@ class EpisodeLife:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether no turn can be sampled any more, because the episode's time is up."""
+        """Whether the episode's time is up, so that no further turn is sampled."""
         return self.requests.out_of_time
 
     def time_is_up(self) -> Failure | None:
-        """Whose doing it is; see `agentrl.rollout.pace.out_of_time`."""
+        """The failure of this episode at the end of its time, with the blame of `agentrl.rollout.pace.out_of_time`."""
         return self.requests.ended(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property

@@ -1,6 +1,6 @@
-"""The pace of the policy's server, measured against its own history in this run, and whose doing it is when an episode runs out of time.
+"""The pace of the policy's server compared with its history in this run, and the blame for an episode that runs out of time.
 
-What a policy chooses to sample is the policy's. A server that takes much longer for it than it usually does is the machine's.
+The policy is responsible for how much it samples. The machine is responsible for a server that is much slower than usual.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from agentrl.errors import ServingError
 from agentrl.records import Blame
 
 SLOW = 2.0
-"""A request that takes longer than this multiple of the usual time of such requests is slow: what it takes beyond the usual is lost."""
+"""A request is slow if it takes longer than this multiple of the usual time of such requests. Its time beyond the usual is lost."""
 LOST = 0.1
-"""Share of `Limits.wall_s` that slow requests may cost an episode before the machine is blamed for its end."""
+"""Share of `Limits.wall_s` that slow requests may cost an episode before the machine is to blame for its end."""
 OWN = 0.5
-"""Share of `Limits.wall_s` that the policy's programs and tokens must have taken before the policy is blamed for the end."""
+"""Share of `Limits.wall_s` that programs and sampling must have taken for the policy to be to blame for the end."""
 FLOOR = 1.0
-"""Tokens per second. A request that was cut off below this, before there is any history, is not evidence of a usual pace."""
+"""Tokens per second. A request that was cut off at a lower pace does not enter the history."""
 FIRST_S = 10.0
-"""Longest first part of a request while there is no history: it is cut off then, and its tokens are the first measure."""
+"""Longest first part of a request while there is no history. It is cut off then, and its tokens are the first measurement."""
 PARTS = 8
-"""A request takes at most this part of `Limits.wall_s`, then it is continued: so a stall in the middle of a long one is seen."""
+"""A request takes at most `Limits.wall_s` / PARTS and is then continued, so that a stall in the middle of a long one is detected."""
 CUT_S = 5.0
-"""Time that is kept at the end of an episode for fetching the tokens of a request that is cut off."""
+"""Time reserved at the end of an episode to fetch the tokens of a request that is cut off."""
 _FRESH = 16  # the medians are computed again when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
 
@@ -38,17 +38,17 @@ def cut_s(limit_s: float) -> float:
 
 
 def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: float) -> Blame:
-    """Who is to blame for an episode that used up `Limits.wall_s`. The rule, in this order:
+    """Who is to blame for an episode that used up `Limits.wall_s`. The first rule that applies decides:
 
     1. Slow requests cost it more than a tenth of the time: the machine. A stalled server never costs a score.
-    2. Its programs and its tokens, at the pace that the server usually has, took at least half of the time: the policy. It is scored,
-       with every token that it sampled.
-    3. Otherwise the machine: sandboxes that open slowly, a driver that is held up.
+    2. Programs and sampling, at the server's usual pace, took at least half of the time: the policy. The episode is scored with every token
+       that it sampled.
+    3. Otherwise: the machine, for example because sandboxes open slowly or the driver is blocked.
 
     Args:
-        program_s: what the agent called.
-        sampled_s: requests; of a slow one (`SLOW`), the usual time of such requests.
-        lost_s: slow requests, what they took beyond the usual.
+        program_s: seconds in programs that the agent called.
+        sampled_s: seconds in requests; for a slow one (`SLOW`), the usual time of such requests.
+        lost_s: seconds that slow requests took beyond the usual.
     """
     if lost_s > LOST * limit_s:
         return Blame.INFRASTRUCTURE
@@ -57,16 +57,16 @@ def out_of_time(limit_s: float, *, program_s: float, sampled_s: float, lost_s: f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """One request that has ended: what it took, and what such requests usually take."""
+    """One request that has ended: its time, and the usual time of such requests."""
 
-    tokens: int | None  # sampled; None: not known, because its policy cannot be cut off
+    tokens: int | None  # sampled; None: unknown, because its policy cannot be cut off
     seconds: float  # queueing and prefill included
-    in_flight: float  # requests at the same time, itself included: the mean while it ran
-    usual_s: float | None  # of such requests; with unknown tokens, of one with the most tokens that it might sample; None: no history
+    in_flight: float  # mean number of requests in flight while it ran, itself included
+    usual_s: float | None  # of such requests; if `tokens` is unknown, of a request with the most tokens allowed; None: no history
 
     @property
     def sampled_s(self) -> float:
-        """Seconds that are the policy's."""
+        """Seconds that count for the policy."""
         if self.tokens is None:
             return 0.0
         if self.usual_s is None:
@@ -75,14 +75,14 @@ class Reading:
 
     @property
     def lost_s(self) -> float:
-        """Seconds that the server was slow."""
+        """Seconds lost to a slow server."""
         if self.tokens is not None or self.usual_s is None:
             return self.seconds - self.sampled_s
         return 0.0 if self.seconds <= SLOW * self.usual_s else self.seconds - self.usual_s
 
 
-class _Kept:
-    """Seconds per token, and tokens per second of all requests in flight, of requests that are spread over the whole run."""
+class _History:
+    """Seconds per token, and tokens per second of all requests in flight, for a sample of requests from the run so far."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[float, float, int]] = []  # and the tokens
@@ -104,8 +104,8 @@ class _Kept:
             self._stride *= 2
 
     def usual(self) -> tuple[float, float]:
-        """The medians over tokens, so that a stall, in which there are few, weighs little."""
-        if _FRESH * self._newer >= len(self._kept):  # to sort them at each request would take more time than the request's own JSON
+        """The medians over tokens; a stall has few tokens and so little weight."""
+        if _FRESH * self._newer >= len(self._kept):  # sorting them at each request would take longer than its JSON
             self._newer = 0
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
         return self._usual
@@ -128,23 +128,23 @@ class Request:
 
 
 class Pace:
-    """What the requests of this run took, as the client of the policy's server sees them. Use it from one event loop.
+    """The times of this run's requests, as the client of the policy's server measures them. Use it from one event loop.
 
-    A request that ended by itself is compared with those of about as many tokens (the same power of two), and one that was cut off by its
-    tokens per second, since how many tokens it has is the server's doing. The history is of the whole run, so that slowness does not soon
-    become usual. A request is as fast as usual if either of two measures is: its own time, or the tokens per second of all requests in
-    flight, by which a server that serves more requests at once is not a slower one. So a policy cannot slow the server down by sampling
-    more.
+    A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
+    compared by its tokens per second, because the server decided how many tokens it has. The history covers the run from its start, so that
+    a slow server does not soon become usual. A request is as fast as usual if its time is, or if the tokens per second of all requests in
+    flight are. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as slow by
+    sampling more.
 
     Args:
-        slots: requests that the servers decode at once; None: not known.
+        slots: requests that the servers decode at once; None means unknown.
     """
 
     def __init__(self, *, slots: int | None = None) -> None:
         self.in_flight = 0
         self.slots = slots
-        self._all = _Kept()
-        self._sizes: dict[int, _Kept] = {}  # of requests that ended by themselves, by the power of two of their tokens
+        self._all = _History()
+        self._sizes: dict[int, _History] = {}  # of requests that ended by themselves, by the power of two of their tokens
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and when they were added up
 
     @property
@@ -163,12 +163,12 @@ class Pace:
         return Request(now, self._area)
 
     def end(self, request: Request, now: float, *, tokens: int | None, at_most: int, cut: bool = False) -> Reading:
-        """Takes a request that has ended into the history, after comparing it with the history so far.
+        """Compares a request that has ended with the history, and adds it.
 
         Args:
-            tokens: sampled; None: not known.
-            at_most: tokens that were asked for.
-            cut: whether it was cut off. One that had hardly begun says how long the server was stalled, not how fast it is.
+            tokens: sampled; None means unknown.
+            at_most: tokens that were requested.
+            cut: whether it was cut off. If it has hardly any tokens, it shows how long the server was stalled, not how fast it is.
         """
         self._advance(now)
         self.in_flight -= 1
@@ -178,13 +178,13 @@ class Pace:
         if tokens and seconds > 0 and not (cut and tokens < FLOOR * seconds):
             self._all.add(seconds, in_flight, tokens)
             if not cut:
-                self._sizes.setdefault(tokens.bit_length(), _Kept()).add(seconds, in_flight, tokens)
+                self._sizes.setdefault(tokens.bit_length(), _History()).add(seconds, in_flight, tokens)
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
 
     def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False) -> float | None:
-        """Seconds that a request of so many tokens usually takes with so many in flight; None without history.
+        """Seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None without history.
 
-        If none was of this size, the next smaller size is scaled up; if there is none, the next larger one is taken as it is.
+        Without a request of this size, the next smaller size is scaled up; without a smaller one, the next larger size is used unchanged.
         """
         if not self._all:
             return None
@@ -207,7 +207,7 @@ class Pace:
 
 @dataclass(slots=True)
 class SamplingTime:
-    """What the requests of one episode took. Time in which several ran counts once, in the proportions of all of them."""
+    """The time that the requests of one episode took. Time in which several ran counts once, divided among them."""
 
     before: tuple[float, float] = (0.0, 0.0)  # `sampled_s` and `lost_s` of an earlier part of the episode
     _running: int = 0

@@ -1,7 +1,7 @@
-"""The requests of one episode to the policy: how long each may take, and what becomes of one that is cut off in the middle.
+"""The requests of one episode to the policy: their deadlines, and the continuation of requests that are cut off.
 
-A turn may take several requests. One that takes long is cut off and continued from the exact tokens so far, so that a stall is seen when
-it happens, and no setting of the server shortens what the policy says. Only `Limits.wall_s` does.
+A turn may take several requests. A long one is cut off and continued from the exact tokens so far, so that a stall is detected when it
+happens. Only `Limits.wall_s` shortens the policy's text, and no server setting does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SlowServer(ServingError):
 
 
 def now() -> float:
-    """The time of the event loop, whose clock a test may replace; without a loop the clock that it has by default."""
+    """The time of the event loop, whose clock a test may replace; without a loop, the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -39,7 +39,7 @@ def now() -> float:
 
 @dataclass(slots=True)
 class Elsewhere:
-    """A request that the agent makes itself: `most` tokens may be asked for, and `tokens` is set to those that were sampled."""
+    """A request that the agent sends. It may request `most` tokens, and sets `tokens` to the number sampled."""
 
     most: int
     tokens: int | None = None
@@ -47,7 +47,7 @@ class Elsewhere:
 
 @dataclass(slots=True, kw_only=True)
 class Requests:
-    """Samples completions for one episode and keeps what they took."""
+    """Samples completions for one episode and records their times."""
 
     policy: Policy
     pace: Pace
@@ -60,7 +60,7 @@ class Requests:
 
     @property
     def left_s(self) -> float:
-        """Time in which the episode may still sample; what is left of it then is for fetching tokens that were cut off."""
+        """Seconds in which the episode may still sample. The time after that is reserved to fetch the tokens of a cut-off request."""
         return self.limit_s - cut_s(self.limit_s) - self.spent_s()
 
     @property
@@ -75,7 +75,7 @@ class Requests:
             name: id of the first request; later ones get it with a number.
 
         Raises:
-            OutOfTime: not one token was sampled before the end of the episode's time.
+            OutOfTime: no token was sampled before the end of the episode's time.
             SlowServer: the server was slow for `timeout_s`.
             ServingError: the server failed.
         """
@@ -132,7 +132,7 @@ class Requests:
             self.sampling.end(now(), reading)
 
     def ended(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
-        """Whose doing it is that the episode ran out of time, as a `Failure`; None when only programs of the policy took it."""
+        """The failure of an episode that ran out of time, with its blame; None if the policy's programs took most of the time."""
         sampled_s, lost_s = self.sampling.sampled_s, self.sampling.lost_s
         blame = out_of_time(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"
@@ -140,19 +140,19 @@ class Requests:
         if blame is Blame.POLICY:
             if sampled_s < program_s:
                 return None
-            message = f"the policy sampled until its time was up, after {spent}{figures}. If it should have more time: {ADVICE}"
+            message = f"the policy used up its {spent}{figures}\n  fix, if it needs more time: {ADVICE}"
             return Failure(stage="generate", blame=blame, kind=WALL, message=message, turn=turn)
         if lost_s > LOST * self.limit_s:
             kind, slow = WALL, f"the server was silent for {lost_s:.1f} s, in a run without a usual pace yet"
             if self.pace.known:
-                kind, slow = SLOW_SERVER, f"the server was slow: requests took {lost_s:.1f} s more than {SLOW:g} times what is usual"
+                kind, slow = SLOW_SERVER, f"the server was slow: requests that took over {SLOW:g} times the usual cost {lost_s:.1f} s"
             return infrastructure_fault("generate", kind, f"{slow}, of {spent}{figures}\n  fix: {ADVICE}", turn=turn)
         other_s = max(0.0, self.limit_s - program_s - sampled_s - lost_s)
-        message = f"no end after {spent}, and everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s with their programs)"
+        message = f"the episode used up its {spent}, everything else {other_s:.1f} s (sandboxes {sandbox_s:.1f} s, including programs)"
         return infrastructure_fault("episode", WALL, f"{message}\n  fix: {ADVICE}, or sandbox.warm", turn=turn)
 
     def _figures(self, reading: Reading) -> str:
-        """The pace of the newest request, against the usual one."""
+        """The pace of the newest request and the usual pace."""
         now_ = "unknown" if reading.tokens is None else f"{reading.tokens / max(reading.seconds, 1e-9):.3g} tokens/s"
         usual = "no history"
         if reading.usual_s is not None and reading.tokens:

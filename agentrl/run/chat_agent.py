@@ -27,7 +27,7 @@ from agentrl.usercode import printable
 
 _LONGEST_ID = 128
 BYTES_PER_TOKEN = 64
-"""Of an answer in JSON, at most: a longer one is not what a model said in the tokens that it had."""
+"""Most bytes of a JSON answer for each token. A longer answer cannot come from the tokens that were requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +136,8 @@ class ChatAgent:
                 answer = await self.endpoint.ask(messages, more=more)
                 request.tokens = answer.completion_tokens
         except PromptRefusedError as error:
-            if episode.turn_count:  # the request holds what the model said
-                raise PolicyFault(f"the server refuses a conversation with what the policy said: {error}") from error
+            if episode.turn_count:  # the request contains the model's text
+                raise PolicyFault(f"the server refuses a conversation that contains the policy's text: {error}") from error
             raise ServingError(str(error)) from error
         except JudgeError as error:
             raise ServingError(str(error)) from error

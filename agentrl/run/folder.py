@@ -152,7 +152,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def check_same(folder: Path, recipe: Recipe) -> list[str]:
-    """What a resumed run changes, a line each. Raises `RecipeError` for a key that is not declared as `agentrl.section.resumable`.
+    """The changed keys of a resumed run, one line each. Raises `RecipeError` for a key that is not declared as `agentrl.section.resumable`.
 
     What was sampled under one recipe may not be trained under another.
     """
@@ -164,8 +164,8 @@ def check_same(folder: Path, recipe: Recipe) -> list[str]:
     if fixed:
         named = ", ".join(key for key in may if f"{key}.*" not in may)
         raise RecipeError(
-            f"--resume: the recipe is not the run's own: {'; '.join(fixed)}",
-            fix=f"leave these as they were, or start a new run. These may change: {named}",
+            f"--resume: the recipe differs from the run's: {'; '.join(fixed)}",
+            fix=f"undo these changes, or start a new run. Keys that may change: {named}",
         )
     return list(changes.values())
 
@@ -178,9 +178,9 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
-    """Makes the run folder what it is: its sub-folders, `run.json`, and last `recipe.json`, with which it holds a run.
+    """Creates the run folder: its sub-folders, `run.json`, and last `recipe.json`, which marks it as a run.
 
-    A new one is this user's alone. The mode of one that is resumed stays, so that its owner can share it.
+    A new folder is private to this user. A resumed folder keeps its mode, so that its owner can share it.
     """
     if not holds_run(folder):
         folder.mkdir(parents=True, exist_ok=True)

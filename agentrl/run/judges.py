@@ -103,7 +103,7 @@ class JudgeServers:
             folders: of the models, by name.
             folder: the run folder, for logs.
             gpus: CUDA_VISIBLE_DEVICES of each.
-            alert: shows a person that a server is restarted or given up.
+            alert: called with a message for the user when a server is restarted or given up.
         """
         self.restarts = dict.fromkeys(folders, 0)
         self._recipe, self._models, self._folder, self._gpus, self._alert = recipe, folders, folder, gpus or {}, alert
@@ -157,7 +157,7 @@ class JudgeServers:
             self._first[name].set()
 
     async def _serve(self, name: str, known: known_servers.Declared) -> str:
-        """Returns when the server has died or stands still, with the reason."""
+        """Returns, with the reason, once the server has died or makes no progress."""
         from agentrl.serving.judge_server import JudgeServer
         from agentrl.serving.server import serving_device
 

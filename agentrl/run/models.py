@@ -13,7 +13,7 @@ from agentrl.records import ADAPTER, WHOLE_MODEL
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model_files, put_chat_template
 
-_OF_A_VERSION = ("version.json", "update.json", deltas.RECORD, deltas.FRAMES)  # beside the model that it is, and its reference logprobs
+_OF_A_VERSION = ("version.json", "update.json", deltas.RECORD, deltas.FRAMES)  # in addition to the model and its reference logprobs
 
 
 def find_model(model: str, root: Path, *, chat_template: bool = True, key: str = "policy.model") -> Path:
@@ -101,7 +101,7 @@ def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | Non
     """Copies a version's folder, without what only the run needs.
 
     Args:
-        weights: writes the weights' file, in place of the source's.
+        weights: writes the weights' file instead of copying the source's.
         probe: file with the reference logprobs of these weights; None: the source's, if it has one.
     """
     beside = part_folder(target)

@@ -94,8 +94,8 @@ class Run:
         """Starts the servers with a version, and meanwhile makes the images of the family's sandboxes.
 
         Args:
-            judging: whether the gate will judge; its own server is started for nothing else.
-            learning: whether the learner is being started, which writes the reference logprobs of version 0.
+            judging: whether the gate will judge; otherwise its server is not started.
+            learning: whether the learner is being started; it writes the reference logprobs of version 0.
         """
         async with asyncio.TaskGroup() as starting:
             for spec in sandbox_specs(self.family):
@@ -231,7 +231,7 @@ def fault_rate(recipe: Recipe) -> FaultRate:
 def policy_server(
     recipe: Recipe, run_dir: Path, registry: VersionRegistry, gpus: Placement, *, alert: Callable[[str], None] = log.warning
 ) -> PolicyServer:
-    """The policy on one server, or on several. `alert`: shows a person that a server is restarted."""
+    """The policy on one server, or on several. `alert`: called with a message for the user when a server is restarted."""
     if recipe.serving.replicas == 1:
         return ServedPolicy(recipe, run_dir, registry, gpus=gpus.server, alert=alert)
     return ReplicatedPolicy(recipe, run_dir, registry, gpus=gpus.replicas, alert=alert)

@@ -1,4 +1,4 @@
-"""The learner, restarted when it dies or stands still, and the container daemon, which a run only looks at."""
+"""Restarts the learner when it dies or makes no progress, and watches the container daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PING_S = 5.0  # between two pings of the daemon
 
 
 async def watch_learner(run: Run) -> None:
-    """Starts the learner, and restarts it when it fails; it resumes from its newest checkpoint. What it refuses is final."""
+    """Starts the learner, and restarts it from its newest checkpoint when it fails. A refusal of the learner is final."""
     for restart in range(_RESTARTS + 1):
         await run.learner.start()
         try:
@@ -33,8 +33,8 @@ async def watch_learner(run: Run) -> None:
 async def watch_daemon(alert: Callable[[str], None], liveness: Liveness | None = None) -> None:
     """Alerts when the Docker daemon stops answering, and when it answers again; ends only by cancellation.
 
-    A run never starts or restarts a daemon, which others on the machine use, too. Every request to it has a deadline, its episodes
-    are retried, and `rollout.max_fault_rate` pauses the run when that does not help.
+    A run never starts or restarts a daemon, because other users of the machine may need it. Every request to it has a deadline, episodes
+    are retried, and `rollout.max_fault_rate` pauses the run if that does not help.
     """
     live = liveness or Liveness("the Docker daemon", first_s=120.0)
     silent = False

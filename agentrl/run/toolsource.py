@@ -30,7 +30,7 @@ _CLOSE_S = 5.0
 
 
 def declared(tools: ToolsConfig, root: Path) -> RunTools:
-    """What the recipe says, before any server was asked. Raises `UserError` for a secret that is not where it says."""
+    """The tools of the recipe, before any server is started. Raises `UserError` for a secret reference that does not resolve."""
     servers = {name: Server(name=name, config=config, root=root) for name, config in tools.mcp.items()}
     for server in servers.values():
         server.check_secrets()

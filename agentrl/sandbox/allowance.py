@@ -105,7 +105,7 @@ def server_rights() -> dict[str, int]:
 
 
 def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dict[str, Any]:
-    """What the exec server of sandbox `name` is started with; `grouped` if the sandbox has a control group for CPU time.
+    """The start options of the exec server of sandbox `name`; `grouped` if the sandbox has a control group for CPU time.
 
     The users belong to this sandbox alone, because the kernel counts some things for each user of the machine: inotify
     instances, queued signals, bytes in queues and pipes. A hash of the name is enough: should two ever meet, they share a count.

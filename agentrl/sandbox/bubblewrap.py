@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 USER = 65534
 OVERLAY = "mount of overlay"
-"""In what the exec server prints if the kernel has no overlay file system."""
+"""Part of the exec server's error if the kernel has no overlay file system."""
 ENDING_S = 60.0
-"""How long a sandbox's processes may take to end once they are killed: on a busy machine each must get CPU time for that."""
+"""How long a sandbox's killed processes may take to end: each needs CPU time for that, which a busy machine gives late."""
 PATIENCE_S = 1.0
 
 
@@ -51,7 +51,7 @@ class BubblewrapBackend(ChannelBackend):
     def __init__(self, *, run_label: str, root: Path, progress: images.Progress = images.silent) -> None:
         super().__init__(run_label=run_label, root=root, progress=progress)
         self._hierarchy = cgroups.find()
-        self._separates = os.geteuid() == 0  # gives each sandbox inodes of its own (`agentrl.sandbox.inside.separate`)
+        self._separates = os.geteuid() == 0  # gives each sandbox separate inodes (`agentrl.sandbox.inside.separate`)
         self._has_separated = False
 
     async def prepare(self, spec: SandboxSpec) -> None:
@@ -66,14 +66,14 @@ class BubblewrapBackend(ChannelBackend):
         return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """With inodes of its own; if the first sandbox of all cannot have them, none gets them, and a warning says so."""
+        """Whether a sandbox has started with separate inodes. If the first one cannot have them, none gets them, with a warning."""
         try:
             sandbox = await self._started(spec, image)
         except SandboxError as error:
             if self._has_separated or not self._separates or OVERLAY not in str(error):
                 raise
             self._separates = False
-            log.warning("bubblewrap sandboxes share inodes here: one can notice which files of the image others open: %s", error)
+            log.warning("bubblewrap sandboxes share inodes here: a program can see which image files other sandboxes open: %s", error)
             return await self._started(spec, image)
         self._has_separated = self._separates
         return sandbox

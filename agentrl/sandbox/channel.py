@@ -13,9 +13,9 @@ from agentrl.sandbox import frames
 from agentrl.sandbox.frames import FrameError, Schema
 
 RELIEVED_S = 35.0
-"""How much longer an answer may take once the programs that kept the exec server from giving it have been killed."""
+"""Extra time for an answer after the programs that blocked the exec server have been killed."""
 UNRELIEVED_S = 5.0
-"""How much longer it may take if no program did: the machine may have stood still."""
+"""Extra time for an answer if no program blocked the exec server: the machine may have been stopped."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Channel:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, relieve: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """`relieve` ends the programs of the sandbox from outside, and returns whether they can be why an answer is late."""
+        """`relieve` ends the programs of the sandbox from outside, and returns whether they may have delayed an answer."""
         self.name = name
         self._relieve = relieve
         self._reader = reader
@@ -79,7 +79,7 @@ class Channel:
         Raises `FileNotFoundError` or `ValueError` for what the server refuses, `SandboxTimeout` when no reply comes in
         `timeout_s`, `SandboxError` when the sandbox is gone or answers nonsense. A call that is cancelled or late breaks
         the channel, because its reply would be mistaken for nobody's. If programs of the sandbox kept the server from answering, they
-        are ended, and the server gets `RELIEVED_S` more.
+        are killed, and the server gets `RELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")

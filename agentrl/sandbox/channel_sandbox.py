@@ -16,7 +16,7 @@ from agentrl.sandbox.channel import Channel
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How much longer than a program's own limit the exec server may take to report it before the program is ended from outside."""
+"""Time after a program's limit in which the exec server must report it; then the program is killed from outside."""
 FILE_S = 25.0
 HANG_UP_S = 3.0
 

@@ -1,8 +1,8 @@
-"""The processes of a sandbox as the host sees them, and their end from outside.
+"""The processes of a sandbox as the host sees them, and a way to kill its programs from outside.
 
-An exec server ends its programs itself. When it does not answer in time, either it is at fault or it gets no CPU time because programs
-take all of it. `Residents.end_programs` settles which: it kills the programs and returns whether any were there or the server was waiting
-for a CPU. A program can therefore not turn its own time-out into a fault of the machine.
+An exec server ends its programs. If it does not answer in time, either it is at fault, or programs take all CPU time.
+`Residents.end_programs` decides: it kills the programs and returns whether there were any, or the server was waiting for a CPU. So a
+program cannot turn its time-out into an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 FRESH_S = 0.5
-"""How old a list of the machine's processes may be: many sandboxes that are late at once share one."""
+"""Largest age of a list of the machine's processes, which sandboxes that are late at the same time share."""
 END_S = 5.0
 PAUSE_S = 0.2
 WAITING = "RD"
-"""States of a process that has work to do: it waits for a CPU or for the kernel, or runs."""
+"""States of a process that runs, or waits for a CPU or the kernel."""
 DEAD = "ZX"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A process: `Seen(pid=4711, parent=4710, user=1879048199, inner=1, state="S")`."""
+class Process:
+    """A process: `Process(pid=4711, parent=4710, user=1879048199, inner=1, state="S")`."""
 
     pid: int
     parent: int
@@ -39,7 +39,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residents:
-    """Who lives in one sandbox. If server and agent are one user, they are told apart as descendants of the process `top`."""
+    """The users of one sandbox, which identify its processes. If both are the user of the host, descendants of the process `top` do."""
 
     server: int
     agent: int
@@ -55,7 +55,7 @@ class Residents:
     async def end_programs(self) -> bool:
         """Kills the programs, and waits up to `END_S` for their end.
 
-        Returns whether there were any, or the exec server was waiting for a CPU: then a late answer proves nothing against the server.
+        Returns whether there were any, or the exec server was waiting for a CPU. Then a late answer is not the server's fault.
         """
         seen = await asyncio.to_thread(_processes, FRESH_S)
         programs = self._programs(seen)
@@ -68,14 +68,14 @@ class Residents:
             programs = self._programs(await asyncio.to_thread(_processes, PAUSE_S))
         return late
 
-    def _programs(self, seen: list[Seen]) -> list[Seen]:
+    def _programs(self, seen: list[Process]) -> list[Process]:
         living = [process for process in self._inside(seen) if process.state not in DEAD]
         return [process for process in living if process.user == self.agent and process.inner != 1]
 
-    def _servers(self, seen: list[Seen]) -> list[Seen]:
+    def _servers(self, seen: list[Process]) -> list[Process]:
         return [process for process in self._inside(seen) if process.user == self.server and process.inner == 1]
 
-    def _inside(self, seen: list[Seen]) -> list[Seen]:
+    def _inside(self, seen: list[Process]) -> list[Process]:
         if not self.top:
             return [process for process in seen if process.user in (self.server, self.agent)]
         inside, newest = {self.top}, {self.top}
@@ -84,8 +84,8 @@ class Residents:
             inside |= newest
         return [process for process in seen if process.pid in inside and process.pid != self.top]
 
-    def _kill(self, process: Seen) -> None:
-        """Kills a process, unless its number belongs to another one by now, or this user may not."""
+    def _kill(self, process: Process) -> None:
+        """Kills a process, unless its pid now belongs to another process, or this user lacks the right."""
         with contextlib.suppress(OSError):
             descriptor = os.pidfd_open(process.pid)
             try:
@@ -97,10 +97,10 @@ class Residents:
 
 
 _lock = threading.Lock()
-_last: tuple[float, list[Seen]] = (0.0, [])
+_last: tuple[float, list[Process]] = (0.0, [])
 
 
-def _processes(age_s: float) -> list[Seen]:
+def _processes(age_s: float) -> list[Process]:
     """The machine's processes, as of at most `age_s` ago."""
     global _last
     asked = time.monotonic()
@@ -111,18 +111,18 @@ def _processes(age_s: float) -> list[Seen]:
         return _last[1]
 
 
-def _all() -> Iterator[Seen]:
+def _all() -> Iterator[Process]:
     for name in os.listdir("/proc"):
         if name.isdigit() and (seen := _seen(int(name))) is not None:
             yield seen
 
 
-def _seen(pid: int) -> Seen | None:
+def _seen(pid: int) -> Process | None:
     """The process `pid`; None if it has ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             lines = dict(line.split(":", 1) for line in file if ":" in line)
-        return Seen(
+        return Process(
             pid=pid,
             parent=int(lines["PPid"]),
             user=int(lines["Uid"].split()[1]),

@@ -29,8 +29,8 @@ KEEPER_BYTES = 64 << 20
 IDLE = 8
 """Containers without a sandbox that are kept for the next one; the one unused for longest goes first."""
 ENDING_S = 60.0
-"""How long a sandbox may take to be gone once its first process has been killed; then its container takes no further sandbox."""
-AGAIN_S = 0.1
+"""How long a sandbox may take to end after its first process has been killed; then its container takes no further sandbox."""
+RETRY_S = 0.1
 PACKET = 1 << 17
 _SHORT_OF = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
 
@@ -60,7 +60,7 @@ class Keeper:
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
         self.gone = asyncio.Event()
-        self.retired = False  # takes no further sandbox, and leaves those alone that it has
+        self.retired = False  # takes no further sandbox; the present ones continue
         self.cannot = ""
         self._link = link
         self._rooms: dict[int, Room] = {}
@@ -81,7 +81,7 @@ class Keeper:
         """Has a sandbox made that is handed these descriptors. What comes of it is seen at its own connection. Raises `SandboxError`."""
         made = Room(next(self._numbers))
         if not self._asked({"op": "open", "id": made.id, "handed": list(handed), **room}, list(handed.values())):
-            raise SandboxError(f"container {self.name} has too many requests to answer")
+            raise SandboxError(f"container {self.name} does not read its requests")
         self._rooms[made.id] = made
         return made
 
@@ -95,12 +95,12 @@ class Keeper:
         try:
             async with asyncio.timeout(ENDING_S):
                 while not self._asked({"op": "end", "id": room.id}, []):
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(RETRY_S)
                 await room.ended.wait()
         except TimeoutError:
             self.retired = True
             raise SandboxError(
-                f"a sandbox in container {self.name} did not end in {ENDING_S:.0f} s; the container ends with the last of the others"
+                f"a sandbox in container {self.name} did not end within {ENDING_S:.0f} s; the container ends with its last other sandbox"
             ) from None
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Keeper:
             self._rooms.clear()
 
     def _asked(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
-        """Sends a request; False if the keeper has not read enough of the earlier ones, such as for want of CPU time."""
+        """Sends a request; False if the keeper has not read enough of the earlier ones, for example because it gets no CPU time."""
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} is gone")
         try:

@@ -13,7 +13,7 @@ _STALE = Needs(
     "tokens of older versions: max_staleness above 0, and steps above 1", lambda recipe, own: recipe.max_staleness and recipe.steps > 1
 )
 _GROUPED = Needs(
-    "advantages that are known when a batch is assembled: a critic makes its own later", lambda recipe, own: recipe.critic is None
+    "advantages that are known when a batch is assembled: a critic computes them later", lambda recipe, own: recipe.critic is None
 )
 _MOVES = Needs(
     "several optimizer steps in a batch: epochs, minibatches or learner.minibatches above 1",

@@ -12,14 +12,14 @@ from agentrl.sampling import MAX_TOP_K, Sampling
 from agentrl.section import Needs, Section, resumable
 
 SUITE_FAMILY = "agentrl.run.suite_tasks:SuiteTasks"
-"""The task family of an evaluation on suites: its cases are sampled as `evaluation` says, and there are no held-out tasks."""
+"""The task family of an evaluation on suites. Its cases are sampled with the settings of `evaluation`; there are no held-out tasks."""
 _HELD_OUT = Needs("held-out tasks: set evaluation.heldout or heldout_real", lambda recipe, own: own.heldout or own.heldout_real)
 _EVALUATED = Needs(
     "held-out tasks or a gate: set evaluation.heldout, heldout_real or gate",
     lambda recipe, own: own.heldout or own.heldout_real or recipe.gate is not None or recipe.tasks.family == SUITE_FAMILY,
 )
 _BETWEEN = Needs(
-    "a step between the first and the last after which it falls: set it below steps", lambda recipe, own: own.every < recipe.steps
+    "a step between the first and the last to evaluate after: set it below steps", lambda recipe, own: own.every < recipe.steps
 )
 _COLDEST = 0.01  # vLLM samples at this temperature where a lower one above 0 is asked for
 
@@ -41,9 +41,9 @@ class BranchingConfig(Section):
 class DelegationConfig(Section):
     """What sub-agents may be started by `rollout.agent=delegating`, and what each of them has. docs/agents.md says how they work."""
 
-    depth: Annotated[int, Needs("a sub-agent for each level: set total to it or more", lambda recipe, own: own.depth <= own.total)] = Field(
-        1, ge=1, le=8
-    )
+    depth: Annotated[
+        int, Needs("a sub-agent for each level: set total to at least as many", lambda recipe, own: own.depth <= own.total)
+    ] = Field(1, ge=1, le=8)
     """How far down sub-agents may be started: with 1 only the main agent has the tool, with 2 its sub-agents have it too."""
     width: int = Field(4, ge=1, le=64)
     """Sub-agents that one turn may start side by side."""

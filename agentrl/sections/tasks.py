@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from agentrl.section import Needs, Section
 
 _TAUGHT = Needs(
-    "a step late enough to follow from another: set steps to max_staleness + 2 or more",
+    "a step late enough to use the results of another: set steps to max_staleness + 2 or more",
     lambda recipe, own: recipe.steps > recipe.max_staleness + 1,
 )
 

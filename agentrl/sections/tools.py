@@ -22,7 +22,7 @@ class SandboxConfig(Section):
     open_timeout_s: float = Field(60.0, gt=0)
     """Deadline for opening one sandbox."""
     warm: Annotated[
-        int, Needs("as many sandboxes that may be in use: set max_open to it or more", lambda recipe, own: own.warm <= own.max_open)
+        int, Needs("as many sandboxes that may be in use: set max_open to at least as many", lambda recipe, own: own.warm <= own.max_open)
     ] = Field(8, ge=0)
     """Sandboxes kept ready ahead of need (used once, then destroyed)."""
 
@@ -43,7 +43,7 @@ class MCPConfig(Section):
     """Where it answers over HTTP. Nothing else is reached: redirects are not followed."""
     env: dict[str, str] = Field({})
     """Variables of the program on this machine, each by reference: `env:NAME` for a variable of the run, `file:/PATH` for a file's content.
-    It has PATH, HOME, TMPDIR and the locale besides, and no other of the run's."""
+    In addition, the program gets PATH, HOME, TMPDIR and the locale, and no other variable of the run."""
     key_env: str = Field("", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Environment variable that holds the bearer token for `url`."""
     only: tuple[str, ...] = ()
@@ -63,11 +63,11 @@ class MCPConfig(Section):
         if self.url and self.env:
             raise ValueError("env does nothing with a url: no program is started")
         if self.command and self.env:
-            raise ValueError("env is for host_command: an agent could read what a program in its sandbox is given")
+            raise ValueError("env is for host_command: the agent could read the environment of a program in its sandbox")
         if wrong := [name for name, value in self.env.items() if not secrets.is_reference(value)]:
-            raise ValueError(f"env.{wrong[0]} is given by value, which recipe.json and the report would show: {secrets.HOW}")
+            raise ValueError(f"env.{wrong[0]} is given by value, and recipe.json and the report would show it: {secrets.HOW}")
         if self.url and (urlsplit(self.url).query or urlsplit(self.url).fragment):
-            raise ValueError("a url has no query, which recipe.json and the report would show: name the token's variable with key_env")
+            raise ValueError("url has a query, and recipe.json and the report would show it: set key_env to the variable with the token")
         if self.key_env and not self.url:
             raise ValueError("key_env does nothing without a url: give a program its variables with env")
         if any("\0" in word for word in (*self.command, *self.host_command)) or not all((self.command or self.host_command or ("-",))[:1]):
@@ -135,8 +135,8 @@ class MemoryConfig(Section):
     """Notes that one episode may write, with all its agents."""
     note_chars: int = Field(400, ge=1, le=10_000)
     """Most characters of a note; a longer one is refused, which the agent is told."""
-    results: Annotated[int, Needs("as many notes that are kept: set keep to it or more", lambda recipe, own: own.results <= own.keep)] = (
-        Field(5, ge=1, le=50)
+    results: Annotated[int, Needs("as many kept notes: set keep to at least as many", lambda recipe, own: own.results <= own.keep)] = Field(
+        5, ge=1, le=50
     )
     """Most notes that one search shows."""
     keep: int = Field(1000, ge=1, le=100_000)

@@ -1,7 +1,7 @@
-"""Who may use a server of ours: callers that send its key. Every route but `GET /health` needs it, vLLM's control routes too.
+"""The key of an inference server. Every route except `GET /health` requires it, vLLM's control routes included.
 
-vLLM's own `--api-key` guards only the paths that begin with /v1, /v2, /inference or /cohere. `/collective_rpc`, `/update_weights`,
-`/pause` and `/classify` stay open with it to every local user.
+vLLM's `--api-key` guards only the paths that start with /v1, /v2, /inference or /cohere. It leaves `/collective_rpc`, `/update_weights`,
+`/pause` and `/classify` open to every local user.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 VARIABLE = "AGENTRL_SERVER_KEY"
-"""Environment variable that hands a server process its key. The process removes it before it starts its engine."""
+"""Environment variable with the key of a server process, which removes it before it starts its engine."""
 MIDDLEWARE = f"{__name__}.RequireKey"
 """Value of vLLM's option `--middleware`."""
 _OPEN = ("GET", "/health")
@@ -25,12 +25,12 @@ _expected = b""  # sha256 of this process's key
 
 
 def new_key() -> str:
-    """A key for one start of one server: 256 random bits."""
+    """A new key of 256 random bits, for one start of one server."""
     return secrets.token_urlsafe(32)
 
 
 def headers(key: str) -> dict[str, str]:
-    """What a request to a server with this key carries. An empty key means that the server needs none."""
+    """The headers of a request to a server with this key; none for an empty key."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -56,7 +56,12 @@ class RequireKey:
         else:
             content = [(b"content-type", b"application/json"), (b"connection", b"close")]
             await send({"type": "http.response.start", "status": 401, "headers": content})
-            await send({"type": "http.response.body", "body": b'{"error": "this server answers only to the run that started it"}'})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b'{"error": "the server key is missing or wrong: send the key of the run that started this server"}',
+                }
+            )
 
     def _allowed(self, scope: _Scope) -> bool:
         if (scope.get("method"), scope["path"]) == _OPEN:

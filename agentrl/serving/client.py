@@ -20,7 +20,7 @@ from agentrl.serving.wire import UnsentError
 
 _MAX_CONNECTIONS = 8192  # how many episodes wait at once is the recipe's affair; this is a bound for the descriptors of the process
 CUT_S = 30.0
-"""How long a server may take to return the tokens of a request that it was asked to cut off."""
+"""How long a server may take to return the tokens of a request after it was asked to cut it off."""
 _CUT_AGAIN_S = 0.2
 _ABORT = "abort"  # vLLM's finish reason of such a request
 _CONNECT_TRIES = 3
@@ -47,7 +47,7 @@ class TokenClient:
         max_connections: int = _MAX_CONNECTIONS,
         answered: Callable[[], None] = lambda: None,
     ) -> None:
-        """`answered`: called for each completion that the server gave."""
+        """`answered`: called for each completion from the server."""
         self._answered = answered
         self._control = ControlPlane(url, key=key, max_connections=max_connections)
         self._weights = weights
@@ -89,7 +89,7 @@ class TokenClient:
                 task.cancel()
 
     async def _cut_off(self, request_id: str) -> None:
-        """Asks until the request is answered: the server may not have begun it yet, and forgets what it is asked then."""
+        """Asks repeatedly until the request is answered: the server ignores an abort of a request that it has not started."""
         while True:
             await self._control.abort(request_id)
             await asyncio.sleep(_CUT_AGAIN_S)
@@ -176,7 +176,7 @@ class _Generated(_Answer):
 def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) -> Completion:
     """The server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`.
 
-    `cut`: the request was to be cut off, so that it may have ended with "abort", which becomes `CUT`, and without any token.
+    `cut`: the server was asked to cut the request off, so it may have ended with "abort", which becomes `CUT`, and without any token.
     """
     if cut and _cut_at_once(answer):
         return Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
@@ -199,7 +199,7 @@ def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) 
 
 
 def _cut_at_once(answer: Any) -> bool:
-    """Whether a request was cut off before a token of it was sampled."""
+    """Whether a request was cut off before any token was sampled."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     one = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
     return isinstance(one, dict) and one.get("finish_reason") == _ABORT and one.get("token_ids") == []

@@ -28,7 +28,7 @@ _CONNECTIONS = 64
 _GENERATE = "/inference/v1/generate"
 _ABORT = "/inference/v1/abort_requests"
 _REFUSED = (400, 413, 422)
-_ENGINE_ID = "generate-tokens-"  # what the server puts before the id of a request
+_ENGINE_ID = "generate-tokens-"  # the server's prefix for request ids
 _EXCERPT = 500
 _METRICS_BYTES = 4_000_000
 _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})? ([0-9.eE+-]{1,32})$", re.MULTILINE)
@@ -89,7 +89,7 @@ class ControlPlane:
         return await self.health(timeout_s=timeout_s) == "answers"
 
     async def health(self, *, timeout_s: float) -> Literal["answers", "down", "silent"]:
-        """`down`: nothing listens, or the engine is reported dead. `silent`: no answer within `timeout_s`."""
+        """The server's state. `down`: nothing listens, or the engine is dead. `silent`: no answer within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.request("GET", "/health", timeout_s=2 * timeout_s)
@@ -147,8 +147,8 @@ class ControlPlane:
         return self._generated(dumps(body, separators=(",", ":")).encode(), timeout_s)  # only bytes are kept while thousands wait
 
     async def abort(self, request_id: str) -> None:
-        """Asks the server to end a request of `generate`, which then answers with the tokens that it has. Failures are logged: the
-        request has its own deadline."""
+        """Asks the server to end a request of `generate`, which then returns the tokens sampled so far. Failures are only logged, because
+        the request has a deadline."""
         body = dumps({"request_ids": [f"{_ENGINE_ID}{request_id}"]}).encode()
         try:
             async with asyncio.timeout(CONTROL_TIMEOUT_S):

@@ -92,9 +92,9 @@ class JudgeServer(ServerProcess):
         diff = await disagreement_of_judge(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
         if not diff <= _TOLERANCE[self.config.dtype]:
             raise ServingError(
-                f"the judge's server {self.name} differs by {diff:.3g} nats from {self.model / FILE}; with dtype={self.config.dtype}"
-                f" {_TOLERANCE[self.config.dtype]:g} is allowed\n  fix: the weights there are not those that were published; take the"
-                " folder as the run left it"
+                f"the judge's server {self.name} differs by {diff:.3g} nats from {self.model / FILE}; the limit with"
+                f" dtype={self.config.dtype} is {_TOLERANCE[self.config.dtype]:g}\n  fix: restore the model folder that the run published:"
+                " its weights have changed"
             )
 
     async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:

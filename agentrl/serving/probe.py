@@ -1,6 +1,6 @@
-"""The logprob probe: what a server says of a few token rows, against the reference that a version carries (`probe.json`).
+"""The logprob probe: compares a server's logprobs for a few token rows with the reference in a version's folder (`probe.json`).
 
-The reference is written by whoever publishes the version: the learner, for every version of a run, version 0 included.
+The learner writes the reference of every version of a run, version 0 included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE = "probe.json"
 
 
 def read_probe(folder: Path) -> Probe | None:
-    """The reference logprobs in a version's folder; None if it has none. Raises `ServingError` for a file that holds none."""
+    """The reference logprobs in a version's folder; None if there are none. Raises `ServingError` for an unreadable file."""
     try:
         return codec.from_json(Probe, (folder / FILE).read_bytes())
     except FileNotFoundError:
@@ -101,13 +101,13 @@ def parse_prompt_logprobs(answer: Any, token_ids: tuple[int, ...], number: int) 
 
 
 def next_differences(answer: Any, ours: Mapping[int, float], sampling: Sampling, number: int) -> list[float]:
-    """How far server and learner are apart (nats) in what follows a row, at the rollouts' setting.
+    """The differences (nats) between server and learner for the token after a row, with the sampling settings of rollouts.
 
-    The learner's distribution is restricted to the support that the server answers, as in training. A token of it that the learner
-    did not list is at most as likely as the last one listed; only what the server puts above that is a difference.
+    The learner's distribution is restricted to the support that the server returns, as in training. A supported token that the learner
+    did not list is at most as likely as the last one listed; only a higher logprob of the server counts as a difference.
 
     Args:
-        answer: the server's, with one sampled token.
+        answer: of the server, with one sampled token.
         ours: the learner's logprobs of the likeliest tokens, before truncation.
     """
     floor = min(ours.values(), default=0.0)

@@ -35,7 +35,7 @@ WARM_S = 120.0
 _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
 """Deadline for a server's first tokens: a first request may compile."""
-_PULSE_S = 5.0  # between two looks at what a server has computed
+_PULSE_S = 5.0  # between two checks of what a server has computed
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
 _PORT_TRIES = 64  # of free ports, each of which another run may have chosen in the same moment
 _LOG_BYTES = 1 << 20  # at the end of a log that are searched for a cause
@@ -65,7 +65,7 @@ class ServerProcess(ABC):
         self._port: ReservedPort | None = None
         self._log_start = 0  # bytes in the log before this start
         self.liveness = Liveness(what, first_s=_FIRST_S)
-        self.end = ""  # why it counts as dead; empty: it has not been seen dead
+        self.end = ""  # why it counts as dead; empty while it is alive
         self._look_at = 0.0  # of the loop's clock
         self._computed: tuple[float, ...] = ()
         self._answers, self._answers_seen = 0, 0
@@ -83,9 +83,9 @@ class ServerProcess(ABC):
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the process lives, its engine does not report its own death, and tokens come (`end` says why not). Waits at most 20 s.
+        """Whether the process lives, its engine is not dead, and it computes tokens; `end` has the reason if not. Waits at most 20 s.
 
-        A server that gives no answer at all is judged like one that computes nothing: by its silence.
+        A server that gives no answer is treated like one that computes nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
             self.end = "it died"
@@ -99,12 +99,12 @@ class ServerProcess(ABC):
         return not self.end
 
     def answered(self) -> None:
-        """Called for each answer that a client of the server got: progress, however long its other routes take under load."""
+        """Called for each answer that a client gets: it is progress, even if other routes are slow under load."""
         self._answers += 1
 
     async def _look(self, control: ControlPlane, *, answers: bool) -> None:
-        """Looks whether anything was computed since the last look, and asks for a token if not. `answers`: whether its routes do."""
-        if control.paused:  # what it is paused for has a deadline
+        """Checks whether anything was computed since the last check, and requests a token if not. `answers`: whether its routes answer."""
+        if control.paused:  # the operation that paused it has a deadline
             self.liveness.rest()
             return
         if self.liveness.deadline_s == math.inf:  # it was paused
@@ -160,10 +160,10 @@ class ServerProcess(ABC):
 
     @abstractmethod
     async def _token(self, control: ControlPlane, *, timeout_s: float) -> None:
-        """Has the server compute one answer of one or two tokens. Raises `ServingError`."""
+        """Requests one answer of one or two tokens. Raises `ServingError`."""
 
     async def _prepare(self, control: ControlPlane) -> None:  # noqa: B027 - not abstract: a server that needs nothing leaves it as it is
-        """Whatever a server that answers needs before its first request."""
+        """Prepares a server that answers for its first request."""
 
     async def _begin(self, host: str, port: int, *, key: str, timeout_s: float) -> None:
         """Starts the process on a port (0: any free one) and returns once it is ready.

@@ -59,7 +59,7 @@ class ServedPolicy:
             gpus: CUDA_VISIBLE_DEVICES of the server; None: as in the driver.
             name: of one of several servers of a run; empty: it is the only one, which the learner is told of.
             newest: the version that a restarted server begins with; None: `to_serve` of the registry.
-            alert: shows a person that a server is restarted.
+            alert: called with a message for the user when a server is restarted.
         """
         self.version = -1
         self.sha256 = ""  # of its weights: the learner may resume from a checkpoint and publish the same number again
@@ -84,7 +84,7 @@ class ServedPolicy:
         An adapter is swapped into a server started with version 0; raises `SwapError` when it is refused.
 
         Args:
-            await_probe: a learner that is being started writes the reference of version 0; it is waited for.
+            await_probe: wait for a learner that is being started to write the reference of version 0.
 
         Raises `ServingError` when the server does not start, or the probe disagrees.
         """
@@ -308,14 +308,14 @@ class ServedPolicy:
         await channel.swap(version, folder, probe, max_abs_diff=serving.probe_max_abs_diff, timeout_s=serving.request_timeout_s)
 
     async def _prove(self, server: VLLMServer, version: PolicyVersion, *, await_probe: bool) -> None:
-        """Compares a server that was started with a version with the version's reference. Raises `ServingError`."""
+        """Compares a new server's logprobs with the reference of its version. Raises `ServingError`."""
         folder, serving = self._run_dir / version.folder, self._recipe.serving
         until = asyncio.get_running_loop().time() + serving.startup_timeout_s
         while (probe := read_probe(folder)) is None and await_probe:
             if asyncio.get_running_loop().time() > until:
                 raise ServingError(
-                    f"version {version.number} has no {FILE} after {serving.startup_timeout_s:g} s: the learner, which writes it once it"
-                    " has loaded the model, is not ready; see logs/learner.log"
+                    f"version {version.number} has no {FILE} after {serving.startup_timeout_s:g} s: the learner writes it after loading the"
+                    " model\n  fix: see logs/learner.log, or raise serving.startup_timeout_s"
                 )
             await asyncio.sleep(_WATCH_S)
         if probe is None:
@@ -324,12 +324,12 @@ class ServedPolicy:
             async with asyncio.timeout(serving.request_timeout_s):
                 diff = await disagreement(server, version.number, probe)
         except TimeoutError:
-            raise ServingError(f"{self.what} gave no logprobs within {serving.request_timeout_s:g} s of its start") from None
+            raise ServingError(f"{self.what} returned no logprobs within {serving.request_timeout_s:g} s of its start") from None
         if not diff <= serving.probe_max_abs_diff:
             raise ServingError(
                 f"{self.what} was started with version {version.number} and differs by {diff:.3g} nats from {folder / FILE};"
-                f" serving.probe_max_abs_diff={serving.probe_max_abs_diff:g} is allowed\n  fix: the weights there are not those that were"
-                " published, or policy.dtype is not the one that the reference was computed in (bfloat16 needs about 0.15)"
+                f" the limit is serving.probe_max_abs_diff={serving.probe_max_abs_diff:g}\n  fix: restore the published weights, or set"
+                " policy.dtype to that of the reference (bfloat16 needs a limit of about 0.15)"
             )
 
     async def _stop(self) -> None:

@@ -21,7 +21,7 @@ class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLL
     """
 
     def __init__(self, base_url: str, *, key: str, timeout_s: float, waiting: Callable[[], None] = lambda: None) -> None:
-        """`waiting`: called at each look whether the server is paused."""
+        """`waiting`: called at each check whether the server is paused."""
         super().__init__(base_url, timeout=timeout_s)
         self._headers = access(key)
         self.version = 0

@@ -1,4 +1,4 @@
-"""Clocks that nobody waits for: sleeping moves them."""
+"""Clocks for tests without waiting: sleeping advances them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JumpingClock:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only while nothing can run: an hour of waiting takes no time. For code without threads."""
+    """An event loop whose time advances only while nothing can run, so that waits take no time. For code without threads."""
 
     def __init__(self) -> None:
         self._selected = _Skipping()
@@ -41,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Skipping(selectors.DefaultSelector):
-    """Returns at once from every wait with a deadline, and moves the time by it."""
+    """Returns at once from every wait with a deadline, and advances the time to it."""
 
     now = 0.0
 
@@ -53,6 +53,6 @@ class _Skipping(selectors.DefaultSelector):
 
 
 def run_virtually(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, on a `VirtualLoop`."""
+    """Runs `work` on a `VirtualLoop` and returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

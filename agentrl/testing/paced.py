@@ -1,4 +1,4 @@
-"""A policy that takes time: a server of a given speed, which may change, stall, or be shared by many requests."""
+"""A policy whose answers take time: a server of a given speed, which may change, stall, or be shared by many requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOGPROB = -0.5
 
 
 class PacedPolicy:
-    """Samples the letter `x` until a turn has the tokens that it wants, then ends the turn. Use it with `run_virtually`.
+    """Samples the letter `x` until a turn has its planned number of tokens, then ends the turn. Use it with `run_virtually`.
 
     Args:
         tokenizer: whose ids it samples.

@@ -1,7 +1,7 @@
-"""Runs of ours and the peer's in alternation on one machine: what may be published of them, and the ratios they give.
+"""Alternating runs of agentrl and a peer on one machine: the conditions for publishing them, and their ratios.
 
-A round is one run of each side with one seed. The ratio of a round is the peer's time over ours; ratios of several rounds are given
-with their number, median and range. Rounds of several machines, or of one machine at different times, do not make a comparison.
+A round is one run of each side with one seed. The ratio of a round is the peer's time divided by agentrl's. Ratios of several rounds are
+reported with their number, median and range. Rounds from several machines, or from one machine at different times, are not comparable.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from agentrl.files import write
 from benchmarks.contest.outcome import Outcome, Point
 
 LEAST_ROUNDS = 3
-MOST_GAP_S = 900.0  # between two runs of one go
+MOST_GAP_S = 900.0  # between two runs of a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Of the peer's time over ours. `n` rounds; in `censored` of them the peer did not reach the target, so that these are bounds."""
+    """The peer's time divided by agentrl's, over `n` rounds. In `censored` rounds the peer missed the target: these are lower bounds."""
 
     n: int
     median: float
@@ -57,7 +57,7 @@ class Comparison:
         return [one for outcomes in self.rounds for one in outcomes if one.side == side]
 
     def ratio(self, peer: str, seconds: Callable[[Outcome], float] = lambda one: one.took_s) -> Ratio:
-        """Raises `ValueError` if a run of ours did not reach the target: its time is a bound, and the ratio would not be."""
+        """Raises `ValueError` if a run of agentrl did not reach the target: the ratio would not be a lower bound."""
         ours, theirs = self.of("ours"), self.of(peer)
         if any(one.arrived_s is None for one in ours):
             raise ValueError("a run of ours did not reach the target")
@@ -66,7 +66,7 @@ class Comparison:
         return Ratio(n=len(values), median=statistics.median(values), low=min(values), high=max(values), censored=late)
 
     def faults(self) -> list[str]:
-        """Why it must not be published; empty means it may be."""
+        """The reasons against publishing it; empty if it may be published."""
         found = []
         if len(self.rounds) < LEAST_ROUNDS:
             found.append(f"{len(self.rounds)} of at least {LEAST_ROUNDS} pairs")
@@ -90,9 +90,9 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def publish(comparison: Comparison, path: Path) -> None:
-    """Saves it beside the docs. Raises `UserError` for one that `Comparison.faults` finds wanting."""
+    """Saves it to the docs. Raises `UserError` for a comparison with `faults`."""
     if found := comparison.faults():
-        raise UserError(f"not published: {'; '.join(found)}", fix=f"run --pairs {LEAST_ROUNDS} or more on one machine in one go")
+        raise UserError(f"not published: {'; '.join(found)}", fix=f"run --pairs {LEAST_ROUNDS} or more on one machine without interruption")
     save(comparison, path)
 
 
@@ -108,7 +108,7 @@ def load(path: Path) -> Comparison:
 
 
 def published(folder: Path) -> dict[str, Comparison]:
-    """Comparisons by name. Raises `UserError` for a file that must not be published, or that is none."""
+    """Comparisons by name. Raises `UserError` for a file that must not be published, or is not a comparison."""
     found = {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
     for name, comparison in found.items():
         if faults := comparison.faults():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SIDES = ("ours", "trl-together", "trl")
-"""agentrl, TRL with the concurrent rollout function of `benchmarks.contest.together`, and TRL as it ships."""
+"""agentrl, TRL with the concurrent rollout function of `benchmarks.contest.together`, and unmodified TRL."""
 PARTS = ("start", "rollout", "wait", "score", "update", "sync", "evaluation", "other")
 """Where a side's seconds go; docs/peers.md says what is counted where."""
 
@@ -38,7 +38,7 @@ class Outcome:
     tokens_sampled: int
     tokens_trained: int
     episodes: int
-    faults: int  # episodes excluded, or answered with a fault of the machinery
+    faults: int  # episodes excluded, or answered with an infrastructure fault
     peak_gib: float
     parts: dict[str, float]  # of `PARTS`, seconds
     machine: dict[str, Any] = field(default_factory=dict)  # `benchmarks.stored.machine` just before the run
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def took_s(self) -> float:
-        """Seconds to the target, or those it was given without reaching it."""
+        """Seconds to the target, or the time limit if it was not reached."""
         return self.clock_s if self.arrived_s is None else self.arrived_s
 
     @property

@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {
 """What of TRL's settings is ours to choose on this machine, where `--peer` says nothing else. `micro_batch` 0: a whole step at once."""
 
 ROLLOUTS = ("environment", "together")
-"""How several turns are played: as TRL does, or by `benchmarks.contest.together`, which makes the calls of all episodes at once."""
+"""How several turns are run: by TRL, or by `benchmarks.contest.together`, which makes the calls of all episodes concurrently."""
 
 
 def rollouts_of(side: str) -> str:
@@ -48,7 +48,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"continuous_batching": True},
     {"vllm": True},
 )
-"""What is tried with the fastest micro-batch."""
+"""Settings that are timed with the fastest micro-batch."""
 _TUNING_GROUPS = 4  # of a step, so that a step of tuning is short
 
 
@@ -196,7 +196,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
         `base` with the fastest settings, and every attempt with its seconds. An attempt that fails has its reason.
 
     Raises:
-        InfrastructureError: no micro-batch made a step.
+        InfrastructureError: no micro-batch completed a step.
     """
     recipe = setting.made(seed)
     groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
@@ -215,7 +215,7 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
 
     best = fastest(({"micro_batch": size} for size in MICRO_BATCHES if episodes % size == 0), base)
     if best["seconds_a_step"] is None:
-        raise InfrastructureError(f"no micro-batch of the peer made a step: {tried[-1].get('failed')}")
+        raise InfrastructureError(f"no micro-batch of the peer completed a step: {tried[-1].get('failed')}")
     options = {**base, **best["change"]}
     other = fastest((change for change in OTHERS if any(options[key] != value for key, value in change.items())), options)
     if other["seconds_a_step"] is not None and other["seconds_a_step"] < best["seconds_a_step"]:

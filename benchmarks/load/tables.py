@@ -82,9 +82,9 @@ def _crowd(found: dict[str, Any]) -> tuple[str, bool]:
     rows = [
         "## Episodes in flight",
         "",
-        f"One process on one core; the server answers after {low:g} to {high:g} s. The driver's latency is what a turn takes, from one"
-        " completion to the next, beyond the server's time: parsing, the tool, the next prompt, both ways over the wire, and waiting for"
-        " the core. A full garbage collection stops everything; a run has one every 5 minutes, and the last column is how long it takes.",
+        f"One process on one core; the server answers after {low:g} to {high:g} s. The driver's latency is the time of a turn, from one"
+        " completion to the next, minus the server's time: parsing, the tool, the next prompt, both network transfers, and waiting for"
+        " the core. A full garbage collection stops the event loop. A run has one every 5 minutes; the last column is its duration.",
         "",
         "| episodes | turns measured | core in use | driver p50 ms | driver p99 ms | full collection ms |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",

@@ -94,8 +94,7 @@ def admit(source: Source) -> None:
 
 
 def exact(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer to which a scorer gives full marks is the truth, and nothing else; where there are several truths, its language
-    says so."""
+    """Whether an answer with full marks from a scorer is the truth and nothing else. If there are several truths, its alphabet decides."""
     return name in SEVERAL or says_the_same(name, answer, truth)
 
 

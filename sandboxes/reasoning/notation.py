@@ -1,7 +1,7 @@
-"""Whether an answer is the truth in another notation, with nothing in front of it or behind it.
+"""Decides whether an answer is only the truth, in any notation, without additional text.
 
-Many scorers look for the truth in an answer, and so pay for its negation, for several answers, and for whatever else is written. They
-decide which notations count; this decides that there is nothing else. Datasets with several right answers have a language in place of it
+Many scorers search an answer for the truth, and so accept its negation, several answers, and additional text. The scorer decides which
+notations are right; this module decides that there is nothing else. Datasets with several right answers have an answer alphabet instead
 (`sandboxes.reasoning.catalogue.LANGUAGES`).
 """
 
@@ -18,7 +18,7 @@ ROUNDED: Mapping[str, int | None] = {"advanced_geometry": None, "pool_matrix": 2
 """Datasets that ask for rounded numbers -> decimal places; None: as many as the truth has."""
 SIGNIFICANT: Mapping[str, Decimal] = {"decimal_arithmetic": Decimal("1e-12"), "power_function": Decimal("1e-2")}
 """Datasets that ask for significant digits -> how far an answer may be from the truth, relative to it, if its scorer agrees."""
-CLOSE = Decimal("1e-14")  # relative, of other numbers that are no whole numbers: the rounding of binary fractions
+CLOSE = Decimal("1e-14")  # relative tolerance for other fractional numbers: the rounding of binary fractions
 _TOKEN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]{1,3})?|\.[0-9]+)|(?P<word>[^\W\d_]+)|(?P<other>\S)")
 _NO_PART = frozenset("\",'`$\u00b0")  # quotes, commas, and signs of units
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -28,7 +28,7 @@ _Token = Decimal | str
 def says_the_same(name: str, answer: str, truth: str) -> bool:
     """Whether an answer of dataset `name` has the words, numbers and signs of the truth, and no others.
 
-    White space, capitals, quotes, commas, a degree or dollar sign and a full stop at the end play no part.
+    White space, capitals, quotes, commas, a degree or dollar sign and a full stop at the end are ignored.
     """
     if _GROUPED.fullmatch(answer):
         answer = answer.replace(",", "")

@@ -46,7 +46,7 @@ class Asking:
                 self.refusals.append(refused.kind)
                 break
             except UnicodeError as error:
-                session.choked(error)
+                session.request_failed(error)
                 break
             delivered()
             messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "and now?"}]

@@ -25,7 +25,7 @@ def test_the_shipped_family_says_which_tasks_are_unsafe_to_train_on() -> None:
     assert {finding.severity for finding in proof.findings} == {"unsafe"} and len(unsafe) == 2
     assert any("roman-numerals" in name for name in unsafe)
     shown = render(CheckReport(cases=(), proofs=(proof,), not_proven=()))
-    assert "UNSAFE  what is judged runs apart from its tests" in shown and "unsafe: not for training: mode pytest of " in shown
+    assert "UNSAFE  code under test runs apart from its tests" in shown and "unsafe: not for training: mode pytest of " in shown
 
 
 @pytest.mark.parametrize("mode", ["judge", *WAYS])

@@ -144,7 +144,7 @@ async def test_a_server_that_a_verifier_does_not_reach_is_asked_again_and_then_t
     score = await scorer(replace(task(), verifiers=("v",)), EPISODE)
     assert score.value == value and len(verifier.seen) == 3
     if value is None:
-        assert score.blame is Blame.INFRASTRUCTURE and "reached nothing that answers" in score.reason
+        assert score.blame is Blame.INFRASTRUCTURE and "reported an outage" in score.reason
 
 
 async def test_a_task_that_is_wrong_is_unscored_at_once() -> None:
@@ -279,7 +279,7 @@ class Bounded:
 )
 async def test_a_verifier_that_what_was_said_makes_fail_leaves_nothing_unscored(name: str, answer: str, value: float) -> None:
     score = await TaskScorer(timeout_s=0.3)(task(name), replace(EPISODE, answer=answer))
-    assert score.value == value and "at what this episode says" in score.evidence
+    assert score.value == value and "on this episode's text" in score.evidence
 
 
 async def test_the_lowest_value_is_the_verifiers_own() -> None:

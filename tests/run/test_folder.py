@@ -67,7 +67,7 @@ def test_a_resumed_run_has_its_overrides_again_and_says_what_changes(tmp_path: P
     assert check_same(tmp_path, apply_overrides(RECIPE, list(before))) == []
     longer = merged(before, ["steps=30", "learner.ranks=2"])
     assert check_same(tmp_path, apply_overrides(RECIPE, list(longer))) == ["steps 24 -> 30", "learner.ranks 1 -> 2"]
-    with pytest.raises(RecipeError, match=r"not the run's own: learner\.lr 0\.001 -> 0\.002") as error:
+    with pytest.raises(RecipeError, match=r"differs from the run's: learner\.lr 0\.001 -> 0\.002") as error:
         check_same(tmp_path, apply_overrides(RECIPE, list(merged(before, ["learner.lr=2e-3"]))))
     assert "steps" in error.value.fix and "docs/" not in str(error.value)
 

@@ -112,7 +112,7 @@ async def test_version_0_waits_for_the_reference_that_a_learner_is_about_to_writ
 
     path.unlink()
     late = ServedPolicy(RECIPE.but("serving.startup_timeout_s=0.1"), tmp_path, registry)
-    with pytest.raises(ServingError, match=r"no probe.json after 0.1 s: the learner, .*logs/learner.log"):
+    with pytest.raises(ServingError, match=r"(?s)no probe.json after 0.1 s: the learner writes it .*logs/learner.log"):
         await late.start(version(registry, 0), await_probe=True)
     await late.close()
 

@@ -73,9 +73,9 @@ class Collected:
 
 
 def declared(schemas: Schemas, name: str) -> Mapping[str, frozenset[str]]:
-    """The JSON types that a tool's schema allows each of its parameters; empty for a tool without one.
+    """The JSON types that a tool's schema allows for each parameter; empty for a tool without a schema.
 
-    A schema comes from a task, a server or a client, and may hold any JSON in any place.
+    A schema comes from a task, a server or a client, and may be any JSON.
     """
     for schema in schemas:
         function = _part(schema, "function")
@@ -86,7 +86,7 @@ def declared(schemas: Schemas, name: str) -> Mapping[str, frozenset[str]]:
 
 
 def _part(schema: Any, key: str) -> Mapping[str, Any]:
-    """The object under a key of a schema; an empty one for anything else."""
+    """The object under a key of a schema; empty if the value is not an object."""
     found = schema.get(key) if isinstance(schema, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 

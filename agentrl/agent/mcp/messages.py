@@ -22,7 +22,7 @@ class Wrong(Exception):
 
 
 class Refused(Exception):
-    """The server answered with an error of the protocol, whose text this is. `internal`: its code says that the server is at fault."""
+    """The server answered with a protocol error, with its text. `internal`: the error code reports a fault of the server."""
 
     def __init__(self, text: str, *, internal: bool = False) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ def result(line: bytes) -> dict[str, Any]:
         return found
     error = answer.get("error") if isinstance(answer, dict) else None
     if isinstance(error, dict):
-        raise Refused(clean(error.get("message"), 500) or "an error without words", internal=error.get("code") in _INTERNAL)
+        raise Refused(clean(error.get("message"), 500) or "an error without a message", internal=error.get("code") in _INTERNAL)
     raise Wrong("an answer with neither a result nor an error")
 
 

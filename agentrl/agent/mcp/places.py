@@ -53,8 +53,8 @@ class Place(Protocol):
     """One connection to one server, which is started by the first question."""
 
     async def ask(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        """Sends messages and gives the line that answers request `until`. Raises `Unanswered`, and `Refused` for a request that the
-        transport does not take.
+        """Sends messages and returns the line that answers request `until`. Raises `Unanswered`, and `Refused` for a request that the
+        transport rejects.
 
         Args:
             begin: start the server anew.
@@ -201,9 +201,9 @@ class OverHTTP:
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | Refused:
-    """What a status that is no success means. Only some say that the request was wrong: address and key are the recipe's."""
+    """The error for an HTTP status of 400 or more. Few of them are the request's fault: address and key come from the recipe."""
     text = f"it answered with status {status}"
-    if status == 404 and in_session:  # so says the protocol
+    if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
     return Refused(text) if status in _OF_THE_REQUEST else Unanswered("ended", text)
 

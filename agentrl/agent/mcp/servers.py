@@ -1,9 +1,11 @@
 """The servers of a run, and an episode's connection to one of them.
 
-Whose fault it is when a server gives no answer. In the sandbox the server is the agent's neighbour, which can kill it and take its place:
-always the policy's. A server outside that cannot be started, is not the one that the run began with, dies, does not answer in time,
-answers with nonsense, or reports an outage is a fault of the infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
-What is wrong with a request, and an answer that is too long, is the policy's.
+Blame if a server gives no answer:
+
+- A server in the sandbox: always the policy, because the agent can kill the server and take its place.
+- A server outside that does not start, offers other tools than at the start of the run, dies, does not answer in time, answers with
+  nonsense, or reports an outage: the infrastructure, unless the episode provoked it (`agentrl.agent.provoked`).
+- A wrong request, or an answer that is too long: the policy.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Server:
         return OnHost(self.config.host_command, {name: secrets.read(where) for name, where in self.config.env.items()}, self.root)
 
     def check_secrets(self) -> None:
-        """Raises `UserError` for a secret that is not where the recipe says."""
+        """Raises `UserError` for a secret reference of the recipe that does not resolve."""
         references = {f"env.{name}": where for name, where in self.config.env.items()}
         references |= {"key_env": f"env:{self.config.key_env}"} if self.config.key_env else {}
         for key, where in references.items():
@@ -93,8 +95,8 @@ class Connection:
             usercode.report(what, error)
 
     async def call(self, offer: Offer, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """One call of one of its tools. Raises `Fault`, and `InfrastructureError` for a server outside that this episode has not called
-        before and that is not there."""
+        """Calls one of the server's tools. Raises `Fault`, and `InfrastructureError` if a server outside is not available at the first call
+        of this episode."""
         if self.server.config.together:
             async with self._lock:
                 note = await self._ready(sandbox)
@@ -177,7 +179,7 @@ class Connection:
         return replace(outcome, output=note + outcome.output)
 
     def _out(self, text: str) -> Fault:
-        """An outage that a server outside reports of itself or of what it calls; the connection stays."""
+        """The fault for an outage that a server outside reports; the connection stays open."""
         return Fault("mcp_outage", text, outage=Outage(text=f"MCP server {self.server.name}: {text}"[:500]))
 
     def _fault(self, error: Exception) -> Fault:

@@ -65,13 +65,13 @@ class Arena:
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     mark: str = field(default_factory=lambda: "agentrl-mark-" + secrets.token_hex(8))
     trouble: list[str] = field(default_factory=list)  # what the watchers saw since the last reset
-    sandboxes: int = 0  # that a step has opened besides, each of which takes descriptors of the driver
+    sandboxes: int = 0  # additional ones that a step has opened; each takes descriptors of the driver
     slowest_s: float = 0.0  # of the neighbour's answers
     _before: dict[str, object] = field(default_factory=dict)
 
     @property
     def ports(self) -> dict[str, int]:
-        """Of the host's servers that an allow-list may name."""
+        """Ports of the host's servers that an allow-list may contain."""
         return {"allowed": self.allowed.port, "gateway": self.gateway_port}
 
     def facts(self) -> bytes:
@@ -197,7 +197,7 @@ class _Keyless(Session):
 
 @asynccontextmanager
 async def _gateway() -> AsyncIterator[int]:
-    """The port of a gateway that serves no session that an attack has a key for; 0 if its packages are not installed."""
+    """The port of a gateway without a session that an attack has a key for; 0 if its packages are not installed."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         yield 0
         return

@@ -1,4 +1,4 @@
-"""Steps of the host after attacks that concern more than one sandbox: what one takes from others, or sees of them."""
+"""Steps of the host after attacks on other sandboxes: on their CPU time, or on their privacy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ subprocess.run(["sh", "-c", "cat /etc/passwd >/dev/null; python3 -I -c 'import c
 
 
 async def _spin_together(scene: Scene) -> str:
-    """The program in many sandboxes at once: each gets its time-out, and answers afterwards."""
+    """Runs the program in many sandboxes at once: each must time out, and answer afterwards."""
     program = (await scene.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
     scene.arena.sandboxes += TOGETHER
     opened = await asyncio.gather(
@@ -42,7 +42,7 @@ async def _spin_together(scene: Scene) -> str:
         scene.arena.sandboxes -= TOGETHER
     if wrong := sorted({end for end in ends if end != "timeout"}):
         raise Escaped(f"{sum(end != 'timeout' for end in ends)} of {TOGETHER} sandboxes that spin got no time-out: {wrong[0]}")
-    return f"{TOGETHER} at once, each with its own time-out"
+    return f"{TOGETHER} at once, and each timed out"
 
 
 async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
@@ -56,12 +56,12 @@ async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
 
 
 async def _unseen_by_watchers(scene: Scene) -> str:
-    """While the program watches, the neighbour and a fresh sandbox open files; then it reads one itself, to show that it can see."""
+    """While the program watches, the neighbour and a fresh sandbox open files. Then its sandbox opens one, to show that the watch works."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + ANSWER_S
     while await scene.says("import os; print(os.path.exists('watching'))") != "True":
         if loop.time() > deadline:
-            raise Broken("it does not watch")
+            raise Broken("the program does not start to watch")
     await asyncio.sleep(0.5)  # the exec server has made its next process ready by now
     before = len(await scene.sandbox.read("seen", max_bytes=MEBIBYTE))
     await scene.arena.neighbour.python(OPENED, timeout_s=ANSWER_S)
@@ -79,7 +79,7 @@ async def _unseen_by_watchers(scene: Scene) -> str:
         if loop.time() > deadline:
             raise Broken("its watches see nothing, not even its own sandbox")
         await scene.sandbox.exec(["cat", "/etc/os-release"], timeout_s=ANSWER_S)
-    return "saw its own sandbox alone"
+    return "saw only its own sandbox"
 
 
 STEPS.update(spin_together=_spin_together, unseen_by_watchers=_unseen_by_watchers)

@@ -2,8 +2,8 @@
 
 python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported, and comes last on the path
 
-The code under test shares this process. What it can change without much thought is looked at after every test: functions and classes of
-pytest, unittest and builtins, and classes of its own whose instances are equal to anything. One difference fails the test.
+The code under test shares this process. After every test, this module checks what such code can easily change: functions and classes of
+pytest, unittest and builtins, and new classes whose instances are equal to anything. Any difference fails the test.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def reporter() -> Callable[[str, str], None]:
 
 
 def guard() -> Callable[[], str]:
-    """Returns a function that says what the code under test has changed; empty if nothing. It uses no name that such code can replace."""
+    """Returns a function that describes what the code under test has changed, or returns "". It uses no name that such code can replace."""
     listed, sort, function_type, text = list, type, type(guard), str
     objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
     missing = object()
@@ -63,12 +63,12 @@ def guard() -> Callable[[], str]:
     def changed() -> str:
         for owner, name, value, code in before:
             if owner.get(name, missing) is not value or (sort(value) is function_type and value.__code__ is not code):
-                return f"{name} of pytest or Python is another than before the tests"
+                return f"{name} of pytest or Python was replaced during the tests"
         for one in listed(objects()):
             if sort(one) is sort and id_of(one) not in known and "__eq__" in one.__dict__:
                 try:
                     if one.__dict__["__eq__"](None, missing) is True:
-                        return f"objects of {text(one.__qualname__)} are equal to everything"
+                        return f"instances of {text(one.__qualname__)} are equal to everything"
                 except BaseException:  # it compares nothing with None
                     pass
         return ""
@@ -90,7 +90,7 @@ class Reports:
             self.report(test, f"{report.when} {report.outcome}: {report.longrepr}")
         elif report.when == "call":
             self.called.add(report.nodeid)
-        elif report.when == "teardown" and report.nodeid in self.called:  # what the test itself had patched is undone
+        elif report.when == "teardown" and report.nodeid in self.called:  # the test's patches are undone by now
             self.report(test, self.changed())
 
     def pytest_sessionfinish(self) -> None:

@@ -270,7 +270,7 @@ class Endpoint:
         key = os.environ.get(self.key_env, "").strip()
         if not key or len(key) > _LONGEST_KEY or not key.isascii() or not key.isprintable():
             raise JudgeError(f"the environment variable {self.key_env} holds no key for {self._where()}")
-        return secrets.known(key)
+        return secrets.registered(key)
 
     def _where(self) -> str:
         """For messages: the model and the host, and nothing that may be secret."""

@@ -49,7 +49,7 @@ class Served:
 
     @property
     def key(self) -> str:
-        """The key of the server that answers at the moment; empty if there is none."""
+        """The key of the running server; empty if there is none."""
         known = _declared.get(self.name)
         return "" if known is None else known.key
 

@@ -1,8 +1,8 @@
-"""A file tree of the sandbox's own under bubblewrap.
+"""A separate file tree for each bubblewrap sandbox.
 
-bwrap shows every sandbox the same inodes of the image and of the host's devices, and who may read a file may have the kernel report who
-else opens it (inotify). So the exec server, while it is root, puts an overlay of the image and new devices in their place, as `room` does
-in a shared container. What is the sandbox's own already, its tmpfs among it, is shown again in the new tree.
+bwrap shows every sandbox the same inodes of the image and of the host's devices, and a process that can read a file can watch it with
+inotify. So the exec server, while it is root, replaces them with an overlay of the image and new devices, as `room` does in a shared
+container. Mounts that already belong to this sandbox, such as its tmpfs, are moved to the new tree.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Request
 
 OWN = ("/proc", "/sys", "/agentrl", HOME)
-"""Mounts of this sandbox alone, with those below them."""
+"""Mounts that belong only to this sandbox, with those below them."""
 
 
 def separate(options: Request) -> None:
-    """Replaces the root of this process, the first of its sandbox, by a tree of its own. Raises `OSError` naming the mount."""
+    """Replaces the root of this process, the first of its sandbox, with a separate tree. Raises `OSError` with the mount."""
     if sys.argv[0].endswith(".pyc"):  # all sandboxes of an image start from one file, which is in memory by now
         detach(sys.argv[0])
     scratch = os.open(WORKSHOP, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

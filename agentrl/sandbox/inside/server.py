@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DRAIN_S = 0.2
 """How long output is still read after a program has ended while something it left behind keeps the pipe open."""
 GONE_S = 60.0
-"""How long killed processes may take to disappear, without CPU time; then the server ends. The driver waits less."""
+"""How long killed processes may take to end when they get little CPU time; then the server ends. The driver waits less."""
 LONGEST_WAIT_S = 3600.0
 """`poll` counts milliseconds in 31 bits."""
 EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)

@@ -56,7 +56,7 @@ class Users:
     """Who the server is and who its programs are; the same where no second user is to be had."""
 
     def __init__(self, server: int, agent: int, open_files: int, *, grouped: bool) -> None:
-        """`grouped`: this sandbox has a control group of its own for CPU time."""
+        """`grouped`: this sandbox has a separate control group for CPU time."""
         self.server, self.agent, self.open_files, self.grouped = server, agent, open_files, grouped
 
     @contextlib.contextmanager
@@ -80,8 +80,8 @@ class Users:
     def lower_priority(self) -> None:
         """Lowers the priority of this thread, and so of what it starts, to that of programs.
 
-        The server is scheduled before them, so that it can end what takes all CPU time. Within a control group of their own, programs
-        compete with their server alone, so the kernel's idle policy costs them nothing. Without a group they also compete with the driver
+        The server is scheduled before programs, so that it can end a program that takes all CPU time. In a separate control group, programs
+        compete only with their server, so the kernel's idle policy costs them nothing. Without a group they also compete with the driver
         and the learner, and get `NICE` instead, which leaves them a share. A program can undo neither: `RLIMIT_NICE` is 0.
         """
         if self.grouped:
@@ -118,7 +118,7 @@ def mapped(user: int) -> bool:
 
 
 def own_user(options: Request) -> Users:
-    """The users of a sandbox that was not started by root: one."""
+    """The users of a sandbox that was not started by root: server and agent are the same user."""
     return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
 
 

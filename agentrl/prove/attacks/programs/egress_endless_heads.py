@@ -1,4 +1,4 @@
-"""Sends the gateway heads of requests without end, through a tunnel, to grow the driver's memory before any key is checked.
+"""Sends endless request heads to the gateway through a tunnel, so that the driver's memory grows before any key is checked.
 
 kind: network
 network: gateway

@@ -1,4 +1,4 @@
-"""Takes all CPU time, in many sandboxes at once, so that the time-out of each is taken for a fault of the machine.
+"""Takes all CPU time in many sandboxes at once, so that each time-out counts as an infrastructure fault.
 
 kind: resources
 seconds: 3

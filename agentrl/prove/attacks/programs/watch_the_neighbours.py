@@ -1,4 +1,4 @@
-"""Stays behind and has the kernel report who opens the files and devices that every sandbox has.
+"""Leaves a process behind that watches with inotify who opens the files and devices that every sandbox has.
 
 kind: between episodes
 seconds: 20
