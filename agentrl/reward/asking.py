@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 MAX_EVIDENCE = 20_000
 """Characters kept of a verifier's evidence."""
 MAX_PARTS = 1000
+_MAX_FILE = 20_000  # bytes of an output that are searched for words that an error repeats
 _CLOSING_S = 30.0  # for a verifier to close its sandboxes at its deadline
 
 
@@ -90,10 +91,18 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         if (broken := usercode.cause(error, TaskError) or lacking(task, error, what)) is not None:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
-        if (down := outage(error)) is not None:
+        if (down := outage(error, said=_said(episode))) is not None:
             raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
         usercode.report(what, error)
         return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
+
+
+def _said(episode: Episode) -> list[Any]:
+    """What a verifier may repeat of an episode in the text of its errors."""
+    messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
+    calls = [call.arguments for message in messages for call in message.tool_calls]
+    files = [content[:_MAX_FILE].decode(errors="replace") for content in episode.outputs.values()]
+    return [episode.answer or "", *(message.content for message in messages), *calls, *files]
 
 
 HARMLESS = (None, "", "0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,16 @@ from agentrl.reward.audit import audited
 from agentrl.reward.branches import with_branches
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """An episode that a verifier gave a value, after some seconds."""
+
+    task: Task
+    episode: Episode
+    value: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,8 @@ class TaskScorer:
     folder: Path | None = None
     audit: tuple[str, ...] = ()
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
+    _lowest: dict[str, float] = field(default_factory=dict, repr=False)  # value that each has given
+    _best: dict[str, _Scored] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
         """Resolves verifiers in advance, and prepares those that are `PreparedVerifier`.
@@ -103,9 +116,13 @@ class TaskScorer:
         """The score, also where what the episode says makes the verifier fail.
 
         A verifier that fails twice at an episode, and scores an episode that hands in nothing, fails because of what was said: the episode
-        gets the lowest value. One that fails at harmless answers as well is broken, and there is no value.
+        gets the lowest value. One that fails at harmless answers as well is broken, and there is no value. One that fails now at the best
+        episode that it has scored so far lost something that it needs, which it may not need for harmless answers.
         """
+        started = time.monotonic()
         score = await self._judge_once(reference, task, episode)
+        if score.value is not None:
+            self._judged(reference, task, episode, score.value, time.monotonic() - started)
         if score.blame is not Blame.POLICY:
             return score
         if not self.controls:
@@ -113,15 +130,27 @@ class TaskScorer:
         again = await self._judge_once(reference, task, episode)
         if again.blame is not Blame.POLICY:
             return again
-        for answer in HARMLESS:
-            control = await self._judge_once(reference, task, harmless(episode, answer))
-            if control.value is not None:
-                bounds = bounds_of(self._verifiers[reference])
-                lowest = min(0.0, control.value) if bounds is None else bounds[0]
-                told = f"{reference}: {again.reason}, at what this episode says; it scores one that hands in {answer!r}"
-                log.warning("verifier %s on %s: %s", reference, episode.id, told)
-                return Score(value=lowest, evidence=told[:2000])
-        return replace(again, blame=None)
+        controls = {answer: (await self._judge_once(reference, task, harmless(episode, answer))).value for answer in HARMLESS}
+        values = [value for value in controls.values() if value is not None]
+        if not values:
+            return replace(again, blame=None)
+        best = self._best.get(reference)
+        if best is not None and (now := await self._judge_once(reference, best.task, best.episode)).blame is Blame.POLICY:
+            reason = f"{again.reason}; it has scored {best.episode.id} before, where it fails now: {now.reason}"
+            return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
+        bounds = bounds_of(self._verifiers[reference])
+        lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
+        answer = next(answer for answer, value in controls.items() if value is not None)
+        told = f"{reference}: {again.reason}, at what this episode says; it scores one that hands in {answer!r}"
+        log.warning("verifier %s on %s: %s", reference, episode.id, told)
+        return Score(value=lowest, evidence=told[:2000])
+
+    def _judged(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
+        """Keeps the verifier's lowest value, and the episode with its highest one; of several the one that it scored fastest."""
+        self._lowest[reference] = min(value, self._lowest.get(reference, value))
+        best = self._best.get(reference)
+        if best is None or (value, -seconds) > (best.value, -best.seconds):
+            self._best[reference] = _Scored(task, episode, value, seconds)
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"
