@@ -91,13 +91,13 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         if (broken := usercode.cause(error, TaskError) or lacking(task, error, what)) is not None:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
-        if (down := outage(error, said=_said(episode))) is not None:
+        if (down := outage(error, said=said_in(episode))) is not None:
             raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
         usercode.report(what, error)
         return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
 
 
-def _said(episode: Episode) -> list[Any]:
+def said_in(episode: Episode) -> list[Any]:
     """What a verifier may repeat of an episode in the text of its errors."""
     messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = [call.arguments for message in messages for call in message.tool_calls]
