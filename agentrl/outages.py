@@ -101,7 +101,7 @@ _ADDRESS_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """What failed, in a printable line. `late`: nothing was answered in time, which a large request can also cause."""
+    """What failed, in a printable line. `late`: nothing was answered in time, or a program was killed, which a request can also cause."""
 
     text: str
     late: bool = False
@@ -197,7 +197,7 @@ def _by_status(error: Exception) -> str | None:
 def _by_type(error: Exception) -> str | None:
     """By the types of the standard library."""
     if isinstance(error, subprocess.CalledProcessError):
-        return "server" if error.returncode < 0 else "request"  # ended by a signal, or by itself
+        return "late" if error.returncode < 0 else "request"  # ended by a signal, or by itself
     if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
         return "late"
     if isinstance(error, ConnectionError | socket.gaierror | socket.herror | EOFError):

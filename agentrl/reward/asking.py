@@ -30,6 +30,10 @@ class NotAScore(Exception):
     """A verifier returned something that is not a valid score."""
 
 
+class Late(InfrastructureError):
+    """What a verifier asked gave no answer in time, or was killed: by a fault, or because of what an episode says."""
+
+
 class NotInTask(KeyError):
     """A verifier asked a task's `data` for a key that it does not have: the truth of a task that somebody put together without one."""
 
@@ -70,6 +74,7 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
 
     Raises:
         InfrastructureError: the verifier raised it, or reached a server that is down (`agentrl.outages`); the caller asks again.
+        Late: such a server, or a program of the verifier's own, which the episode may have kept busy.
     """
     grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
     since = usercode.cancellations()
@@ -92,7 +97,8 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
         if (down := outage(error, said=said_in(episode))) is not None:
-            raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
+            kind = Late if down.late else InfrastructureError
+            raise kind(f"{what} reached nothing that answers: {down.text}") from error
         usercode.report(what, error)
         return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
 

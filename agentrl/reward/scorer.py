@@ -19,7 +19,7 @@ from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import HARMLESS, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
+from agentrl.reward.asking import HARMLESS, Late, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
 from agentrl.reward.audit import audited
 from agentrl.reward.branches import with_branches
 
@@ -102,15 +102,41 @@ class TaskScorer:
         return with_branches(made, scores, dict.fromkeys(scores, 1 / len(scores)))
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
+        late = True
         for attempt in range(self.max_retries + 1):
             try:
                 return await self._judge_provoked(reference, task, episode)
             except InfrastructureError as error:
+                late = late and isinstance(error, Late)
                 log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
                 reason = f"verifier: {usercode.describe(error, 2000)}"
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
+        if late and self.controls and await self._keeps_busy(reference, task, episode):
+            return self._least(reference, f"{reference}: {reason}, at what this episode says; it scores another in time", episode)
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
+
+    async def _keeps_busy(self, reference: str, task: Task, episode: Episode) -> bool:
+        """Whether what the verifier waits for answers in time for the best episode so far, and after that not for this one."""
+        if (best := self._best.get(reference)) is None:
+            return False
+        try:
+            if (await self._judge_once(reference, best.task, best.episode)).value is None:
+                return False
+        except InfrastructureError:
+            return False
+        try:
+            await self._judge_once(reference, task, episode)
+        except InfrastructureError as error:
+            return isinstance(error, Late)
+        return False
+
+    def _least(self, reference: str, told: str, episode: Episode, *values: float) -> Score:
+        """The lowest value that the verifier gives: of its bounds, or of those that it has given, `values` and 0."""
+        bounds = bounds_of(self._verifiers[reference])
+        lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
+        log.warning("verifier %s on %s: %s", reference, episode.id, told)
+        return Score(value=lowest, evidence=told[:2000])
 
     async def _judge_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
         """The score, also where what the episode says makes the verifier fail.
@@ -138,12 +164,9 @@ class TaskScorer:
         if best is not None and (now := await self._judge_once(reference, best.task, best.episode)).blame is Blame.POLICY:
             reason = f"{again.reason}; it has scored {best.episode.id} before, where it fails now: {now.reason}"
             return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
-        bounds = bounds_of(self._verifiers[reference])
-        lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
         answer = next(answer for answer, value in controls.items() if value is not None)
         told = f"{reference}: {again.reason}, at what this episode says; it scores one that hands in {answer!r}"
-        log.warning("verifier %s on %s: %s", reference, episode.id, told)
-        return Score(value=lowest, evidence=told[:2000])
+        return self._least(reference, told, episode, *values)
 
     def _judged(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
         """Keeps the verifier's lowest value, and the episode with its highest one; of several the one that it scored fastest."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -304,6 +305,10 @@ class ParseError(Exception):
     pass
 
 
+class ReadTimeout(Exception):
+    pass
+
+
 async def repeats_what_it_cannot_read(task: Task, episode: Episode) -> Score:
     if episode.answer in (None, "", "0"):
         return Score(value=0.0)
@@ -327,6 +332,32 @@ async def test_failing_the_verifier_pays_no_more_than_the_worst_answer_so_far() 
     assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -1.0, "as the harmless answer that pays least"
     assert (await scorer(judged, replace(EPISODE, answer="long"))).value == -3.0
     assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -3.0
+
+
+class Computes:
+    """A verifier that bounds what it runs, and has a server."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.down = error, False
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        if self.down or episode.answer == "9**9**9":
+            raise self.error
+        return Score(value=float(episode.answer == "3"))
+
+
+KILLED = (TimeoutError(), subprocess.TimeoutExpired("check", 5), subprocess.CalledProcessError(-11, "check"), ReadTimeout("no answer"))
+
+
+@pytest.mark.parametrize("error", KILLED, ids=lambda error: type(error).__name__)
+async def test_an_answer_cannot_keep_what_its_verifier_waits_for_busy(error: Exception) -> None:
+    computes = Computes(error)
+    scorer, judged = TaskScorer(_verifiers={"v": computes}), replace(task(), verifiers=("v",))
+    assert (await scorer(judged, replace(EPISODE, answer="9**9**9"))).blame is Blame.INFRASTRUCTURE, "nothing has been scored yet"
+    assert (await scorer(judged, replace(EPISODE, answer="3"))).value == 1.0
+    assert (await scorer(judged, replace(EPISODE, answer="9**9**9"))).value == 0.0
+    computes.down = True
+    assert (await scorer(judged, replace(EPISODE, answer="3"))).blame is Blame.INFRASTRUCTURE
 
 
 @pytest.mark.parametrize("fails", ["hangs", "raises"])
