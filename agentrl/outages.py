@@ -12,7 +12,7 @@ import socket
 import sqlite3
 import ssl
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -101,13 +101,13 @@ _ADDRESS_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """A description in one printable line. `late`: no answer in time, which a large request can also cause."""
+    """A description in one printable line. `late`: no answer in time, or a program was killed, which a large request can also cause."""
 
     text: str
     late: bool = False
 
 
-def outage(error: BaseException, asked: Mapping[str, Any] | None = None) -> Outage | None:
+def outage(error: BaseException, asked: Mapping[str, Any] | None = None, *, said: Sequence[Any] = ()) -> Outage | None:
     """The outage that an exception reports; None if the request or the code was wrong.
 
     Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
@@ -116,10 +116,11 @@ def outage(error: BaseException, asked: Mapping[str, Any] | None = None) -> Outa
 
     Args:
         asked: the arguments of the call, which come from a model.
+        said: what a model wrote, as texts or nested mappings, that the error's text may repeat: its words report no outage.
     """
     asked = asked or {}
     for one in islice(_chain(error), _LONGEST_CHAIN):
-        verdict = _verdict(one, asked)
+        verdict = _verdict(one, [asked, *said])
         if verdict is None:
             continue
         if verdict == "request" or (verdict != "machine" and _chose_address(one, asked)):
@@ -128,7 +129,7 @@ def outage(error: BaseException, asked: Mapping[str, Any] | None = None) -> Outa
     return None
 
 
-def outage_in(text: str, asked: Mapping[str, Any] | None = None) -> str:
+def outage_in(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
     own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
     for found in _SAYS.finditer(text[:_MAX_TEXT]):
@@ -161,7 +162,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
                 yield inner
 
 
-def _verdict(error: BaseException, asked: Mapping[str, Any]) -> str | None:
+def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
     """`request`, `server`, `machine` or `late`; None means unknown."""
     if not isinstance(error, Exception) or isinstance(error, BaseExceptionGroup):
         return None
@@ -172,7 +173,7 @@ def _verdict(error: BaseException, asked: Mapping[str, Any]) -> str | None:
     for decide in (_by_status, _by_type, _by_database, _by_name):
         if (verdict := decide(error)) is not None:
             return verdict
-    return "server" if outage_in(text_of(error), asked) else None
+    return "server" if outage_in(text_of(error), own) else None
 
 
 def _by_status(error: Exception) -> str | None:
@@ -196,7 +197,7 @@ def _by_status(error: Exception) -> str | None:
 def _by_type(error: Exception) -> str | None:
     """By the types of the standard library."""
     if isinstance(error, subprocess.CalledProcessError):
-        return "server" if error.returncode < 0 else "request"  # ended by a signal, or by itself
+        return "late" if error.returncode < 0 else "request"  # ended by a signal, or by itself
     if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
         return "late"
     if isinstance(error, ConnectionError | socket.gaierror | socket.herror | EOFError):

@@ -38,7 +38,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/hang":
-            threading.Event().wait(1.0)
+            threading.Event().wait(10.0)
         if self.path in ("/drop", "/hang"):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
@@ -70,20 +70,20 @@ def nobody() -> str:
 
 
 def by_urllib(url: str) -> None:
-    urllib.request.urlopen(url, timeout=0.3).read()
+    urllib.request.urlopen(url, timeout=2.0).read()
 
 
 def by_httpx(url: str) -> None:
-    httpx.get(url, timeout=0.3, trust_env=False).raise_for_status()
+    httpx.get(url, timeout=2.0, trust_env=False).raise_for_status()
 
 
 def by_requests(url: str) -> None:
-    requests.get(url, timeout=0.3, proxies={"http": ""}).raise_for_status()
+    requests.get(url, timeout=2.0, proxies={"http": ""}).raise_for_status()
 
 
 def by_aiohttp(url: str) -> None:
     async def get() -> None:
-        patience = aiohttp.ClientTimeout(total=0.3)
+        patience = aiohttp.ClientTimeout(total=2.0)
         async with aiohttp.ClientSession(timeout=patience, raise_for_status=True) as session, session.get(url) as response:
             await response.read()
 
@@ -93,7 +93,7 @@ def by_aiohttp(url: str) -> None:
 def by_openai(url: str) -> None:
     import openai
 
-    openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=0.3, http_client=httpx.Client(trust_env=False)).get("", cast_to=object)
+    openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=2.0, http_client=httpx.Client(trust_env=False)).get("", cast_to=object)
 
 
 def raised(code: Callable[[], Any]) -> BaseException:

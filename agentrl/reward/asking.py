@@ -22,11 +22,16 @@ log = logging.getLogger(__name__)
 MAX_EVIDENCE = 20_000
 """Characters kept of a verifier's evidence."""
 MAX_PARTS = 1000
+_MAX_FILE = 20_000  # bytes of an output that are searched for words that an error repeats
 _CLOSING_S = 30.0  # for a verifier to close its sandboxes at its deadline
 
 
 class NotAScore(Exception):
     """A verifier returned something that is not a valid score."""
+
+
+class Late(InfrastructureError):
+    """What a verifier asked gave no answer in time, or was killed: by a fault, or because of what an episode says."""
 
 
 class NotInTask(KeyError):
@@ -69,6 +74,7 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
 
     Raises:
         InfrastructureError: the verifier raised it, or reported an outage (`agentrl.outages`); the caller retries.
+        Late: the outage is a server that did not answer in time, or a killed program of the verifier, which the episode may have caused.
     """
     grace_s = _CLOSING_S if needs_sandboxes(verifier) else usercode.GRACE_S
     since = usercode.cancellations()
@@ -90,10 +96,19 @@ async def ask(verifier: Any, what: str, task: Task, episode: Episode, sandboxes:
         if (broken := usercode.cause(error, TaskError) or lacking(task, error, what)) is not None:
             log.warning("%s: %s", what, broken)
             return Score(value=None, reason=usercode.text_of(broken), blame=Blame.TASK)
-        if (down := outage(error)) is not None:
-            raise InfrastructureError(f"{what} reported an outage: {down.text}") from error
+        if (down := outage(error, said=said_in(episode))) is not None:
+            kind = Late if down.late else InfrastructureError
+            raise kind(f"{what} reported an outage: {down.text}") from error
         usercode.report(what, error)
         return Score(value=None, reason=f"verifier raised {usercode.describe(error, 2000)}", blame=Blame.POLICY)
+
+
+def said_in(episode: Episode) -> list[Any]:
+    """What a verifier may repeat of an episode in the text of its errors."""
+    messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
+    calls = [call.arguments for message in messages for call in message.tool_calls]
+    files = [content[:_MAX_FILE].decode(errors="replace") for content in episode.outputs.values()]
+    return [episode.answer or "", *(message.content for message in messages), *calls, *files]
 
 
 HARMLESS = (None, "", "0")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +19,21 @@ from agentrl.errors import InfrastructureError, PluginError
 from agentrl.plugins import resolve
 from agentrl.protocols import SandboxBackend, SandboxVerifier, Verifier
 from agentrl.records import Blame, Episode, Score, Task
-from agentrl.reward.asking import HARMLESS, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
+from agentrl.reward.asking import HARMLESS, Late, ask, bounds_of, harmless, limit_of, needs_sandboxes, prepare
 from agentrl.reward.audit import audited
 from agentrl.reward.branches import with_branches
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """An episode that a verifier gave a value, after some seconds."""
+
+    task: Task
+    episode: Episode
+    value: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,8 @@ class TaskScorer:
     folder: Path | None = None
     audit: tuple[str, ...] = ()
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
+    _lowest: dict[str, float] = field(default_factory=dict, repr=False)  # value that each has given
+    _best: dict[str, _Scored] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
         """Resolves verifiers in advance, and prepares those that are `PreparedVerifier`.
@@ -89,23 +102,53 @@ class TaskScorer:
         return with_branches(made, scores, dict.fromkeys(scores, 1 / len(scores)))
 
     async def _judge(self, reference: str, task: Task, episode: Episode) -> Score:
+        late = True
         for attempt in range(self.max_retries + 1):
             try:
                 return await self._judge_provoked(reference, task, episode)
             except InfrastructureError as error:
+                late = late and isinstance(error, Late)
                 log.warning("verifier %s on %s: %s", reference, episode.id, usercode.describe(error))
                 reason = f"verifier: {usercode.describe(error, 2000)}"
             if attempt < self.max_retries:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))  # time for a part to restart
+        if late and self.controls and await self._keeps_busy(reference, task, episode):
+            return self._least(reference, f"{reference}: {reason}, at what this episode says; it scores another in time", episode)
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
+
+    async def _keeps_busy(self, reference: str, task: Task, episode: Episode) -> bool:
+        """Whether what the verifier waits for answers in time for the best episode so far, and after that not for this one."""
+        if (best := self._best.get(reference)) is None:
+            return False
+        try:
+            if (await self._judge_once(reference, best.task, best.episode)).value is None:
+                return False
+        except InfrastructureError:
+            return False
+        try:
+            await self._judge_once(reference, task, episode)
+        except InfrastructureError as error:
+            return isinstance(error, Late)
+        return False
+
+    def _least(self, reference: str, told: str, episode: Episode, *values: float) -> Score:
+        """The lowest value that the verifier gives: of its bounds, or of those that it has given, `values` and 0."""
+        bounds = bounds_of(self._verifiers[reference])
+        lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
+        log.warning("verifier %s on %s: %s", reference, episode.id, told)
+        return Score(value=lowest, evidence=told[:2000])
 
     async def _judge_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
         """The score, also if the episode's text makes the verifier fail.
 
         If a verifier fails twice on an episode and scores a harmless one, the text is the cause, and the episode gets the lowest value. If
-        it fails on harmless answers too, it is broken, and there is no value.
+        it fails on harmless answers too, it is broken, and there is no value. If it now fails on the best episode that it has scored so
+        far, it has lost something that it does not need for harmless answers, and the infrastructure is to blame.
         """
+        started = time.monotonic()
         score = await self._judge_once(reference, task, episode)
+        if score.value is not None:
+            self._judged(reference, task, episode, score.value, time.monotonic() - started)
         if score.blame is not Blame.POLICY:
             return score
         if not self.controls:
@@ -113,15 +156,24 @@ class TaskScorer:
         again = await self._judge_once(reference, task, episode)
         if again.blame is not Blame.POLICY:
             return again
-        for answer in HARMLESS:
-            control = await self._judge_once(reference, task, harmless(episode, answer))
-            if control.value is not None:
-                bounds = bounds_of(self._verifiers[reference])
-                lowest = min(0.0, control.value) if bounds is None else bounds[0]
-                evidence = f"{reference}: {again.reason}, on this episode's text; it scores an episode that submits {answer!r}"
-                log.warning("verifier %s on %s: %s", reference, episode.id, evidence)
-                return Score(value=lowest, evidence=evidence[:2000])
-        return replace(again, blame=None)
+        controls = {answer: (await self._judge_once(reference, task, harmless(episode, answer))).value for answer in HARMLESS}
+        values = [value for value in controls.values() if value is not None]
+        if not values:
+            return replace(again, blame=None)
+        best = self._best.get(reference)
+        if best is not None and (now := await self._judge_once(reference, best.task, best.episode)).blame is Blame.POLICY:
+            reason = f"{again.reason}; it has scored {best.episode.id} before, where it fails now: {now.reason}"
+            return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
+        answer = next(answer for answer, value in controls.items() if value is not None)
+        evidence = f"{reference}: {again.reason}, on this episode's text; it scores an episode that submits {answer!r}"
+        return self._least(reference, evidence, episode, *values)
+
+    def _judged(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
+        """Keeps the verifier's lowest value, and the episode with its highest one; of several the one that it scored fastest."""
+        self._lowest[reference] = min(value, self._lowest.get(reference, value))
+        best = self._best.get(reference)
+        if best is None or (value, -seconds) > (best.value, -best.seconds):
+            self._best[reference] = _Scored(task, episode, value, seconds)
 
     async def _judge_once(self, reference: str, task: Task, episode: Episode) -> Score:
         verifier, what = self._verifiers[reference], f"verifier {reference}"

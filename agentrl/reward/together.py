@@ -1,6 +1,7 @@
 """Scores all attempts of a group together, once they are done: a judge that compares them, alone or beside the verifiers of the task.
 
-An attempt that was left out is not shown. What the judge gives no value for is unscored and masked, never 0.
+An attempt that was left out is not shown. What the judge gives no value for is unscored and masked, never 0. An attempt whose words make
+the judge fail gets the lowest value: it cannot take its group out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from agentrl.contract.together import WAITS as WAITS
 from agentrl.contract.together import GroupJudge
 from agentrl.errors import InfrastructureError, PluginError, TaskError
 from agentrl.fulfils import shortfalls
+from agentrl.outages import outage
 from agentrl.plugins import resolve
 from agentrl.records import Blame, Episode, Score, ScoredEpisode, Task
-from agentrl.reward.asking import NotAScore, bounds_of, checked, lacking, limit_of, watched
+from agentrl.reward.asking import HARMLESS, NotAScore, bounds_of, checked, harmless, lacking, limit_of, said_in, watched
 from agentrl.reward.scorer import TaskScorer
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,8 @@ class GroupScorer:
             return [Score(value=None, reason="a judge of groups compares, and there is no other attempt to compare with")] * len(episodes)
         for attempt in range(self.alone.max_retries + 1):
             try:
-                return await self._asked(task, episodes)
+                scores = await self._asked(task, episodes)
+                return scores if scores[0].blame is not Blame.POLICY else await self._provoked(task, episodes, scores)
             except InfrastructureError as error:
                 log.warning("group judge %s on %s: %s", self.name, task.id, usercode.describe(error))
                 reason = f"group judge: {usercode.describe(error, _REASON)}"
@@ -85,8 +88,35 @@ class GroupScorer:
                 await asyncio.sleep(min(0.2 * 2**attempt, 5.0))
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
 
+    async def _provoked(self, task: Task, episodes: Sequence[Episode], failed: Sequence[Score]) -> Sequence[Score]:
+        """The scores after the judge failed at what an attempt may have said. Each attempt is judged next to a harmless one: those at which
+        the judge fails get the lowest value, and the others are compared among themselves. A judge that fails at two harmless ones is
+        broken, and so is one that fails at no attempt alone: then there is no value. Raises `InfrastructureError` of the judge."""
+        unscored = [replace(score, blame=None) for score in failed]
+        for answer in HARMLESS:
+            plain = harmless(episodes[0], answer)
+            if (await self._asked(task, (plain, plain)))[0].blame is not Blame.POLICY:
+                break
+        else:
+            return unscored
+        asked = await asyncio.gather(*(self._asked(task, (one, plain)) for one in episodes))
+        provoking = [one[0].blame is Blame.POLICY for one in asked]
+        others = [one for one, provokes in zip(episodes, provoking, strict=True) if not provokes]
+        if len(others) == len(episodes):
+            return unscored
+        judged = await self._judged(task, others) if others else ()
+        bounds = bounds_of(self.judge)
+        lowest = min((0.0, *(one.value for one in judged if one.value is not None))) if bounds is None else bounds[0]
+        told = f"{failed[0].reason}, at what this attempt says; it judges one that hands in {answer!r}"
+        log.warning("group judge %s on %s: %s", self.name, task.id, told)
+        rest = iter(judged)
+        return [Score(value=lowest, evidence=told[:_REASON]) if provokes else next(rest) for provokes in provoking]
+
     async def _asked(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """Raises `InfrastructureError` of the judge."""
+        """Scores without a value whose blame is the policy's where the judge failed at what an attempt may have said.
+
+        Raises `InfrastructureError` of the judge, or for a server that it did not reach.
+        """
         what, since = f"group judge {self.name}", usercode.cancellations()
         try:
             limit = limit_of(self.judge, self.alone.timeout_s)
@@ -95,19 +125,21 @@ class GroupScorer:
             return self._checked(given, episodes)
         except usercode.Overdue as error:
             usercode.report(what, error, trace=False)
-            reason, blame = f"group judge gave no scores within {limit:g} s", None
+            reason, blame = f"group judge gave no scores within {limit:g} s", Blame.POLICY
         except NotAScore as error:
             usercode.report(what, error, trace=False)
-            reason, blame = f"group judge gave {usercode.text_of(error, 500)}", None
+            reason, blame = f"group judge gave {usercode.text_of(error, 500)}", Blame.POLICY
         except BaseException as error:  # user code may raise anything; the episodes are then unscored
             if isinstance(error, KeyboardInterrupt | GeneratorExit) or usercode.cancellations() > since:
                 raise
             if (fault := usercode.cause(error, InfrastructureError)) is not None:
                 raise fault from None
             broken = usercode.cause(error, TaskError) or lacking(task, error, what)
+            if broken is None and (down := outage(error, said=[said for one in episodes for said in said_in(one)])) is not None:
+                raise InfrastructureError(f"{what} reached nothing that answers: {down.text}") from error
             usercode.report(what, error, trace=broken is None)
             reason = f"group judge raised {usercode.describe(broken or error, _REASON)}"
-            blame = Blame.TASK if broken is not None else None
+            blame = Blame.TASK if broken is not None else Blame.POLICY
         return [Score(value=None, reason=reason, blame=blame)] * len(episodes)
 
     def _checked(self, given: object, episodes: Sequence[Episode]) -> Sequence[Score]:

@@ -62,6 +62,7 @@ class TrajectoryLife:
         self._begun = begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s = 0.0
+        self._computed = 0  # tokens that the server has computed in this run of the episode
 
     @property
     def tokens(self) -> int:
@@ -111,7 +112,7 @@ class TrajectoryLife:
             budget = min(budget, max_tokens)
         self.sampling = True
         try:
-            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number, reads=self.tokens - self._computed)
             completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except RequestRefused as error:
             self.sampling = False
@@ -122,6 +123,7 @@ class TrajectoryLife:
             self.sampling = False
             raise
         self._generate_s = now() - started
+        self._computed = self.tokens + len(completion.token_ids)
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
@@ -280,13 +282,17 @@ class EpisodeLife:
         return _checked(stop_reason)
 
     async def generate(
-        self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int
+        self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int, reads: int = 0
     ) -> Completion:
         """Raises as `Requests.sample` does. `part`: of a turn whose thinking is bounded."""
         common = {**asdict(self._sampling), "stop_token_ids": tuple(stop_token_ids)}
         self.stage = "generate"
         made = await self.requests.sample(
-            token_ids, lambda most: SamplingParams(**common, max_tokens=most), max_tokens, f"{self.id}-{number}{part}"
+            token_ids,
+            lambda most: SamplingParams(**common, max_tokens=most),
+            max_tokens,
+            f"{self.id}-{number}{part}",
+            reads=0 if part else reads,
         )
         if self._sampling.supports and (made.supports is None or not all(made.supports.rows)):
             raise ServingError(

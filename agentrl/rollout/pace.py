@@ -24,6 +24,8 @@ PARTS = 8
 """A request takes at most `Limits.wall_s` / PARTS and is then continued, so that a stall in the middle of a long one is detected."""
 CUT_S = 5.0
 """Time reserved at the end of an episode to fetch the tokens of a request that is cut off."""
+READ = 0.125
+"""Work of computing one prompt token that the server has not computed yet, in sampled tokens."""
 _FRESH = 16  # the medians are computed again when a sixteenth of the history is new
 _KEPT = 256  # requests of each size, spread over the run
 
@@ -85,7 +87,7 @@ class _History:
     """Seconds per token, and tokens per second of all requests in flight, for a sample of requests from the run so far."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[float, float, int]] = []  # and the tokens
+        self._kept: list[tuple[float, float, float]] = []  # and the tokens
         self._stride, self._skipped = 1, 0
         self._usual = (0.0, 0.0)
         self._newer = 0  # requests since it was computed
@@ -93,7 +95,7 @@ class _History:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, seconds: float, in_flight: float, tokens: int) -> None:
+    def add(self, seconds: float, in_flight: float, tokens: float) -> None:
         self._skipped += 1
         if self._skipped < self._stride:
             return
@@ -111,8 +113,8 @@ class _History:
         return self._usual
 
 
-def _median(weighted: list[tuple[float, int]]) -> float:
-    half, so_far = sum(weight for _, weight in weighted) / 2, 0
+def _median(weighted: list[tuple[float, float]]) -> float:
+    half, so_far = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         so_far += weight
         if so_far >= half:
@@ -123,8 +125,10 @@ def _median(weighted: list[tuple[float, int]]) -> float:
 class Request:
     """One request in progress; see `Pace.begin`."""
 
-    def __init__(self, started: float, area: float) -> None:
+    def __init__(self, started: float, area: float, reads: int, read: int) -> None:
         self.started, self.area = started, area
+        self.reads = reads  # tokens of the prompt that the server has not computed yet
+        self.read = read  # those of all requests before it
 
 
 class Pace:
@@ -133,8 +137,9 @@ class Pace:
     A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
     compared by its tokens per second, because the server decided how many tokens it has. The history covers the run from its start, so that
     a slow server does not soon become usual. A request is as fast as usual if its time is, or if the tokens per second of all requests in
-    flight are. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as slow by
-    sampling more.
+    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`READ`), also for requests that began
+    in the meantime. So a server that serves more requests at once does not count as slower, and a policy cannot make it count as slow
+    by sampling or reading more.
 
     Args:
         slots: requests that the servers decode at once; None means unknown.
@@ -144,6 +149,8 @@ class Pace:
         self.in_flight = 0
         self.slots = slots
         self._all = _History()
+        self._work = _History()  # with prompt tokens, in sampled tokens
+        self._read = 0  # prompt tokens so far that the servers had to compute
         self._sizes: dict[int, _History] = {}  # of requests that ended by themselves, by the power of two of their tokens
         self._area, self._at = 0.0, 0.0  # request-seconds so far, and when they were added up
 
@@ -157,32 +164,45 @@ class Pace:
         """Requests in flight beyond what the servers decode at once."""
         return 0 if self.slots is None else max(0, self.in_flight - self.slots)
 
-    def begin(self, now: float) -> Request:
+    def begin(self, now: float, *, reads: int = 0) -> Request:
+        """`reads`: tokens of the prompt that the server has not computed yet."""
         self._advance(now)
         self.in_flight += 1
-        return Request(now, self._area)
+        self._read += reads
+        return Request(now, self._area, reads, self._read - reads)
 
-    def end(self, request: Request, now: float, *, tokens: int | None, at_most: int, cut: bool = False) -> Reading:
+    def end(
+        self, request: Request, now: float, *, tokens: int | None, at_most: int, cut: bool = False, reads: int | None = None
+    ) -> Reading:
         """Compares a request that has ended with the history, and adds it.
 
         Args:
             tokens: sampled; None means unknown.
             at_most: tokens that were requested.
             cut: whether it was cut off. If it has hardly any tokens, it shows how long the server was stalled, not how fast it is.
+            reads: prompt tokens that the server had to compute; None means as many as `begin` was given.
         """
         self._advance(now)
         self.in_flight -= 1
         seconds = max(0.0, now - request.started)
         in_flight = (self._area - request.area) / seconds if seconds > 0 else 1.0
-        usual = self.usual_s(at_most if tokens is None else max(1, tokens), in_flight, cut=cut or tokens is None)
+        reads = request.reads if reads is None else reads
+        self._read += reads - request.reads
+        others = self._read - request.read - reads
+        count = at_most if tokens is None else max(1, tokens)
+        usual = self.usual_s(count, in_flight, cut=cut or tokens is None, reads=reads, others=others)
         if tokens and seconds > 0 and not (cut and tokens < FLOOR * seconds):
             self._all.add(seconds, in_flight, tokens)
+            work = tokens + READ * reads
+            self._work.add(seconds, (tokens * in_flight + READ * (reads + others)) / work, work)
             if not cut:
                 self._sizes.setdefault(tokens.bit_length(), _History()).add(seconds, in_flight, tokens)
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
 
-    def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False) -> float | None:
+    def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False, reads: int = 0, others: int = 0) -> float | None:
         """Seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None without history.
+
+        The server computes `reads` prompt tokens for it, and `others` for requests that began in the meantime.
 
         Without a request of this size, the next smaller size is scaled up; without a smaller one, the next larger size is used unchanged.
         """
@@ -198,7 +218,9 @@ class Pace:
             larger = min(self._sizes)
             least, kept = 1 << (larger - 1), self._sizes[larger]
         seconds, throughput = kept.usual()
-        return max(least * seconds, tokens * in_flight / throughput)
+        usual = max(least * seconds, tokens * in_flight / throughput)
+        seconds, throughput = self._work.usual()
+        return max(usual, (tokens + READ * reads) * seconds, (tokens * in_flight + READ * (reads + others)) / throughput)
 
     def _advance(self, now: float) -> None:
         self._area += self.in_flight * (now - self._at)

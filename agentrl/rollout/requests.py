@@ -57,6 +57,7 @@ class Requests:
     sampling: SamplingTime
     _cut: bool = False
     _lost_before_s: float = 0.0  # the newest turn
+    _version: int | None = None  # of the weights that sampled last, with whose cache the server computes
 
     @property
     def left_s(self) -> float:
@@ -67,12 +68,15 @@ class Requests:
     def out_of_time(self) -> bool:
         return self._cut or self.left_s <= 0
 
-    async def sample(self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str) -> Completion:
+    async def sample(
+        self, token_ids: Sequence[int], params: Callable[[int], SamplingParams], max_tokens: int, name: str, *, reads: int = 0
+    ) -> Completion:
         """A completion of at most `max_tokens`; its finish reason is `CUT` when the episode's time ended it.
 
         Args:
             params: sampling parameters for a number of tokens.
             name: id of the first request; later ones get it with a number.
+            reads: of `token_ids`, those that the server has not computed for this episode before.
 
         Raises:
             OutOfTime: no token was sampled before the end of the episode's time.
@@ -83,8 +87,11 @@ class Requests:
         self._lost_before_s = self.sampling.lost_s
         for number in count():  # each takes time, which ends
             ids = [] if made is None else list(made.token_ids)
-            part = await self._part([*token_ids, *ids], params(max_tokens - len(ids)), f"{name}.{number}" if number else name, not number)
+            request = params(max_tokens - len(ids)), f"{name}.{number}" if number else name
+            part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads)
             made = part if made is None else joined(made, part)
+            if not made.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
+                reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # it had time to read the rest
             if made.finish_reason != CUT or len(made.token_ids) >= max_tokens or self.out_of_time:
                 break
         assert made is not None, "max_tokens is positive"
@@ -94,7 +101,7 @@ class Requests:
             return made
         raise OutOfTime("the episode's time ended before the policy had sampled a token")
 
-    async def _part(self, token_ids: Sequence[int], params: SamplingParams, name: str, first: bool) -> Completion:
+    async def _part(self, token_ids: Sequence[int], params: SamplingParams, name: str, *, first: bool, reads: int) -> Completion:
         left_s = self.left_s
         if left_s <= 0:
             self._cut = True
@@ -102,13 +109,17 @@ class Requests:
         timeout_s = min(left_s, self.timeout_s, self.limit_s / PARTS)
         if first and not self.pace.known:
             timeout_s = min(timeout_s / 2, FIRST_S)
-        request, tokens, cut = self.pace.begin(now()), None, False
+        request, tokens, cut = self.pace.begin(now(), reads=reads), None, False
         self.sampling.begin(now())
         try:
             made = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
             tokens, cut = len(made.token_ids), made.finish_reason == CUT
+            if made.versions:
+                if self._version not in (None, made.versions[0].version):  # the server's cache is one version's
+                    reads = len(token_ids)
+                self._version = made.versions[-1].version
         finally:
-            reading = self.pace.end(request, now(), tokens=tokens, at_most=params.max_tokens, cut=cut)
+            reading = self.pace.end(request, now(), tokens=tokens, at_most=params.max_tokens, cut=cut, reads=reads)
             self.sampling.end(now(), reading)
         if cut and timeout_s >= left_s:
             self._cut = True

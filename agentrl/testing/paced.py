@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ class PacedPolicy:
         speed: tokens per second of one request, by the time of the event loop and the requests in flight; 0: a stalled server.
         cuts: whether it returns the tokens so far at a deadline, as the policy's servers do, or ignores deadlines.
         dies: whether a request fails, by the time of the event loop.
+        reading: tokens of a prompt per second; what it has computed for an episode before takes no time.
     """
 
     def __init__(
@@ -34,9 +36,12 @@ class PacedPolicy:
         speed: Callable[[float, int], float],
         cuts: bool = True,
         dies: Callable[[float], bool] = lambda now: False,
+        reading: float = math.inf,
     ) -> None:
         self.tokenizer = tokenizer
         self.wants, self.speed, self.cuts, self.dies = wants, speed, cuts, dies
+        self.reading = reading
+        self._computed = Counter[str]()
         self.sampled = Counter[str]()  # tokens, by episode and turn
         self.in_flight = 0
         self._letter = int(tokenizer.encode("x", add_special_tokens=False)[0])
@@ -47,19 +52,23 @@ class PacedPolicy:
         episode, _, number = name.rpartition("-")
         wanted = self.wants(episode, int(number)) - self.sampled[name]
         most, made, began = min(wanted, params.max_tokens), 0.0, loop.time()
+        unread_s = max(0, len(prompt_ids) - self._computed[episode]) / self.reading
         self.in_flight += 1
         try:
             while made < most and not (self.cuts and loop.time() - began >= timeout_s - _EPSILON_S):
                 wait_s = min(TICK_S, timeout_s - (loop.time() - began)) if self.cuts else TICK_S
                 speed = self.speed(loop.time(), self.in_flight)
                 await asyncio.sleep(wait_s)
-                made += speed * wait_s
+                reading_s = min(unread_s, wait_s)
+                unread_s -= reading_s
+                made += speed * (wait_s - reading_s)
                 if self.dies(loop.time()):
                     raise ServingError("the server died")
         finally:
             self.in_flight -= 1
         count = min(most, int(made + 1e-6))
         self.sampled[name] += count
+        self._computed[episode] = len(prompt_ids) + count - (int(unread_s * self.reading) if unread_s else 0)
         ended = count == wanted
         ids = (self._letter,) * (count - ended) + (int(self.tokenizer.eos_token_id),) * ended
         return Completion(

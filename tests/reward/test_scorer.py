@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from dataclasses import replace
 from typing import Any
 
@@ -298,3 +299,85 @@ async def test_a_verifier_that_fails_once_is_asked_again() -> None:
 
     score = await TaskScorer(_verifiers={"v": flaky})(replace(task(), verifiers=("v",)), EPISODE)
     assert score.value == 1.0 and failed == ["e"]
+
+
+class ParseError(Exception):
+    pass
+
+
+class ReadTimeout(Exception):
+    pass
+
+
+async def repeats_what_it_cannot_read(task: Task, episode: Episode) -> Score:
+    if episode.answer in (None, "", "0"):
+        return Score(value=0.0)
+    raise ParseError(f"invalid expression near {episode.answer!r}")
+
+
+@pytest.mark.parametrize("answer", ["connection refused", "HTTP 503", "the server is down", "no space left on device"])
+async def test_an_answer_cannot_name_an_outage_for_its_verifier_to_repeat(answer: str) -> None:
+    score = await TaskScorer()(task("repeats_what_it_cannot_read"), replace(EPISODE, answer=answer))
+    assert score.value == 0.0, score.reason
+
+
+async def pays_less_for_wrong_answers(task: Task, episode: Episode) -> Score:
+    if episode.answer == "boom":
+        raise RecursionError
+    return Score(value=0.0 if episode.answer is None else {"3": 1.0, "long": -3.0}.get(episode.answer, -1.0))
+
+
+async def test_failing_the_verifier_pays_no_more_than_the_worst_answer_so_far() -> None:
+    scorer, judged = TaskScorer(), task("pays_less_for_wrong_answers")
+    assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -1.0, "as the harmless answer that pays least"
+    assert (await scorer(judged, replace(EPISODE, answer="long"))).value == -3.0
+    assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -3.0
+
+
+class Computes:
+    """A verifier that bounds what it runs, and has a server."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error, self.down = error, False
+
+    async def __call__(self, task: Task, episode: Episode) -> Score:
+        if self.down or episode.answer == "9**9**9":
+            raise self.error
+        return Score(value=float(episode.answer == "3"))
+
+
+KILLED = (TimeoutError(), subprocess.TimeoutExpired("check", 5), subprocess.CalledProcessError(-11, "check"), ReadTimeout("no answer"))
+
+
+@pytest.mark.parametrize("error", KILLED, ids=lambda error: type(error).__name__)
+async def test_an_answer_cannot_keep_what_its_verifier_waits_for_busy(error: Exception) -> None:
+    computes = Computes(error)
+    scorer, judged = TaskScorer(_verifiers={"v": computes}), replace(task(), verifiers=("v",))
+    assert (await scorer(judged, replace(EPISODE, answer="9**9**9"))).blame is Blame.INFRASTRUCTURE, "nothing has been scored yet"
+    assert (await scorer(judged, replace(EPISODE, answer="3"))).value == 1.0
+    assert (await scorer(judged, replace(EPISODE, answer="9**9**9"))).value == 0.0
+    computes.down = True
+    assert (await scorer(judged, replace(EPISODE, answer="3"))).blame is Blame.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize("fails", ["hangs", "raises"])
+async def test_what_a_verifier_needs_for_real_answers_alone_is_no_reason_for_a_score(fails: str) -> None:
+    down = False
+
+    async def asks_a_backend(task: Task, episode: Episode) -> Score:
+        if not episode.answer or episode.answer == "0":
+            return Score(value=0.0)
+        if down and fails == "hangs":
+            await asyncio.sleep(60)
+        if down:
+            raise KeyError("an error of a client that tells nothing")
+        if episode.answer == "boom":
+            raise RecursionError
+        return Score(value=float(episode.answer == "3"))
+
+    scorer, judged = TaskScorer(timeout_s=0.3, _verifiers={"v": asks_a_backend}), replace(task(), verifiers=("v",))
+    assert (await scorer(judged, replace(EPISODE, answer="3"))).value == 1.0
+    assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == 0.0
+    down = True
+    score = await scorer(judged, replace(EPISODE, id="later", answer="3"))
+    assert score.value is None and score.blame is Blame.INFRASTRUCTURE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,7 +98,37 @@ async def test_whatever_a_judge_does_nobody_gets_a_made_up_score(does: Any, blam
     judge = Ranks(does)
     scores = await scorer(judge).together(TASK, [ended("1"), ended("0")])
     assert {score.value for score in scores} == {None} and all(told in score.reason and score.blame is blame for score in scores)
-    assert len(judge.shown) == (2 if blame is Blame.INFRASTRUCTURE else 1), "what may pass is asked again"
+    calls = {Blame.INFRASTRUCTURE: 2, Blame.TASK: 1, None: 4}[blame]
+    assert len(judge.shown) == calls, "what may pass is asked again, and what may be provoked about harmless answers"
+
+
+class Fragile(Ranks):
+    async def __call__(self, task: Task, episodes: Sequence[Episode]) -> Any:
+        if any(one.answer == "9**9**9" for one in episodes):
+            await asyncio.sleep(60)
+        if any(one.answer == "boom" for one in episodes):
+            raise RecursionError("too deep")
+        if any(one.answer == "HTTP 503" for one in episodes):
+            raise RuntimeError("cannot compare HTTP 503 with others")
+        return tuple(Score(value=float(one.answer or 0)) for one in episodes)
+
+
+@pytest.mark.parametrize("said", ["boom", "HTTP 503", "9**9**9"])
+async def test_an_attempt_whose_words_break_the_judge_does_not_take_its_group_out(said: str) -> None:
+    scores = await scorer(Fragile(), timeout_s=0.3).together(TASK, [ended("1"), ended(said), ended("-2"), ended(said)])
+    assert [score.value for score in scores] == [1.0, -2.0, -2.0, -2.0]
+    assert "at what this attempt says" in scores[1].evidence
+
+
+async def test_attempts_that_all_break_the_judge_get_the_lowest_value() -> None:
+    scores = await scorer(Fragile()).together(TASK, [ended("boom"), ended("boom")])
+    assert [score.value for score in scores] == [0.0, 0.0]
+
+
+async def test_a_judge_that_does_not_reach_its_server_is_asked_again() -> None:
+    judge = Ranks(ConnectionRefusedError("connection refused"))
+    scores = await scorer(judge).together(TASK, [ended("1"), ended("0")])
+    assert {score.blame for score in scores} == {Blame.INFRASTRUCTURE} and len(judge.shown) == 2
 
 
 async def test_one_attempt_alone_is_compared_with_nothing() -> None:

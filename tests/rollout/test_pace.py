@@ -239,3 +239,67 @@ def test_a_run_that_pauses_for_a_slow_server_says_so_and_what_helps() -> None:
         asyncio.run(asyncio.wait_for(rate.watch(), 1))
     for said in ("33 x generate slow_server", "tokens/s", "requests in flight", "serving.threads", "rollout.concurrency", "Limits.wall_s"):
         assert said in str(error.value), said
+
+
+class Reading(TurnLoop):
+    """Reads much after each of its turns, then sleeps."""
+
+    async def act(self, episode: Any) -> str:
+        line = episode.trajectories[0]
+        line.add_prompt(self.chat.opening(episode.task.prompt, []))
+        while not (limit := line.limit()):
+            completion = await line.sample(stop_token_ids=self.chat.stop_token_ids)
+            line.add_turn(completion, self.chat.parse(completion.token_ids).message)
+            if episode.id.startswith("sound"):
+                return "answered"
+            if len(line.turns) == 4:
+                with episode.running(None):
+                    await asyncio.sleep(10 * WALL_S)
+            line.add_prompt((1,) * 2000)
+        return str(limit)
+
+
+def read(policy: PacedPolicy, *names: str, begins: float = 0.0) -> list[Episode]:
+    async def play() -> list[Episode]:
+        runner = replace(runner_of(policy), agent=Reading(chat=chat_of(TOKENIZER)))
+        for number in range(20):
+            await runner.run(TASK, episode_id=f"sound{number}")
+        await asyncio.sleep(max(0.0, begins - asyncio.get_running_loop().time()))
+        return list(await asyncio.gather(*(runner.run(TASK, episode_id=name) for name in names)))
+
+    return run_virtually(play())
+
+
+def test_what_a_policy_has_the_server_read_is_not_the_servers_slowness() -> None:
+    """Large outputs in its context take the server seconds in which it samples nothing. They do not buy an exclusion."""
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0, reading=250.0)
+    (episode,) = read(policy, "reader")
+    assert not episode.left_out, episode.failures
+
+
+def test_a_server_that_stalls_for_a_policy_that_reads_is_slow_all_the_same() -> None:
+    begins = 2000.0
+    policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0 * (now < begins + 5.0), reading=250.0)
+    (episode,) = read(policy, "reader", begins=begins)
+    assert episode.left_out and episode.failures[0].kind == "slow_server"
+
+
+def test_the_context_is_read_again_after_a_new_version() -> None:
+    pace, now = Pace(), 0.0
+    for _ in range(20):
+        request = pace.begin(now, reads=10)
+        pace.end(request, now := now + 2.0, tokens=50, at_most=50)
+    old = pace.end(pace.begin(now, reads=10), now + 10.0, tokens=50, at_most=50)
+    new = pace.end(pace.begin(now + 10.0, reads=10), now + 20.0, tokens=50, at_most=50, reads=2000)
+    assert old.lost_s == pytest.approx(8.0, abs=0.1) and new.lost_s == 0.0
+
+
+def test_what_others_read_meanwhile_makes_no_server_slow() -> None:
+    pace, now = Pace(), 0.0
+    for _ in range(20):
+        request = pace.begin(now)
+        pace.end(request, now := now + 2.0, tokens=50, at_most=50)
+    request = pace.begin(now)
+    other = pace.begin(now + 1.0, reads=2000)
+    assert pace.end(request, now + 10.0, tokens=50, at_most=50).lost_s == 0.0
+    pace.end(other, now + 12.0, tokens=50, at_most=50)

@@ -41,7 +41,8 @@ class Ensemble:
         judges         how many gave a score
 
     Unscored, never 0: fewer than `quorum` gave a score, the disagreement is above `max_disagreement`, or a majority is tied. It is the
-    infrastructure's fault where with the members that were down there would have been a quorum.
+    infrastructure's fault where with the members that were down there would have been a quorum, and the policy's where with those that
+    failed at what the episode says there would have been one.
     """
 
     judges: dict[str, Verifier]
@@ -122,7 +123,10 @@ class Ensemble:
         evidence = "\n".join(f"{name}: {(score.reason or score.evidence)[:_MAX_SAID]}" for name, score in scores.items())
         if len(values) < self._needed:
             down = sum(score.blame is Blame.INFRASTRUCTURE for score in scores.values())
+            provoked = sum(score.blame is Blame.POLICY for score in scores.values())  # as far as a member alone can say: `TaskScorer`
             blame = Blame.INFRASTRUCTURE if len(values) + down >= self._needed else None
+            if blame is None and len(values) + down + provoked >= self._needed:
+                blame = Blame.POLICY
             return self._none(f"{len(values)} of {len(names)} judges gave a score, {self._needed} are needed", evidence, blame)
         apart = disagreement(list(values.values()))
         if apart > self.max_disagreement:

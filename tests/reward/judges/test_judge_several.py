@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from judge_parts import TASK, endpoint, episode, scores, task
 
 from agentrl.errors import JudgeError, UserError
 from agentrl.records import Blame, Episode, Score, Task
+from agentrl.reward import TaskScorer
 from agentrl.reward.judges import Ensemble, Judge, Listwise, Pairwise
 from agentrl.reward.judges import ensemble as ensembles
 from agentrl.reward.judges import listwise as lists
@@ -178,3 +180,21 @@ async def test_cancelling_an_ensemble_cancels_its_members() -> None:
     with pytest.raises(asyncio.CancelledError):
         await job
     assert ended.is_set()
+
+
+async def test_members_that_fail_at_what_an_episode_says_do_not_leave_it_unscored() -> None:
+    async def fragile(task: Task, episode: Episode) -> Score:
+        if episode.answer == "boom":
+            raise RecursionError
+        return Score(value=0.0)
+
+    async def also(task: Task, episode: Episode) -> Score:
+        return await fragile(task, episode)
+
+    async def sound(task: Task, episode: Episode) -> Score:
+        return Score(value=0.5)
+
+    several = Ensemble(judges={"a": fragile, "b": also, "c": sound})
+    scorer = TaskScorer(_verifiers={"v": several})
+    score = await scorer(replace(TASK, verifiers=("v",)), replace(episode(), answer="boom"))
+    assert score.value == 0.0, score.reason
