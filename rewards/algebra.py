@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 
 from agentrl.contract.values import whole
+from rewards.asked import names_percent, names_unit
 from rewards.notation import is_assignment
 from rewards.scalars import Node, symbols
 from rewards.units import unit
@@ -44,8 +45,8 @@ _OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor"
 class Comparison:
     """Compares answers with truths. `unfinished` is set when a value was right, and written in a form that leaves work to do."""
 
-    def __init__(self, decimals: int, *, any_form: bool = False) -> None:
-        self._decimals, self._any_form = decimals, any_form
+    def __init__(self, decimals: int, *, any_form: bool = False, prompt: str = "") -> None:
+        self._decimals, self._any_form, self._prompt = decimals, any_form, prompt
         self.unfinished = False
 
     def same(self, truth: Node, answer: Node) -> bool:
@@ -53,8 +54,13 @@ class Comparison:
         if "relation" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # x = 5 cm, and 5 cm
             truth, answer = (one.parts[1] if is_assignment(one) else one for one in (truth, answer))
         if answer.kind == "unit":
-            return truth.kind == "unit" and _same_unit(truth.value, answer.value) and self.same(truth.parts[0], answer.parts[0])
-        if truth.kind == "unit":  # a unit may be left out, and none may be added
+            known = _same_unit(truth.value, answer.value) if truth.kind == "unit" else names_unit(self._prompt, str(answer.value))
+            return known and self.same(truth.parts[0] if truth.kind == "unit" else truth, answer.parts[0])
+        if (truth.kind == "percent") is not (answer.kind == "percent") and names_percent(self._prompt):  # 18 and 18%
+            bare = [one.parts[0] if one.kind == "percent" else one for one in (truth, answer)]
+            if self._same_scalar(*bare):
+                return True
+        if truth.kind == "unit":  # a unit may be left out, and none may be added but one that the question names
             return self.same(truth.parts[0], answer)
         if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
             return False
