@@ -195,11 +195,11 @@ def _standard(node: Node) -> Node:
             node = Node("interval", parts, ends)
     if node.kind == "interval" and node.value == "()":
         return Node("tuple", node.parts)
+    if node.kind in ("list", "set") and len(node.parts) > 1:
+        parts = tuple(one for part in node.parts for one in (_standard(part).parts if _has(part, "pm") else (part,)))
+        return Node(node.kind, parts)
     if _has(node, "pm"):
         return Node("list", tuple(_signed(node, plus) for plus in (True, False)))
-    if node.kind == "list":
-        parts = tuple(one for part in node.parts for one in (_standard(part).parts if _has(part, "pm") else (part,)))
-        return Node("list", parts)
     return _standard(node.parts[0]) if node.kind == "set" and len(node.parts) == 1 else node
 
 
@@ -242,8 +242,9 @@ def literal(node: Node) -> Fraction | None:
         return value / 100 if isinstance(value, Fraction) else None
     if node.kind == "div":
         above, below = node.parts
-        if above.kind == "neg":
-            return None if (inner := literal(Node("div", (above.parts[0], below)))) is None else -inner
+        if (above.kind == "neg") is not (below.kind == "neg"):
+            bare = tuple(one.parts[0] if one.kind == "neg" else one for one in node.parts)
+            return None if (inner := literal(Node("div", bare))) is None else -inner
         if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
             return None if (value := above.value / below.value).denominator == 1 else value
         return None

@@ -30,6 +30,7 @@ LONGEST_EXPRESSION = 400
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 50  # of a prompt
 _BOX = "\\boxed{"
+_BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
 _INLINE = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand anywhere in an expression
 
@@ -91,6 +92,9 @@ def expression(text: str) -> str:
         text = text[: _closing(text)]
     elif inline := list(_INLINE.finditer(text)):
         text = next(filter(None, inline[-1].groups()), "")
+    text = text.strip()
+    if (bold := _BOLD.fullmatch(text)) is not None:
+        text = bold[1]
     text = text.strip().removesuffix(".").strip()
     return text if _closing(text) == len(text) else ""
 
