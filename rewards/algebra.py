@@ -244,7 +244,7 @@ def literal(node: Node) -> Fraction | None:
         above, below = node.parts
         if (above.kind == "neg") is not (below.kind == "neg"):
             bare = tuple(one.parts[0] if one.kind == "neg" else one for one in node.parts)
-            return None if (inner := literal(Node("div", bare))) is None else -inner
+            return None if any(one.kind == "neg" for one in bare) or (inner := literal(Node("div", bare))) is None else -inner
         if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
             return None if (value := above.value / below.value).denominator == 1 else value
         return None
