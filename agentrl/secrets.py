@@ -26,13 +26,15 @@ _SHORTEST, _SHORTEST_GUESSED = 6, 16  # characters; shorter values also occur in
 _REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,199}|file:[/~][^\0\n]{0,4000}")
 # A name whose value is a secret, by its last words: api_key, GITHUB_TOKEN, db.password; not tokens, tokenizer, eos_token.
 _KEY = re.compile(
-    r"(^|[^a-z])(api_?key|(access|secret|private|encryption|signing|account)_?key(_?id)?|secret|password|passwd|passphrase|credentials?"
-    r"|(access|auth|api|bearer|refresh|session|id|bot|personal|hub|hf|github|gitlab|slack)_?token|authorization|dsn|^token)$",
+    r"(^|[^a-z])(api_?keys?|(access|secret|private|encryption|signing|account)_?key(_?id)?|secrets?|passwords?|passwd|passphrase|credentials?"
+    r"|(access|auth|api|bearer|refresh|session|id|bot|personal|secret|hub|hf|github|gitlab|slack|wandb)_?token|authorization|dsn|^token)$",
     re.ASCII,
 )
-_VARIABLE = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIALS?|AUTH|DSN)(_|$)")
+_VARIABLE = re.compile(
+    r"(^|_)(API_?KEYS?|KEY|TOKEN|SECRETS?|PASS|PWD|CREDENTIALS?|AUTH|DSN|CONNECTION_STRING)(_|$)|PASSWORD|PASSWD|PASSPHRASE"
+)
 _NO_SECRET = ("PWD", "OLDPWD")  # working directories of the shell
-_FLAG = re.compile(r"--?[a-z0-9_-]*?(api-?key|(access|auth|api|bearer)-?token|token|password|passwd|secret)(=.+)?", re.DOTALL)
+_FLAG = re.compile(r"--?[a-z0-9_-]*?(api[_-]?key|(access|auth|api|bearer)[_-]?token|token|password|passwd|secret)(=.+)?", re.DOTALL | re.I)
 _IN_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{0,20}://)([^\s/?#@:]{0,256}:[^\s/?#@]{1,256})@")
 _TOKEN = re.compile(
     r"\b(sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}|glpat-[A-Za-z0-9_-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}"

@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 
 from agentrl.contract.values import whole
+from rewards.asked import names_percent, names_unit
 from rewards.notation import is_assignment
 from rewards.scalars import Node, symbols
 from rewards.units import unit
@@ -44,8 +45,8 @@ _OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor"
 class Comparison:
     """Compares answers with truths. `unfinished` is set if a value was right but not in evaluated form."""
 
-    def __init__(self, decimals: int, *, any_form: bool = False) -> None:
-        self._decimals, self._any_form = decimals, any_form
+    def __init__(self, decimals: int, *, any_form: bool = False, prompt: str = "") -> None:
+        self._decimals, self._any_form, self._prompt = decimals, any_form, prompt
         self.unfinished = False
 
     def same(self, truth: Node, answer: Node) -> bool:
@@ -53,8 +54,13 @@ class Comparison:
         if "relation" in (truth.kind, answer.kind) and truth.kind != answer.kind:  # x = 5 cm, and 5 cm
             truth, answer = (one.parts[1] if is_assignment(one) else one for one in (truth, answer))
         if answer.kind == "unit":
-            return truth.kind == "unit" and _same_unit(truth.value, answer.value) and self.same(truth.parts[0], answer.parts[0])
-        if truth.kind == "unit":  # a unit may be left out, and none may be added
+            known = _same_unit(truth.value, answer.value) if truth.kind == "unit" else names_unit(self._prompt, str(answer.value))
+            return known and self.same(truth.parts[0] if truth.kind == "unit" else truth, answer.parts[0])
+        if (truth.kind == "percent") is not (answer.kind == "percent") and names_percent(self._prompt):  # 18 and 18%
+            bare = [one.parts[0] if one.kind == "percent" else one for one in (truth, answer)]
+            if self._same_scalar(*bare):
+                return True
+        if truth.kind == "unit":  # a unit may be left out, and none may be added but one that the question names
             return self.same(truth.parts[0], answer)
         if truth.kind == answer.kind == "relation" and truth.value != "=" and symbols(truth) != symbols(answer):
             return False
@@ -189,11 +195,11 @@ def _standard(node: Node) -> Node:
             node = Node("interval", parts, ends)
     if node.kind == "interval" and node.value == "()":
         return Node("tuple", node.parts)
+    if node.kind in ("list", "set") and len(node.parts) > 1:
+        parts = tuple(one for part in node.parts for one in (_standard(part).parts if _has(part, "pm") else (part,)))
+        return Node(node.kind, parts)
     if _has(node, "pm"):
         return Node("list", tuple(_signed(node, plus) for plus in (True, False)))
-    if node.kind == "list":
-        parts = tuple(one for part in node.parts for one in (_standard(part).parts if _has(part, "pm") else (part,)))
-        return Node("list", parts)
     return _standard(node.parts[0]) if node.kind == "set" and len(node.parts) == 1 else node
 
 
@@ -236,8 +242,9 @@ def literal(node: Node) -> Fraction | None:
         return value / 100 if isinstance(value, Fraction) else None
     if node.kind == "div":
         above, below = node.parts
-        if above.kind == "neg":
-            return None if (inner := literal(Node("div", (above.parts[0], below)))) is None else -inner
+        if (above.kind == "neg") is not (below.kind == "neg"):
+            bare = tuple(one.parts[0] if one.kind == "neg" else one for one in node.parts)
+            return None if any(one.kind == "neg" for one in bare) or (inner := literal(Node("div", bare))) is None else -inner
         if above.kind == below.kind == "number" and isinstance(above.value, Fraction) and isinstance(below.value, Fraction) and below.value:
             return None if (value := above.value / below.value).denominator == 1 else value
         return None

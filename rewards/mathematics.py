@@ -30,6 +30,7 @@ LONGEST_EXPRESSION = 400
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 50  # of a prompt
 _BOX = "\\boxed{"
+_BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
 _INLINE = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand anywhere in an expression
 
@@ -45,7 +46,8 @@ class Mathematics(Configured):
     percent sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses.
     Numbers, like terms and common factors are put together, and it is not what the question says in another form than the truth's. An
     `x =` may stand before it; a chain of equations is no value. Words are compared as words and numerals with their base. A unit is the
-    truth's, or is left out. 5\% is 0.05.
+    truth's or, if it has none, one that the question names; or it is left out. 5\% is 0.05, and also 5 if the question asks for a
+    percentage.
     """
 
     name: ClassVar[str] = "mathematics"
@@ -71,7 +73,7 @@ class Mathematics(Configured):
         if len(answer) > max(LONGEST_EXPRESSION, 4 * len(truth)):
             return wrong(f"an expression of {len(answer)} characters is too long")
         told = f"answer {answer[:SHOWN]!r}, truth {truth[:SHOWN]!r}"
-        prompt = "" if rules.unevaluated else "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
+        prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
         request = {"truth": truth, "answer": answer, "decimals": rules.decimals, "unevaluated": rules.unevaluated, "prompt": prompt}
         try:
             verdict, why = await _worker.judge(request, sound=request | {"answer": truth})
@@ -90,6 +92,9 @@ def expression(text: str) -> str:
         text = text[: _closing(text)]
     elif inline := list(_INLINE.finditer(text)):
         text = next(filter(None, inline[-1].groups()), "")
+    text = text.strip()
+    if (bold := _BOLD.fullmatch(text)) is not None:
+        text = bold[1]
     text = text.strip().removesuffix(".").strip()
     return text if _closing(text) == len(text) else ""
 
@@ -129,10 +134,13 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
     given = given or wanted  # written like the truth, which is still computed: a truth that takes too long is the task's fault
-    comparison = Comparison(request["decimals"], any_form=request["unevaluated"])
+    comparison = Comparison(request["decimals"], any_form=request["unevaluated"], prompt=request["prompt"])
     if not comparison.same(wanted, given):
         return "different", "it equals the truth but is not evaluated" if comparison.unfinished else ""
-    if _restates(given, answer, request["prompt"]) and not alike(wanted, given):
+    if given.kind != wanted.kind and given.kind in ("unit", "percent"):  # a number followed by a unit or a percent sign is a number
+        bare = given.parts[0]
+        given = bare if given.kind == "unit" or comparison.same(wanted, bare) else given
+    if not request["unevaluated"] and _restates(given, answer, request["prompt"]) and not alike(wanted, given):
         return "different", "it equals the truth but copies an expression of the question"
     return "equal", ""
 

@@ -101,10 +101,7 @@ _WHOLE = {
 _WORDS = {
     "meter": "m",
     "metre": "m",
-    "kilometer": "km",
-    "kilometre": "km",
     "gram": "g",
-    "kilogram": "kg",
     "second": "s",
     "minute": "min",
     "liter": "L",
@@ -128,7 +125,18 @@ _WORDS = {
     "ohms": "ohm",
     "angstrom": "\u00c5",
 }
-_PLURALS = {"feet": "ft", "inches": "in"} | {f"{word}s": unit for word, unit in _WORDS.items()}
+_SCALES = {"nano": "n", "micro": "u", "milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "tera": "T"}
+_SCALED = {"meter": "m", "metre": "m", "gram": "g", "second": "s", "liter": "L", "litre": "L", "joule": "J", "watt": "W", "newton": "N"}
+_SCALED |= {"volt": "V", "ampere": "A", "mole": "mol", "pascal": "Pa", "byte": "B"}
+_WORDS |= {
+    f"{scale}{word}": f"{prefix}{sign}"
+    for scale, prefix in _SCALES.items()
+    for word, sign in _SCALED.items()
+    if not (word == "byte" and scale in ("nano", "micro", "milli", "centi"))  # bytes have no prefixes below one
+}
+_WORDS |= {"pascal": "Pa", "hertz": "Hz", "kilohertz": "kHz", "megahertz": "MHz", "gigahertz": "GHz", "yard": "yd", "ounce": "oz"}
+_WORDS |= {"hr": "h", "sec": "s", "kilocalorie": "kcal", "calorie": "cal", "electronvolt": "eV"}
+_PLURALS = {"mins": "min", "lbs": "lb", "feet": "ft", "inches": "in"} | {f"{word}s": unit for word, unit in _WORDS.items()}
 _PLURALS |= {f"{name}s": name for name in ("hour", "day", "week", "bit")}
 _POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
 _RAISED = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")

@@ -245,3 +245,24 @@ def test_the_command_line_repeats_no_secret(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "env.TOKEN is given by value" in done.stderr
     assert PLANTED not in done.stdout + done.stderr and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["--api_key", "--api-key", "--Api-Key", "--access_token", "--TOKEN"])
+def test_a_flag_is_found_however_it_is_spelled(flag: str) -> None:
+    assert list(secrets.literals({"args": [flag, "abc"]}))
+    assert list(secrets.literals({"args": [f"{flag}=abc"]}))
+
+
+@pytest.mark.parametrize("name", ["PGPASSWORD", "DBPASSWORD", "DB_PASS", "API_KEYS", "SECRETS", "AZURE_STORAGE_CONNECTION_STRING"])
+def test_further_variables_are_kept_from_children(name: str) -> None:
+    assert secrets.without_secrets({name: "abcdef", "MONKEY": "a", "MAX_TOKENS": "5", "BYPASS_CACHE": "1"}) == {
+        "MONKEY": "a",
+        "MAX_TOKENS": "5",
+        "BYPASS_CACHE": "1",
+    }
+
+
+@pytest.mark.parametrize("key", ["passwords", "api_keys", "secrets", "secret_token", "wandb_token"])
+def test_further_keys_hold_secrets(key: str) -> None:
+    assert list(secrets.literals({key: "abc"}))
+    assert not list(secrets.literals({"eos_token": "</s>", "max_tokens": "5", "tokenizer": "abc"}))

@@ -52,6 +52,11 @@ HONEST = [
     ("5", "\\text{5}"),
     ("5", "\\{5\\}"),
     ("5", "$5$"),
+    ("5", "**5**"),
+    ("5", "**5.**"),
+    ("x^2", "**x^2**."),
+    ("-3/4", "\\frac{3}{-4}"),
+    ("\\{1\\pm\\sqrt{5},-2\\}", "-2, 1+\\sqrt5, 1-\\sqrt5"),
     ("5", "4.9999999999"),
     ("100000", "1e5"),
     ("10000", "10\\,000"),
@@ -199,6 +204,9 @@ WRONG = {
         ("7", "\\max(3, 7)"),
         ("-2", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}"),
         ("5", "--5"),
+        ("3/4", "\\frac{3}{--4}"),
+        ("3/4", "\\frac{--3}{4}"),
+        ("3/4", "\\frac{-3}{-4}"),
         ("5", "-(-5)"),
         ("5", "5+0"),
         ("5", "5 \\cdot 1"),
@@ -435,6 +443,47 @@ def test_every_text_is_read_or_refused(text: str) -> None:
     except (Unreadable, ZeroDivisionError):
         return
     assert node.kind
+
+
+NAMED = [
+    ("18", "\\$18", "She sells 9 for $2 each. How many dollars?"),
+    ("18", "$18.00", "How many dollars?"),
+    ("18", "18 dollars", "She had 18 dollars. How many dollars has she now?"),
+    ("70000", "\\$70,000", "He buys a house for $80,000. How much profit?"),
+    ("12", "12\\text{ apples}", "How many apples?"),
+    ("16\\pi", "16\\pi \\text{ cm}^2", "What is its area in square centimeters?"),
+    ("12", "12\\text{ square units}", "How many square units?"),
+    ("\\frac{9}{7}", "\\frac{9}{7} \\text{ hours}", "It took \\frac{9}{7} hours. In how many hours?"),
+    ("15", "x = 15\\text{ cm}", "Find $x$ in cm."),
+    ("1, 2", "1\\text{ cm}, 2\\text{ cm}", "Find both in cm."),
+    ("90", "90^\\circ", "How many degrees?"),
+    ("18", "18\\%", "What percent is left? 18\\% were there."),
+    ("18\\%", "18", "What percent is left?"),
+    ("18\\%", "0.18", "What percent is left?"),
+]
+NOT_NAMED = [
+    ("5", "5 cm", "How many metres?"),
+    ("5", "5\\text{ or six}", "Is it five or six?"),
+    ("5", "5\\text{ or 6}", "Is it 5 or 6?"),
+    ("90", "90^\\circ", "How many apples?"),
+    ("5", "5\\%", "What is 20% of 25?"),
+    ("18\\%", "18", "20 of 100 are there, and 2 leave."),
+    ("18", "0.18", "What percent?"),
+    ("18", "18\\%\\%", "What percent?"),
+    ("5", "6 apples", "How many apples?"),
+    ("120", "5!\\text{ ways}", "In how many ways?"),
+    ("5\\text{ m}", "5\\text{ cm}", "How many m? Not cm."),
+]
+
+
+@pytest.mark.parametrize(("truth", "answer", "question"), NAMED)
+def test_a_unit_that_the_question_names_may_be_written(truth: str, answer: str, question: str) -> None:
+    assert equal(truth, answer, prompt=question)
+
+
+@pytest.mark.parametrize(("truth", "answer", "question"), NOT_NAMED)
+def test_another_unit_makes_another_value(truth: str, answer: str, question: str) -> None:
+    assert not equal(truth, answer, prompt=question)
 
 
 async def test_an_expression_that_the_question_writes_down_is_no_answer_to_it() -> None:

@@ -99,3 +99,33 @@ def test_a_prefix_is_a_factor(prefix: str, name: str) -> None:
     scaled, plain = unit(prefix + name), unit(name)
     assert scaled is not None and plain is not None
     assert scaled.factor / plain.factor == Fraction(1000) ** ("kMGT".index(prefix) + 1) and scaled.powers == plain.powers
+
+
+WRITTEN_OUT = [
+    ("5 cm", "5 centimeters"),
+    ("5 cm", "50 millimetres"),
+    ("5 km", "5 kilometers"),
+    ("5 mg", "5 milligrams"),
+    ("5 kg", "5 kilograms"),
+    ("5 mL", "5 milliliters"),
+    ("5 GB", "5 gigabytes"),
+    ("5 kHz", "5 kilohertz"),
+    ("5 h", "5 hrs"),
+    ("5 s", "5 secs"),
+    ("5 min", "5 mins"),
+    ("5 lb", "5 lbs"),
+    ("5 yd", "5 yards"),
+    ("5 kPa", "5 kilopascals"),
+]
+
+
+@pytest.mark.parametrize(("short", "written"), WRITTEN_OUT)
+def test_a_unit_may_be_written_out(short: str, written: str) -> None:
+    one, other = quantity(short), quantity(written)
+    assert one is not None and other is not None and one.unit is not None and other.unit is not None
+    assert one.value == other.value and one.unit.powers == other.unit.powers
+
+
+@pytest.mark.parametrize("text", ["5 millibytes", "5 kilofeet", "5 kilo", "5 meterss", "5 decidollars"])
+def test_a_word_that_is_no_unit_is_none(text: str) -> None:
+    assert quantity(text) is None
