@@ -45,7 +45,7 @@ def _project(folder: Path) -> tuple[Path, dict[str, str]]:
     """What `agentrl init` of an installed wheel writes, and the environment in which that wheel is what runs."""
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder / "dist"), str(ROOT)]
     subprocess.run(build, check=True, timeout=900)
-    (wheel,) = (folder / "dist").glob("agentrl-*.whl")
+    (wheel,) = (folder / "dist").glob("agentrl_posttraining-*.whl")
     installed, project = folder / "installed", folder / "my-agent"
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=900

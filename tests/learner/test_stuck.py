@@ -46,6 +46,8 @@ class Stopping(Liveness):
     def begin(self, work: str = "starting") -> None:
         super().begin(work)
         self._first_s = 120.0
+        if self.stopped:  # nothing is stopped any more, and a busy machine may pause a sound learner for seconds
+            self._least_s = 120.0
 
 
 def rank_of(pid: int) -> int:
