@@ -65,7 +65,7 @@ def test_what_a_package_lacks_is_told_with_what_it_holds(site: Path) -> None:
         find_source("package:two")
     with pytest.raises(UserError, match=r"no file 'c\.gguf'; its GGUF files are two/a\.gguf"):
         find_source("package:two/c.gguf")
-    with pytest.raises(UserError, match="'absent' is not installed\n  fix: correct the name; if it is right"):
+    with pytest.raises(UserError, match="'absent' is not installed\n  fix: correct the name; if it is correct"):
         find_source("package:absent")
     with pytest.raises(UserError, match="is not installed"):
         find_source("package:")

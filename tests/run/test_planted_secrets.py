@@ -68,7 +68,8 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
         "start_timeout_s": 60,
     }
     overrides = (*QUICK, f"tools.mcp.leaks={json.dumps(server)}")
-    turns = [says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails", "dies", "dies"))), SUBMIT]
+    answered = says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails")))
+    turns = [answered, says("again", ("tell", json.dumps({"way": "dies"}))), answered, SUBMIT]  # a program that dies costs the attempt
     seen: list[str] = []
     stop = threading.Event()
     watcher = threading.Thread(target=watch, args=(stop, seen))
@@ -86,7 +87,7 @@ async def test_nothing_that_a_run_leaves_holds_a_planted_secret(
     if not refused:
         (body,) = (one["body"] for one in chat.requests[1:2])
         told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
-        assert len(told) == 4 and all(secrets.HIDDEN in text for text in told), told
+        assert len(told) == 2 and all(secrets.HIDDEN in text for text in told), told
     run = asked.start.folder
     written = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert done.outcomes and {run / "recipe.json", run / "run.json"} <= {*written} and any(path.suffix == ".sqlite" for path in written)
