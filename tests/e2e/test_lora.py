@@ -63,7 +63,7 @@ def test_a_run_of_adapters_outlives_its_servers_and_is_judged_on_one_of_the_gate
         assert json.loads((version / "version.json").read_text())["weights"] == "adapter_model.safetensors"
 
     base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (run / "versions/000000", run / "model"))
-    assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "probe.json"}
     ids = torch.arange(50)[None]
     with torch.no_grad():
         before = base(ids).logits
