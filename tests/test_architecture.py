@@ -128,19 +128,7 @@ def test_agentrl_never_imports_content() -> None:
 
 
 def test_the_lowest_modules_need_only_the_standard_library() -> None:
-    for name in (
-        "records",
-        "sampling",
-        "fields",
-        "errors",
-        "destinations",
-        "files",
-        "limits",
-        "memo",
-        "processes",
-        "estimates",
-        "liveness",
-    ):
+    for name in LEVELS[0]:
         packages = {module.split(".")[0] for module in imported(PACKAGE / f"{name}.py")} - {"agentrl"}
         assert packages <= sys.stdlib_module_names
 

@@ -135,18 +135,17 @@ def _of_episode(trace: Trace, episode: Episode) -> View:
         stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else clip(episode.answer),
         truth=clip(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None,
-        tolerance=float(tolerance)
-        if isinstance(tolerance, int | float) and not isinstance(tolerance, bool) and 0 <= tolerance < math.inf
-        else 0.0,
+        tolerance=_tolerance(tolerance),
         more_turns=total - len(steps),
         _places=_placed(steps),
     )
 
 
-def _tolerance(found: object) -> float:
-    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found < math.inf:
+def _tolerance(value: object) -> float:
+    """A task's tolerance; 0 if it is not a finite number from 0 on."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
         return 0.0
-    return float(found)
+    return float(value)
 
 
 def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
