@@ -2,7 +2,9 @@
 
 Reads one JSON request per line from standard input and writes one JSON answer per line:
     {"do": "cover", "tests", "files", "limit_s"} -> {"lines": file -> line -> tests, "imported": file -> lines, "seconds", "failed"}
-    {"do": "run", "tests", "limit_s"}            -> {"passed"}: all passed within the limit, and at least one ran
+    {"do": "run", "tests", "limit_s"}            -> {"passed", "killer"}
+
+`passed`: all passed within the limit, and at least one ran. `killer`: the first that failed.
 
 `limit_s` is CPU time, so that no mutant counts as detected because the machine is busy. The wall-clock limit is `PATIENCE` times as long.
 """
@@ -78,8 +80,20 @@ def cover(request: Any) -> dict[str, object]:
     return {"lines": lines, "imported": imported, "seconds": plugin.seconds, "failed": plugin.failed}
 
 
+class FirstFailure:
+    """A pytest plugin that records the first test that fails."""
+
+    test = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.test = self.test or report.nodeid
+
+
 def run(request: Any) -> dict[str, object]:
-    return {"passed": pytest.main([*OPTIONS, "-x", *request["tests"]]) == 0}
+    failure = FirstFailure()
+    passed = pytest.main([*OPTIONS, "-x", *request["tests"]], plugins=[failure]) == 0
+    return {"passed": passed, "killer": failure.test}
 
 
 PATIENCE = 10.0
@@ -109,7 +123,7 @@ def forked(request: Any) -> dict[str, object]:
             os.killpg(child, signal.SIGKILL)
         if answer.exists():
             return dict(json.loads(answer.read_text()))
-        return {"passed": False, "failed": ["no answer within the limit"]}
+        return {"passed": False, "killer": "", "failed": ["no answer within the limit"]}
 
 
 def main() -> None:

@@ -217,12 +217,15 @@ def mutants(file: str, source: str) -> list[Mutant]:
 
 
 def _candidates(node: ast.AST, statement: Any) -> Iterator[tuple[ast.AST, Any]]:
-    """Nodes whose change could matter, each with its statement. Annotations, decorators, messages and log calls are excluded."""
+    """Nodes whose change could matter, each with its statement.
+
+    Annotations, decorators, messages, log calls and assertions are excluded. `strict=` of `zip` is an assertion.
+    """
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "exc", "cause", "type_params", "msg"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Assert) or _is_silent(child):
+            if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr | ast.Assert) or _is_silent(child) or _is_strict(child):
                 continue
             within = child if isinstance(child, ast.stmt) else statement
             if within is not None:
@@ -245,6 +248,10 @@ def _is_silent(node: ast.AST) -> bool:
     while isinstance(call, ast.Call | ast.Attribute):
         call = call.func if isinstance(call, ast.Call) else call.value
     return isinstance(node, ast.Expr) and isinstance(call, ast.Name) and call.id in SILENT
+
+
+def _is_strict(node: ast.AST) -> bool:
+    return isinstance(node, ast.keyword) and node.arg == "strict"
 
 
 def _is_not(node: ast.AST) -> bool:
@@ -288,12 +295,14 @@ class Tree:
             raise SystemExit(f"the worker in {self.folder} ended (exit code {self._process.wait()})")
         return json.loads(answer)
 
-    def survives(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> bool:
+    def killed(self, mutant: Mutant, tests: Sequence[str], limit_s: float) -> str | None:
+        """The test that detects the mutant ("" if it ran out of time), or None if all pass."""
         path = self.folder / mutant.file
         original = path.read_text()
         path.write_text(mutant.source)
         try:
-            return bool(self.ask(do="run", tests=list(tests), limit_s=limit_s)["passed"])
+            answer = self.ask(do="run", tests=list(tests), limit_s=limit_s)
+            return None if answer["passed"] else str(answer["killer"])
         finally:
             path.write_text(original)
 
@@ -325,7 +334,9 @@ class Session:
     def __init__(self, jobs: int) -> None:
         self.scratch = Path(tempfile.mkdtemp(prefix="mutants-"))
         self.trees = [Tree(self.scratch / str(index)) for index in range(jobs)]
-        self.known: dict[str, bool] = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+        stored = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+        self.known: dict[str, bool] = stored.get("survived", {})
+        self.killers: dict[str, str] = stored.get("killers", {})  # tried first, also after tests have changed
         self.lock = threading.Lock()
 
     def close(self) -> None:
@@ -336,7 +347,7 @@ class Session:
 
     def save(self) -> None:
         CACHE.parent.mkdir(exist_ok=True)
-        CACHE.write_text(json.dumps(self.known))
+        CACHE.write_text(json.dumps({"survived": self.known, "killers": self.killers}))
 
     def survivors(self, name: str, law: Law, chosen: Sequence[Mutant]) -> list[tuple[Mutant, str]]:
         """The mutants that no test detects, each with whether any test executes it."""
@@ -362,10 +373,13 @@ class Session:
                 except queue.Empty:
                     return
                 tests, seconds = covering(coverage, mutant)
-                lives = not tests or tree.survives(mutant, tests, 20 + 5 * seconds)
+                tests.sort(key=lambda test: test != self.killers.get(_hash(mutant.source)))
+                killer = tree.killed(mutant, tests, 20 + 5 * seconds) if tests else None
                 with self.lock:
-                    self.known[key] = lives
-                    if lives:
+                    self.known[key] = killer is None
+                    if killer is not None:
+                        self.killers[_hash(mutant.source)] = killer
+                    else:
                         alive.append((mutant, "" if tests else " (no test executes it)"))
                     done = total - todo.qsize()
                     if done % 25 == 0 or done == total:

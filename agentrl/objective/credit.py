@@ -159,7 +159,7 @@ def _siblings(rollouts: Sequence[Rollout], objective: ObjectiveConfig) -> Credit
             group = everyone if before is None else sharing[keys[before]] if sharing[keys[before]] > shared else above[before]
             above[place] = group
             rest = group - shared if objective.advantage == "rloo" else group
-            if rest and shared != group:
+            if rest:
                 made[one.scored.episode.id][place[0]][place[1]] = _difference(_mean(scores, shared), _mean(scores, rest)) / scale
     return made
 

@@ -223,5 +223,5 @@ def _aged(sample: Sample, step: int, decay: float) -> Sample:
     """Scales down the advantages of stale tokens. Every surrogate is proportional to its advantage, so this weights the token's loss."""
     if decay == 1.0:
         return sample
-    weights = [staleness_weight(step - version, decay) if version >= 0 else 0.0 for version in sample.versions]
+    weights = [staleness_weight(step - version, decay) for version in sample.versions]  # tokens without a version have no advantage
     return replace(sample, advantages=tuple(value * weight for value, weight in zip(sample.advantages, weights, strict=True)))

@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.files import read_json_lines
+from agentrl.recipe import Recipe
 from benchmarks.contest.evaluation import evaluated, tail
 from benchmarks.contest.outcome import Outcome, Point
 from benchmarks.contest.setting import ROOT, Setting
@@ -199,9 +200,8 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
         InfrastructureError: no micro-batch completed a step.
     """
     recipe = setting.made(seed)
-    groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
-    episodes = groups * recipe.rollout.group_size
-    more = (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0")
+    more = small_steps(recipe, steps)
+    episodes = min(_TUNING_GROUPS, recipe.rollout.groups_per_step) * recipe.rollout.group_size
     quick = replace(setting, wait=(0.0, 0.0))
     tried: list[dict[str, Any]] = []
 
@@ -221,6 +221,12 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
     if other["seconds_a_step"] is not None and other["seconds_a_step"] < best["seconds_a_step"]:
         options |= other["change"]
     return options, tried
+
+
+def small_steps(recipe: Recipe, steps: int) -> tuple[str, ...]:
+    """Overrides of `recipe` for `tune`. TRL weights no tasks, and a recipe of one step may not."""
+    groups = min(_TUNING_GROUPS, recipe.rollout.groups_per_step)
+    return (f"steps={steps}", f"rollout.groups_per_step={groups}", "evaluation.every=0", "tasks.weighting=null")
 
 
 def _try(

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from agentrl.cli.recipes import load_recipe
 from agentrl.errors import InfrastructureError, UserError
 from benchmarks import peers, stored
 from benchmarks.contest import comparison, ours, tables, trl
@@ -226,6 +227,15 @@ def test_the_peer_gets_the_fastest_of_its_settings(tmp_path: Path, monkeypatch: 
     chosen, tried = trl.tune(SETTING, 0, dict(trl.OPTIONS), tmp_path, steps=1)
     assert chosen == {**trl.OPTIONS, "micro_batch": 2, "cache": "static"}
     assert [one["change"] for one in tried] == [*({"micro_batch": size} for size in trl.MICRO_BATCHES), *trl.OTHERS]
+
+
+@pytest.mark.parametrize("recipe", ["recipes/quickstart.py", "recipes/smollm2.py"])
+def test_the_peers_settings_are_timed_on_recipes_that_load(recipe: str) -> None:
+    setting = replace(SETTING, recipe=recipe, wait=(0.0, 0.0))
+    for steps in (1, 3):
+        more = trl.small_steps(setting.made(0), steps)
+        _, small = load_recipe(ROOT / recipe, [*setting.arguments(0), *more])
+        assert small.steps == steps
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"rounds": 3}', '{"rounds": [], "sides": [], "tried": [], "odd": 1}'])

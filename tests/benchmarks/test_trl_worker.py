@@ -32,7 +32,7 @@ def stepped(mode: str, options: dict[str, Any], work: Path, monkeypatch: pytest.
     from benchmarks.contest import trl_worker
 
     setting = Setting(recipe="recipes/quickstart.py", mode=mode, backend="bubblewrap", overrides=SMALL)
-    _, recipe = load_recipe(ROOT / setting.recipe, setting.arguments(seed=0))
+    _, recipe = load_recipe(ROOT / setting.recipe, [*setting.arguments(seed=0), "evaluation.every=0"])
     family = open_family(recipe.tasks, seed=0, root=ROOT)
     host = Host(recipe, family, open_chat(BASE), ScriptedSandboxes(printing("7\n")))
     monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from agentrl.learner.publish import PROBE_ROWS, probe_rows
-from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from agentrl.learner.publish import PROBE_ROWS, probe_rows, write_reference
+from agentrl.records import Episode, Group, Message, Probe, Score, ScoredEpisode, Trajectory, Turn, VersionSpan
+from agentrl.serving.probe import read_probe
 
 
 def group(index: int, *token_ids: int) -> Group:
@@ -39,3 +44,31 @@ def test_a_row_leaves_room_for_the_token_that_the_server_samples() -> None:
 def test_groups_without_tokens_are_probed_with_a_fixed_row() -> None:
     (row,) = probe_rows((group(0), group(1)), vocabulary=5, max_model_len=64)
     assert row == tuple(token % 5 for token in range(16))
+
+
+class Counting:
+    """A policy of 900 tokens, each followed by the next."""
+
+    lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=900)))
+    ranks = SimpleNamespace(first=True, decide=int)
+
+    def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
+        return Probe(
+            token_ids=rows,
+            logprobs=tuple((-1.0,) * (len(row) - 1) for row in rows),
+            next_ids=tuple((row[-1] + 1,) for row in rows),
+            next_logprobs=((-1.0,),) * len(rows),
+        )
+
+
+def test_the_rows_of_version_0_start_with_ordinary_tokens_and_continue_greedily(tmp_path: Path) -> None:
+    """Not with those at the ends of the vocabulary, where control tokens are."""
+    folder = tmp_path / "versions" / "000000"
+    folder.mkdir(parents=True)
+    engine: Any = Counting()
+    write_reference(tmp_path, engine)
+    made = read_probe(folder)
+    assert made is not None and made.token_ids == (tuple(range(300, 312)), tuple(range(600, 612)))
+    (folder / "probe.json").write_text("{}")
+    write_reference(tmp_path, engine)
+    assert (folder / "probe.json").read_text() == "{}", "a run that resumes keeps its reference"

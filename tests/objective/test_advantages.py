@@ -11,7 +11,7 @@ import torch
 
 from agentrl.errors import PluginError
 from agentrl.objective import GroupAdvantages, batch_advantages
-from agentrl.objective.advantages import rloo
+from agentrl.objective.advantages import checked, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
@@ -206,3 +206,36 @@ def _trl_advantages(advantage: str, rewards: torch.Tensor, scale: str) -> torch.
     exec(textwrap.dedent(body), vars(module) | names, found := {})
     advantages: torch.Tensor = found["advantages"]
     return advantages
+
+
+def test_what_each_estimator_divides_by_if_nothing_is_said() -> None:
+    """GRPO and REINFORCE++ divide by the standard deviation, as their papers do, and RLOO does not."""
+    scores = [[0.0, 0.5, 1.0], [0.2, 0.2]]
+    for function in (grpo, reinforce_plus_plus, reinforce_plus_plus_baseline):
+        assert function(scores) == function(scores, normalize_std=True) != function(scores, normalize_std=False)
+    assert rloo(scores) == rloo(scores, normalize_std=False) != rloo(scores, normalize_std=True)
+
+
+def test_a_score_at_the_mean_leaves_its_group_a_preference() -> None:
+    found = reinforce_plus_plus_baseline([[0.0, 0.5, 1.0], [0.3, 0.3]], normalize_std=False)
+    assert found == [pytest.approx([-0.5, 0.0, 0.5]), [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("made", "wrong"),
+    [
+        (None, "2 groups want 2 lists, not a value of type NoneType"),
+        ([[0.0, 1.0]], "2 groups want 2 lists, not a list of 1"),
+        ([[0.0, 1.0], 5], "group 1 of 1 scores wants 1 advantages, not a value of type int"),
+        ([[0.0, 1.0], "x"], "group 1 of 1 scores wants 1 advantages, not a str of 1"),
+        ([[0.0], [1.0]], "group 0 of 2 scores wants 2 advantages, not a list of 1"),
+        ([[0.0, True], [0.0]], "group 0 holds a value of type bool where a float is wanted"),
+        ([[0.0, 1.0], ["1"]], "group 1 holds a str of 1 where a float is wanted"),
+        ([[0.0, 1.0], [None]], "group 1 holds a value of type NoneType where a float is wanted"),
+    ],
+)
+def test_what_an_estimator_may_not_give(made: object, wrong: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        checked(made, [[0.5, 0.5], [0.1]])
+    assert str(caught.value) == wrong
+    assert checked([(1, 0.5), [2.0]], [[0.5, 0.5], [0.1]]) == [[1.0, 0.5], [2.0]]

@@ -8,8 +8,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from agentrl.objective.aggregate import Segments
 from agentrl.objective.combined import TrainedTokens, policy_loss
+from agentrl.objective.corrections import importance_weights
 from agentrl.objective.kl import k3
+from agentrl.objective.losses import dual_clip
 from agentrl.objective.metrics import summarize
 from agentrl.recipe import ObjectiveConfig
 
@@ -50,3 +53,23 @@ def test_k3_near_the_reference_is_right_and_never_negative_in_float32() -> None:
     exact = gaps.double().square() / 2 + gaps.double() ** 3 / 6
     assert (found >= 0).all()
     assert (found.double() - exact).abs().max() < 1e-3 * exact.max()
+
+
+def test_a_ratio_at_a_bound_is_not_beyond_it() -> None:
+    """A ratio of exactly `is_cap` is truncated to itself, and one of `dual_clip` still has its gradient."""
+    bound = torch.tensor(math.log(2.0), dtype=torch.float64)
+    objective = ObjectiveConfig(is_cap=2.0)
+    tokens = TrainedTokens(
+        logprobs=bound.reshape(1), behaviour=torch.zeros(1, dtype=torch.float64), advantages=torch.ones(1), sequence=torch.zeros(1)
+    )
+    result = policy_loss(tokens, objective, denominator=1)
+    assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.0
+    gap, one = torch.zeros(3), Segments.of(torch.arange(3))
+    for correction in ("truncate", "mask"):
+        weight, cut = importance_weights(gap, one, correction=correction, level="token", cap=1.0, floor=1.0)  # type: ignore[arg-type]
+        assert weight.tolist() == [1.0] * 3 and not cut.any()
+    ratio = torch.tensor([3.0], requires_grad=True)
+    term, clipped = dual_clip(ratio, torch.tensor([-1.0]), low=0.2, high=0.2, bound=3.0)
+    term.sum().backward()
+    assert term.tolist() == [-3.0] and not clipped.any()
+    assert ratio.grad is not None and ratio.grad.tolist() == [-1.0]

@@ -165,3 +165,71 @@ def test_credit_counts_rollouts_whatever_they_were_cut_into(
         }
     total = {name: sum(value for line in lines for value in line) for name, lines in credit(recipe(credit="branches"), *cut).items()}
     assert total == pytest.approx({name: lines[0][0] for name, lines in credit(recipe(), *plain).items()}, abs=1e-8)
+
+
+def test_two_trajectories_of_which_nothing_is_said_stop_the_step() -> None:
+    group = (rollout("a", 1.0, "worker"), rollout("b", 0.0))
+    with pytest.raises(RecipeError, match="episode a, which has several trajectories, has no branches"):
+        credit(recipe(credit="verifier"), *group)
+
+
+def unsampled() -> Turn:
+    return replace(turn(), completion_ids=(), logprobs=(), versions=())
+
+
+def with_turns(one: ScoredEpisode, line: int, *turns: Turn) -> ScoredEpisode:
+    lines = list(one.episode.trajectories)
+    lines[line] = replace(lines[line], turns=turns)
+    return replace(one, episode=replace(one.episode, trajectories=tuple(lines)))
+
+
+def test_trajectories_without_a_sampled_token_count_for_nothing() -> None:
+    """A worker that was called and never sampled: not a share of its rollout, and no difference between equal ones."""
+    halved = with_turns(rollout("a", 1.0, "worker"), 1, turn(), unsampled())
+    whole = with_turns(rollout("b", 0.0, "worker"), 1, unsampled())
+    assert credit(recipe(credit="branches"), halved, whole) == {"a": [[0.25], [0.25]], "b": [[-0.5]]}
+    equal = [with_turns(rollout(name, 0.5, "worker"), 1, unsampled()) for name in "ab"]
+    for mode in ("roles", "verifier"):
+        said = [replace(one, score=replace(one.score, branches=(None, None))) for one in equal]
+        assert assemble(0, [Group(index=0, task_id="t", task_key="k", episodes=tuple(said))], recipe(credit=mode)).dropped == {
+            0: "all_equal"
+        }
+
+
+def test_scores_of_a_role_that_are_equal_up_to_rounding_give_zero() -> None:
+    said = (rollout("a", 1.0, "worker", branches=(None, 0.1 + 0.2)), rollout("b", 0.0, "worker", branches=(None, 0.3)))
+    group = Group(index=0, task_id="t", task_key="k", episodes=said)
+    samples = assemble(0, [group], recipe(credit="verifier", normalize_std=True)).batch.samples
+    advantages = [max(sample.advantages, key=abs) for sample in samples]
+    assert advantages[0] > 0 and advantages[2] < 0 and advantages[1] == advantages[3] == 0.0
+
+
+def test_a_role_of_one_rollout_is_compared_with_its_mean() -> None:
+    said = (rollout("a", 1.0, "worker", "worker", branches=(None, 1.0, 0.0)), rollout("b", 0.0))
+    for advantage in ("grpo", "rloo"):
+        assert credit(recipe(credit="verifier", advantage=advantage), *said)["a"][1:] == [[0.5], [-0.5]]
+
+
+def test_scores_too_large_for_credit_leave_their_group_out() -> None:
+    """1e200 cannot be squared; three of 1.7e308 cannot be added up."""
+    for scores in ((1e200, 0.0, 0.0), (1.7e308, 1.7e308, 1.6e308)):
+        group = Group(index=0, task_id="t", task_key="k", episodes=tuple(rollout(n, s, "w") for n, s in zip("abc", scores, strict=True)))
+        assert assemble(0, [group], recipe(credit="roles")).dropped == {0: "non_finite_advantage"}
+
+
+def test_penalties_come_off_the_scores_of_branches() -> None:
+    group = Group(index=0, task_id="t", task_key="k", episodes=(rollout("a", 1.0, "worker"), rollout("b", 1.0, "worker")))
+    samples = assemble(0, [group], recipe(credit="roles"), penalties={"a": 0.5}).batch.samples
+    assert [max(sample.advantages, key=abs) for sample in samples] == [-0.25, -0.25, 0.25, 0.25]
+    said = (rollout("a", 1.0, "worker", without=(None, 0.25)), rollout("b", 0.25))
+    group = Group(index=0, task_id="t", task_key="k", episodes=said)
+    samples = assemble(0, [group], recipe(credit="counterfactual", normalize_std=True), penalties={"a": 0.25}).batch.samples
+    scale = (2 * 0.25**2) ** 0.5 + 1e-4  # of 0.75 and 0.25
+    assert samples[1].advantages[1] == pytest.approx(0.75 / scale)
+
+
+def test_a_turn_that_all_share_says_nothing() -> None:
+    stem = turn()
+    tree = (rollout("a", 1.0, turns=(stem, turn())), rollout("b", 0.0, turns=(stem, turn()), inherited=("a",)))
+    for advantage, gap in (("grpo", 0.5), ("rloo", 1.0)):
+        assert credit(recipe(credit="siblings", advantage=advantage), *tree) == {"a": [[0.0, gap]], "b": [[-gap]]}

@@ -175,6 +175,10 @@ def test_stale_tokens_weigh_less() -> None:
     aged = assemble(3, [group], _with(staleness_decay=0.5)).batch.samples
     assert aged[0].advantages == (0.0, fresh[0].advantages[1] / 4, 0.0, fresh[0].advantages[3])
     assert aged[1] == fresh[1]
+    faint = assemble(3, [group], _with(staleness_decay=0.01)).batch.samples
+    assert faint[0].advantages == pytest.approx((0.0, fresh[0].advantages[1] / 1e4, 0.0, fresh[0].advantages[3]))
+    resumed = assemble(1, [group], _with(staleness_decay=0.5)).batch.samples  # from a checkpoint older than what was sampled
+    assert resumed[0].advantages == (0.0, fresh[0].advantages[1], 0.0, fresh[0].advantages[3] / 4)
 
 
 def test_penalties_come_before_the_baseline() -> None:
@@ -188,7 +192,11 @@ def test_penalties_are_computed_from_every_episode_that_counts_and_no_other() ->
     gone = _scored("c", 1.0, [_turn([1], [2])], failures=(left_out,))
     equal = _group(0, _scored("a", 1.0, [_turn([1], [2])], [_turn([1], [])]), _scored("b", 1.0, [_turn([1], [3])]), gone)
     broken = _group(1, _scored("d", 1.0, [_turn([1], [2], logprob=math.nan)]), _scored("e", 1.0, [_turn([1], [3])]))
-    assert [sample.episode_id for sample in counted_samples([equal, broken])] == ["a", "b"]
+    samples = counted_samples([equal, broken])
+    assert [sample.episode_id for sample in samples] == ["a", "b"]
+    assert [(sample.advantages, sample.rewards) for sample in samples] == [((0.0, 0.0), ())] * 2
+    cut = _group(0, _scored("a", 1.0, [_turn([1], [2]), _turn([3], [])]), _scored("b", 1.0, [_turn([1], [3])]))
+    assert [sample.token_ids for sample in counted_samples([cut])] == [(1, 2, 3), (1, 3)], "its last turn has no token"
 
 
 def test_an_empty_step_is_an_empty_batch() -> None:
@@ -212,3 +220,43 @@ def test_scores_whose_advantages_leave_the_range_of_a_float_are_left_out(advanta
 def test_turn_rewards_too_large_to_square_are_left_out() -> None:
     huge = [_rewarded(_scored(name, 1.0, [_turn([1], [2])]), (reward,)) for name, reward in (("a", 1e300), ("b", -1e300))]
     assert assemble(0, [_group(0, *huge)], _with(turn_coef=1.0)).dropped == {0: "non_finite_advantage"}
+
+
+def test_advantages_are_left_out_from_the_first_that_float32_cannot_hold() -> None:
+    """On either side of zero, and not before: the largest float32 is one."""
+    largest = 3.4028234663852886e38
+
+    def dropped(*scores: float) -> dict[int, str]:
+        group = _group(0, *(_scored(str(n), score, [_turn([1], [2])]) for n, score in enumerate(scores)))
+        return dict(assemble(0, [group], _with(normalize_std=False)).dropped)
+
+    assert dropped(2 * largest, 0.0) == {}, "half the difference, exactly"
+    assert dropped(0.0, 0.0, -1e39) == {0: "non_finite_advantage"}, "2/3 of it below the mean, 1/3 above"
+    assert dropped(0.0, 0.0, 1e39) == {0: "non_finite_advantage"}
+
+
+def test_a_group_without_a_counted_episode_has_too_few() -> None:
+    left_out = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
+    group = _group(0, *(_scored(name, 1.0, [_turn([1], [2])], failures=(left_out,)) for name in "ab"))
+    assert assemble(0, [group], RECIPE).dropped[0].startswith("too_few: 0 scored episodes")
+
+
+def test_each_sample_says_how_many_tokens_its_rollout_trains() -> None:
+    two = _scored("two", 1.0, [_turn([1], [2, 3])], [_turn([1], [4])])
+    samples = assemble(0, [_group(0, two, _scored("one", 0.0, [_turn([1], [5])]))], RECIPE).batch.samples
+    assert [sample.rollout_tokens for sample in samples] == [3, 3, None]
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_tokens_that_were_put_into_a_completion_are_context(critic: bool) -> None:
+    """The end of thinking, between what was thought and what was answered."""
+    turn = replace(_turn([1], [2, 3, 4, 5]), forced=(1, 2), logprobs=(-1.0, -7.0, -7.0, -1.0))
+    group = _group(0, _scored("a", 1.0, [turn]), _scored("b", 0.0, [_turn([1], [6])]))
+    changes = {"critic": {}, "objective": {"advantage": "gae"}} if critic else {"objective": {"normalize_std": False}}
+    sample = assemble(0, [group], build({**RECIPE.model_dump(mode="json"), **changes})).batch.samples[0]
+    assert sample.token_ids == (1, 2, 3, 4, 5)
+    assert sample.loss_mask == (False, True, False, False, True)
+    assert sample.logprobs == (0.0, -1.0, 0.0, 0.0, -1.0)
+    assert sample.versions == (-1, 0, -1, -1, 0)
+    assert sample.rewards == ((0.0, 0.0, 0.0, 0.0, 1.0) if critic else ())
+    assert sample.advantages == (() if critic else (0.0, 0.5, 0.0, 0.0, 0.5))

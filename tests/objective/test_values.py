@@ -7,17 +7,18 @@ from agentrl.objective.values import rows_of, value_loss
 
 
 def test_the_clip_keeps_what_has_moved_too_far_from_gaining() -> None:
-    old = torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    returns = torch.tensor([1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
-    values = torch.tensor([0.1, 0.9, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    shift = 3.0  # of all values, which changes no loss
+    old = torch.tensor([shift] * 5, dtype=torch.float64)
+    returns = shift + torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    values = (shift + torch.tensor([0.1, 0.9, 0.5, 2.0, -0.9], dtype=torch.float64)).requires_grad_()
     loss = value_loss(values, old, returns, clip=0.2)
-    expected = [0.5 * 0.9**2, 0.5 * 0.8**2, 0.5 * 1.5**2, 0.5]
+    expected = [0.5 * 0.9**2, 0.5 * 0.8**2, 0.5 * 1.5**2, 0.5, 0.5 * 0.8**2]
     assert loss.tolist() == pytest.approx(expected)
     loss.sum().backward()
     assert values.grad is not None
-    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 1.0]), "0 where the clip holds, the error elsewhere"
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 1.0, 0.0]), "0 where the clip holds, the error elsewhere"
     plain = value_loss(values.detach(), old, returns, clip=None)
-    assert plain.tolist() == pytest.approx([0.5 * e * e for e in (0.9, 0.1, 1.5, 1.0)])
+    assert plain.tolist() == pytest.approx([0.5 * e * e for e in (0.9, 0.1, 1.5, 1.0, 0.1)])
 
 
 def test_rows_and_tokens_are_the_same_thing() -> None:

@@ -134,7 +134,7 @@ def test_json_has_every_case(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     results = {item["case"]: item for item in told["cases"]}
     assert set(told) == {"ok", "cases", "proofs", "not_proven"} and not told["ok"]
-    assert len(told["proofs"]) == 6 and all(
+    assert len(told["proofs"]) == 7 and all(
         set(proof) == {"name", "looked_at", "findings", "unproven", "table", "ok"} for proof in told["proofs"]
     )
     assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0

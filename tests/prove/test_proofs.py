@@ -302,7 +302,7 @@ def test_the_command_says_what_it_proved_and_what_not(name: str, wrong: str, tmp
     assert done.exit_code == (1 if wrong else 0), done.output
     verdicts = {line[6:58].strip(): line[:4].strip() for line in done.stdout.split("\n\n")[0].splitlines()}
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([wrong] if wrong else [])
-    assert len(verdicts) == 8 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
+    assert len(verdicts) == 9 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
     if name == "Leaking":
         assert "sums-train-0: meta.json gives by its name data.answer" in done.output
 
