@@ -25,6 +25,10 @@ class Liveness:
     not count, because reports are unread then.
     """
 
+    silent_s: float  # since the last report, as far as it counts
+    _size: float  # of the current work
+    _since: float  # its start, on the clock
+
     def __init__(self, what: str, *, first_s: float, least_s: float = LEAST_S, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
@@ -38,7 +42,6 @@ class Liveness:
         self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first of its life?) -> (size, seconds)
         self._met: set[str] = set()  # kinds of work, in this life
         self._current: tuple[str, bool] | None = None
-        self._size, self._since, self._looked, self.silent_s = 1.0, 0.0, clock(), 0.0
         self.begin()
 
     def begin(self, work: str = "starting") -> None:

@@ -15,8 +15,8 @@ ROUNDING = 1e-9
 
 def slack(*scores: float) -> float:
     """The largest difference at which these scores count as equal. Infinite scores have none."""
-    largest = max(map(abs, scores), default=0.0)
-    return ROUNDING * max(1.0, largest) if largest < float("inf") else 0.0
+    largest = max((1.0, *map(abs, scores)))
+    return ROUNDING * largest if largest < float("inf") else 0.0
 
 
 def alike(scores: Iterable[float]) -> bool:
@@ -27,7 +27,7 @@ def alike(scores: Iterable[float]) -> bool:
 
 def above(one: float, other: float) -> bool:
     """Whether a score is higher than another by more than rounding."""
-    return one > other and one - other > slack(one, other)
+    return one - other > slack(one, other)
 
 
 def reaches(score: float, bar: float) -> bool:

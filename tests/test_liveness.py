@@ -148,3 +148,55 @@ def test_work_shorter_than_ten_times_the_longest_before_is_never_overdue(duratio
         assert not silent_for(kept[-1], clock, live, look_s=5.0)
         live.progress("working")
     assert silent_for(max(LEAST_S, FACTOR * max(kept[1:])) + 10, clock, live, look_s=5.0)
+
+
+def test_the_deadline_itself_is_not_late() -> None:
+    clock = JumpingClock(0.0)
+    live = part(clock)
+    steps(clock, live, 3, 1.0)
+    assert not silent_for(LEAST_S, clock, live) and live.silent_s == LEAST_S
+    live.progress("making a step")
+    assert live.silent_s == 0.0
+    clock.now += 5.0
+    live.overdue()
+    live.rest()
+    assert live.silent_s == 0.0
+
+
+def test_short_work_counts_as_what_it_took() -> None:
+    clock = JumpingClock(0.0)
+    live = Liveness("the part", first_s=FIRST_S, least_s=0.5, clock=clock.monotonic)
+    steps(clock, live, 3, 0.25)
+    assert live.deadline_s == 2.5
+    live.progress("making a step", at=clock.now - 10.0)  # reports in the wrong order
+    live.progress("making a step", at=clock.now - 20.0)
+    assert live.deadline_s == 2.5
+
+
+def test_the_longest_of_the_last_1024_pieces_of_work_counts() -> None:
+    clock = JumpingClock(0.0)
+    live = part(clock)
+    live.progress("working")
+    live.progress("working")  # the first of its life is apart
+    clock.now += 100.0
+    steps(clock, live, 1023, 1.0, "working")
+    assert live.deadline_s == FACTOR * 100.0
+    clock.now += 1.0
+    live.progress("working")
+    assert live.deadline_s == LEAST_S
+
+
+def test_work_without_a_size_has_the_size_1() -> None:
+    clock = JumpingClock(0.0)
+    for known, asked in (({}, {"size": 2.0}), ({"size": 1.0}, {}), ({"size": 0.5}, {})):
+        live = part(clock)
+        live.progress("working")
+        for _ in range(3):
+            live.progress("working", **known)
+        live.progress("working", **asked)
+        assert live.deadline_s == LEAST_S
+    live = part(clock)
+    for _ in range(3):
+        live.progress("working")
+    live.progress("working", 2.125)
+    assert live.deadline_s == FIRST_S

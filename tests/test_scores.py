@@ -22,7 +22,7 @@ from agentrl.objective.turns import turn_advantages
 from agentrl.recipe import ObjectiveConfig, build
 from agentrl.records import Episode, Group, Score, ScoredEpisode
 from agentrl.reward.rubric import Rubric
-from agentrl.scores import ROUNDING, above, alike, exact, reaches
+from agentrl.scores import ROUNDING, above, alike, exact, negligible, reaches, slack
 from agentrl.supervised.select import demonstrations, preferences
 from tests.judging import episode, task
 from tests.objective.test_samples import _scored, _turn
@@ -57,6 +57,21 @@ def test_sums_in_any_order_are_alike_and_exactly_so_as_fractions(weights: list[i
 def test_what_is_not_finite() -> None:
     assert alike(()) and alike((math.inf,)) and alike((math.inf, math.inf)) and not alike((math.inf, 1.0)) and not alike((math.nan, 1.0))
     assert not above(math.nan, 0.0) and above(math.inf, 1.0) and reaches(math.inf, math.inf) and not reaches(-math.inf, 0.0)
+
+
+def test_where_rounding_ends() -> None:
+    """At a billionth of the larger score, or of 1; such a difference itself still is rounding."""
+    assert slack() == slack(0.001) == slack(-1.0) == ROUNDING
+    assert slack(1.0, -1e6) == slack(1e6, 1.0) == ROUNDING * 1e6
+    assert slack(math.inf) == slack(-math.inf, 1.0) == 0.0
+    assert alike((0.0, ROUNDING)) and reaches(0.0, ROUNDING) and not above(ROUNDING, 0.0)
+    assert negligible([ROUNDING, -ROUNDING], [0.5]) and not negligible([0.0, 1.0], [1.0]) and not negligible([-1.0], [1.0])
+    assert negligible([], []) and not negligible([2 * ROUNDING], [0.5]) and negligible([2 * ROUNDING], [0.5, 2.0])
+
+
+def test_fractions_of_scores_have_nine_decimals_or_digits() -> None:
+    assert exact(0.1 + 0.2) == Fraction(3, 10) and exact(1e-10) == exact(-1e-10) == 0
+    assert exact(-1234567.1234567891) == Fraction("-1234567.123") and exact(1234567.1234567891) == Fraction("1234567.123")
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])

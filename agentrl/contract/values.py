@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,4}))?", re.ASCI
 def number(text: str) -> Fraction | None:
     """The exact value of a number in plain ASCII, decimal or scientific; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
-    if match is None or abs(int(match[1] or 0)) > LARGEST_EXPONENT:
+    if match is None or (match[1] is not None and abs(int(match[1])) > LARGEST_EXPONENT):
         return None
     return Fraction(text)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl.contract.values import near, number, same_number, whole
+from agentrl.contract.values import LONGEST_NUMBER, near, number, same_number, whole
 
 whole_numbers = st.integers(-(10**25), 10**25)
 tolerances = st.floats(0, 0.5)
@@ -95,3 +96,37 @@ def test_what_is_no_number(text: str) -> None:
 def test_numbers_keep_every_digit(text: str, value: Fraction) -> None:
     found = number(text)
     assert found == value and found is not None and whole(found) is (value.denominator == 1)
+
+
+def test_where_the_bounds_of_what_is_read_are() -> None:
+    assert number("9" * LONGEST_NUMBER) == 10**LONGEST_NUMBER - 1 and number("9" * (LONGEST_NUMBER + 1)) is None
+    assert number("1e400") == 10**400 and number("1e-400") == Fraction(1, 10**400)
+    assert number("1e401") is None and number("1e-401") is None
+    assert whole(1e6) and whole(2.0**53 - 1) and whole(1 - 2.0**53)
+    assert not whole(2.0**53) and not whole(-(2.0**53)) and not whole(0.5)
+
+
+@pytest.mark.parametrize("kind", [float, Fraction])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("given_", "wanted", "relative", "absolute", "due"),
+    [
+        (0.5, 0.0, 0.0, 0.5, True),  # a difference of exactly the tolerance
+        (1.5, 1.0, 0.5, 0.0, True),
+        (1.5, 1.0, 0.0, 1.0, True),  # half of the truth, from a truth as large as the tolerance on
+        (1.625, 1.0, 0.0, 1.0, False),
+        (0.0625, 0.03125, 0.0, 1.0, False),  # a truth below the tolerance
+        (1.0, 1.0078125, 0.125, 0.0, True),
+        (0.5, 0.5078125, 0.125, 0.0, True),
+        (0.0, 1.5, 2.0, 0.0, False),  # whatever the tolerance, 0 and the other sign are not near
+        (-0.125, 0.125, 4.0, 0.0, False),
+    ],
+)
+def test_differences_at_the_bound(kind: Any, sign: int, given_: float, wanted: float, relative: float, absolute: float, due: bool) -> None:
+    assert near(kind(sign * given_), kind(sign * wanted), relative=relative, absolute=absolute) is due
+
+
+def test_a_tolerance_that_is_not_given_is_none_and_a_fraction_is_compared_exactly() -> None:
+    assert not near(1.4, 1.5, relative=0) and not near(Fraction(7, 5), Fraction(3, 2), relative=0)
+    assert near(Fraction(13, 10), 1.0, relative=0.3), "1.3 - 1.0 is more than 0.3 in floats"
+    assert near(1.0, Fraction(5, 4), relative=0.2)
