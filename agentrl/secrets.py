@@ -1,7 +1,7 @@
 """Secrets by reference. A recipe has the location of a secret, `env:NAME` or `file:/PATH`, and never its value, because a run writes its
 recipe to `recipe.json`, `run.json` and the report.
 
-Imports only the standard library and `agentrl.errors`.
+Imports only the standard library, `agentrl.errors`, and `agentrl.secret_forms`, which recognizes secrets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
+from agentrl import secret_forms
 from agentrl.errors import UserError
 
 HOW = "write env:NAME for an environment variable of the run, or file:/PATH for a file"
@@ -24,23 +25,7 @@ HIDDEN = "[secret]"
 _MOST_BYTES = 64 << 10
 _SHORTEST, _SHORTEST_GUESSED = 6, 16  # characters; shorter values also occur in ordinary texts
 _REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,199}|file:[/~][^\0\n]{0,4000}")
-# A name whose value is a secret, by its last words: api_key, GITHUB_TOKEN, db.password; not tokens, tokenizer, eos_token.
-_KEY = re.compile(
-    r"(^|[^a-z])(api_?keys?|(access|secret|private|encryption|signing|account)_?key(_?id)?|secrets?|passwords?|passwd|passphrase|credentials?"
-    r"|(access|auth|api|bearer|refresh|session|id|bot|personal|secret|hub|hf|github|gitlab|slack|wandb)_?token|authorization|dsn|^token)$",
-    re.ASCII,
-)
-_VARIABLE = re.compile(
-    r"(^|_)(API_?KEYS?|KEY|TOKEN|SECRETS?|PASS|PWD|CREDENTIALS?|AUTH|DSN|CONNECTION_STRING)(_|$)|PASSWORD|PASSWD|PASSPHRASE"
-)
-_NO_SECRET = ("PWD", "OLDPWD")  # working directories of the shell
-_FLAG = re.compile(r"--?[a-z0-9_-]*?(api[_-]?key|(access|auth|api|bearer)[_-]?token|token|password|passwd|secret)(=.+)?", re.DOTALL | re.I)
-_IN_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{0,20}://)([^\s/?#@:]{0,256}:[^\s/?#@]{1,256})@")
-_TOKEN = re.compile(
-    r"\b(sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{30,}|github_pat_[A-Za-z0-9_]{30,}|glpat-[A-Za-z0-9_-]{20,}|xox[abeprs]-[A-Za-z0-9-]{10,}"
-    r"|AKIA[0-9A-Z]{16}|hf_[A-Za-z0-9]{30,}|AIza[A-Za-z0-9_-]{35}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,})"
-    r"|-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----"
-)
+_COMMANDS = ("command", "cmd", "args", "argv", "arguments", "flags")
 
 _read: set[str] = set()  # every secret that this process has read
 
@@ -76,59 +61,82 @@ def _checked(text: str, where: str, fix: str) -> str:
 
 
 def registered(secret: str) -> str:
-    """Returns the secret unchanged. From then on, `redacted` hides it."""
+    """Returns the secret unchanged. From then on, `redacted` hides it, and what alone is secret in it: a URL's password or token."""
     _read.add(secret)
+    for rest in re.findall(r"://(\S+)", secret):
+        login = rest[: secret_forms.login_end(rest)]
+        tokens = [part for part in re.split(r"[/?&=#:]", rest[len(login) :]) if secret_forms.looks_generated(part)]
+        _read.update(
+            part for text in (login.partition(":")[2] or login, *tokens) for part in (text, unquote(text)) if len(part) >= _SHORTEST
+        )
     return secret
 
 
 def resolved(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a plug-in, with references under secret keys replaced by the secrets. Raises `UserError` as `read` does."""
-    return {key: _resolved(value, secret=_is_secret_key(key)) for key, value in options.items()}
+    return {key: _resolved(str(key), value) for key, value in options.items()}
 
 
-def _resolved(value: Any, *, secret: bool) -> Any:
+def _resolved(key: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return resolved(value)
-    return read(value) if secret and is_reference(value) else value
+        return {name: _resolved(key if secret_forms.marks_secrets(key) else str(name), one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_resolved(key, one) for one in value)
+    return read(value) if is_reference(value) and secret_forms.may_be_secret(key) else value
 
 
 def literals(value: Any, where: str = "") -> Iterator[str]:
     """Error messages, without the secrets, for secrets in a recipe's value: `tracker_options.x.api_key holds a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            path = f"{where}.{key}" if where else str(key)
-            if _is_secret_key(str(key)) and isinstance(inner, str) and inner and not is_reference(inner):
-                yield f"{path} holds a secret by value: {HOW}"
+            if secret_forms.holds_secret(str(key)):
+                yield f"a key of {where or 'it'} is a secret: remove it"
             else:
-                yield from literals(inner, path)
+                yield from _under(str(key), inner, f"{where}.{key}" if where else str(key))
     elif isinstance(value, str):
-        if _IN_URL.search(value) or _TOKEN.search(value):
+        if secret_forms.holds_secret(value):
             yield f"{where or 'it'} holds a key or a password: remove it, and use a recipe key that takes a reference"
+        elif "\n" not in value:
+            words = secret_forms.split(value) if where.rpartition(".")[2] in _COMMANDS else [value]
+            yield from _in_words(words, where, shell=True)
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
-        yield from _in_words(list(value), where)
+        yield from _in_words([word if isinstance(word, str) else "" for word in value], where)
+        for one in value:
+            if not isinstance(one, str) or secret_forms.holds_secret(one):
+                yield from literals(one, where)
 
 
-def _in_words(words: list[Any], where: str) -> Iterator[str]:
-    """As `literals`, for a list that may hold a program's arguments: `--token VALUE` and `--token=VALUE` count."""
-    for word, after in zip(words, [*words[1:], None] if words else [], strict=True):
-        flag = _FLAG.fullmatch(word) if isinstance(word, str) else None
-        if flag and (flag.group(3) or (isinstance(after, str) and after and not after.startswith("-"))):
-            yield f"{where} holds a secret by value after {word.partition('=')[0]}: pass it in a variable, by reference"
-        else:
-            yield from literals(word, where)
+def _under(key: str, value: Any, path: str) -> Iterator[str]:
+    """As `literals`, for the value of a key."""
+    if isinstance(value, Mapping) and secret_forms.marks_secrets(key):
+        for name, one in value.items():
+            yield from _under(key, one, f"{path}.{name}")
+    elif isinstance(value, list | tuple) and secret_forms.marks_secret(key):
+        for one in value:
+            yield from _under(key, one, path)
+    elif (isinstance(value, str) and secret_forms.is_secret(key, value)) or _is_pin(key, value):
+        yield f"{path} holds a secret by value: {HOW}"
+    else:
+        yield from literals(value, path)
 
 
-def _is_secret_key(key: str) -> bool:
-    return _KEY.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower().replace("-", "_")) is not None
+def _is_pin(key: str, value: Any) -> bool:
+    """Whether a value is a password of digits, which an override on the command line makes a number. `token: 50256` is none."""
+    return type(value) is int and abs(value) > 999 and secret_forms.marks_secret(key) and not key.lower().endswith("token")
+
+
+def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Iterator[str]:
+    for name in secret_forms.in_command(words, shell=shell):
+        yield f"{where or 'it'} holds a secret by value after {name}: pass it in a variable, by reference"
 
 
 def redacted(text: str) -> str:
-    """The text without the secrets that this process has read or has in its environment, and without passwords in URLs."""
+    """The text without the secrets that this process has read or has in its environment, and without logins and webhooks in URLs."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
-        for form in {secret, json.dumps(secret)[1:-1], quote(secret, safe="")}:
+        for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), quote(secret)}:
             if len(secret) >= _SHORTEST and form in text:
                 text = text.replace(form, HIDDEN)
-    return _IN_URL.sub(rf"\1{HIDDEN}@", text) if "@" in text else text
+    return secret_forms.hidden(text, HIDDEN)
 
 
 @cache
@@ -137,7 +145,10 @@ def _in_environment() -> frozenset[str]:
     return frozenset(
         value
         for name, value in os.environ.items()
-        if _is_secret_variable(name) and len(value) >= _SHORTEST_GUESSED and not re.search(r"[\s/]", value) and re.search(r"\d", value)
+        if secret_forms.is_secret_variable(name)
+        and len(value) >= _SHORTEST_GUESSED
+        and not re.search(r"[\s/]", value)
+        and re.search(r"\d", value)
     )
 
 
@@ -149,13 +160,12 @@ class Redacting(logging.Formatter):
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child process that needs no secret: without secret variables, and without passwords in URLs."""
+    """The environment for a child process that needs no secret: without secret variables, and without values that hold a secret."""
+    known = [secret for secret in _read if len(secret) >= _SHORTEST]
     return {
         name: value
         for name, value in environment.items()
-        if not _is_secret_variable(name) and value not in _read and not _IN_URL.search(value) and not _TOKEN.search(value)
+        if not secret_forms.is_secret_variable(name)
+        and not secret_forms.holds_secret(value)
+        and not any(secret in value for secret in known)
     }
-
-
-def _is_secret_variable(name: str) -> bool:
-    return name not in _NO_SECRET and _VARIABLE.search(name.upper()) is not None

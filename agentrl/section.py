@@ -190,8 +190,8 @@ def describe(error: ValidationError) -> str:
 
 
 def _cut(value: object) -> str:
-    """A wrong value as a person needs to see it: its beginning, where it is long."""
-    shown = repr(value)
+    """A wrong value as a person needs to see it: its beginning, where it is long. A secret is not shown."""
+    shown = secrets.HIDDEN if any(secrets.literals(value)) else repr(value)
     return shown if len(shown) <= 200 else f"{shown[:200]}..."
 
 
@@ -222,7 +222,7 @@ def _pair(override: str) -> tuple[str, Any]:
     """Key and value of `a.b=value`: JSON where it parses as JSON, else text."""
     key, sep, text = override.partition("=")
     if not sep or not key:
-        raise RecipeError(f"override {override!r} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
+        raise RecipeError(f"override {_cut(override)} is not KEY=VALUE", fix="write it as learner.lr=1e-4")
     try:
         return key, json.loads(text)
     except (ValueError, RecursionError):
@@ -262,7 +262,7 @@ def _assign(data: dict[str, Any], model: type[Section], dotted: str, value: Any)
             node[part] = {}  # an override turns an optional section on
         node, model = node[part], inner
         if not isinstance(node, dict):
-            raise RecipeError(f"{where}: a section is wanted, not {node!r}")
+            raise RecipeError(f"{where}: a section is wanted, not {_cut(node)}")
     if leaf not in model.model_fields:
         raise RecipeError(f"{dotted}: {unknown(leaf, model.model_fields)}")
     node[leaf] = value.model_dump(mode="json") if isinstance(value, Section) else value
@@ -277,5 +277,5 @@ def _assign_named(node: dict[str, Any], part: str, model: type[Section], names: 
         return
     one = held[name] = held.get(name) or {}
     if not isinstance(one, dict):
-        raise RecipeError(f"{where}.{name}: a section is wanted, not {one!r}")
+        raise RecipeError(f"{where}.{name}: a section is wanted, not {_cut(one)}")
     _assign(one, model, ".".join(rest), value)

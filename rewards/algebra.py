@@ -78,9 +78,13 @@ class Comparison:
     def _same_relation(self, truth: Node, answer: Node) -> bool:
         if truth.kind != answer.kind:
             return False
-        names = (truth.parts[0], answer.parts[0])
-        if is_assignment(truth) and is_assignment(answer) and (names[0] == names[1] or "applied" in (names[0].kind, names[1].kind)):
-            return self.same(truth.parts[1], answer.parts[1])
+        if alike(truth, answer):
+            return True
+        if is_assignment(truth) and is_assignment(answer):
+            if (renamed := _of_same_function(truth, answer)) is not None:
+                return self.same(renamed.parts[1], answer.parts[1])
+            if "applied" in (truth.parts[0].kind, answer.parts[0].kind):
+                return False
         return truth.value == answer.value and self._finished(truth, answer, self._same_sides(truth, answer))
 
     def _same_sides(self, truth: Node, answer: Node) -> bool:
@@ -181,8 +185,60 @@ class NoScalar(ValueError):
     """A tree that is not a scalar, such as a word or a set."""
 
 
+def _of_same_function(truth: Node, answer: Node) -> Node | None:
+    """The truth with the answer's variable, if both define the same function: f(t) = t^2 and f(x) = x^2, or y = x^2 and f(x) = x^2."""
+    names = truth.parts[0], answer.parts[0]
+    if names[0] == names[1]:
+        return truth
+    if names[0].kind == names[1].kind == "applied":
+        (one, old), (other, new) = (str(name.value)[:-1].split("(") for name in names)
+        if one != other or old.isdigit() or new.isdigit() or new in symbols(truth.parts[1]):
+            return None
+        return _renamed(truth, old, new)
+    if {name.kind for name in names} != {"applied", "symbol"}:
+        return None
+    function, variable = names if names[0].kind == "applied" else names[::-1]
+    argument = str(function.value)[:-1].rpartition("(")[2]
+    return None if argument.isdigit() or argument == variable.value else truth
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    return (
+        Node("symbol", value=new)
+        if node == Node("symbol", value=old)
+        else node._replace(parts=tuple(_renamed(part, old, new) for part in node.parts))
+    )
+
+
+_INFINITE = Node("constant", value="infty")
+_EVERYTHING = Node("tuple", (Node("neg", (_INFINITE,)), _INFINITE))  # the open interval of all real numbers
+_ALL_REALS = ("all real numbers", "real numbers", "the real numbers", "all reals", "every real number", "the set of all real numbers")
+
+
+def _reals(node: Node) -> Node:
+    """Without the notations of all real numbers, and of all but a few, as intervals: R, R without {1}, x != 1."""
+    if node == Node("symbol", value="mathbb R") or (node.kind == "word" and str(node.value).casefold() in _ALL_REALS):
+        return _EVERYTHING
+    if node.kind == "relation" and node.value == "\\ne" and node.parts[0].kind == "symbol" and not symbols(node.parts[1]):
+        return _without([node.parts[1]]) or node
+    if node.kind == "difference" and len(node.parts) == 2 and _reals(_standard(node.parts[0])) == _EVERYTHING:
+        points = node.parts[1]
+        return _without(points.parts if points.kind == "set" else [points]) or node
+    return node
+
+
+def _without(points: Sequence[Node]) -> Node | None:
+    """The real numbers without some points, as a union of open intervals; None if they are no numbers."""
+    known = [(value, point) for point in points if (value := literal(point)) is not None]
+    if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
+        return None
+    ends = [Node("neg", (_INFINITE,)), *(point for _, point in sorted(known, key=lambda one: one[0])), _INFINITE]
+    return Node("union", tuple(Node("interval", pair, "()") for pair in pairwise(ends)))
+
+
 def _standard(node: Node) -> Node:
     """A standard tree for equivalent notations: x > 3 is an interval, an open interval a tuple, ± a list, a set of one its element."""
+    node = _reals(node)
     if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
         left, right = node.parts
         sign = str(node.value)

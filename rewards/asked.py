@@ -1,33 +1,90 @@
 """What a question asks for: units that an answer may have though the truth is written without one.
 
 A dataset's truth is often the bare number ("18") where its question names the unit ("How many dollars does she earn?"). An answer with that
-unit is the same value. A unit that the question does not name may change the value, and stays wrong.
+unit is the same value. Any other unit may change the value, and stays wrong: one that the question does not name, or that it names for
+something else ("60 miles in 2 hours: how many miles per hour?").
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from rewards.units import Unit, unit
 
 LONGEST_UNIT = 40  # characters
-_ANGLE = re.compile(r"degree|\\circ|\N{DEGREE SIGN}|\bangle", re.IGNORECASE)
+LONGEST_PHRASE = 8  # words after "how many"
+_ANGLE = re.compile(r"degree|\\circ|\\angle|\N{DEGREE SIGN}|\bangle", re.IGNORECASE)
 _MONEY = re.compile(r"\\\$|\$\s?\d|\bdollars?\b|\bUSD\b", re.IGNORECASE)
 _PERCENT = re.compile(r"\b(?:what|which|how many|as an?|in|the)(?:\s+\w+)?\s+percent(?:age)?s?\b", re.IGNORECASE)
-_POWER = re.compile(r"\^\{?[23]\}?$")
-_JOINING = frozenset({"or", "and", "not", "if", "but"})
-_ANY = frozenset({"unit", "square", "sq", "cubic", "cu", "of", "per"})  # they say no scale
+_MANY = re.compile(r"\b(?:how\s+(many|much)|(?:what is|find|determine|compute|calculate)\s+the\s+number\s+of)\b([^?.!;,]*)", re.IGNORECASE)
+_IN = re.compile(r"\bin\s+((?:[A-Za-z]{2,}|[mgsLlhNJWVK](?=\s*(?:[?.!,;/]|$)))[^?.!;,]*)")
+_WORDS = re.compile(r"[A-Za-z]+|/|\^\{?-?\d\}?")
+_UNIT_TEXT = re.compile(r"(?:[A-Za-z\s./]|\^\{?-?\d\}?)+")
+_ASKS = re.compile(r"\?|^\W*(?:find|determine|compute|calculate|what|give|express)\b", re.IGNORECASE)
 
 
-def names_unit(prompt: str, unit: str) -> bool:
-    """Whether the question names this unit of an answer (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural."""
-    if unit == "$":
-        return _MONEY.search(prompt) is not None
-    if unit in ("deg", "degree", "degrees"):
-        return _ANGLE.search(prompt) is not None
-    words = [_singular(word) for word in re.findall(r"[A-Za-z]+", _POWER.sub("", unit))]
-    if not words or len(unit) > LONGEST_UNIT or re.search(r"\d", _POWER.sub("", unit)) or _JOINING & set(words):
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ENDS = _names(
+    "does do did is are was were will would can could has have had must should may might in on at if when after before for to that than "
+    "there from with by and or not but"
+)
+_JOINING = frozenset({"or", "and", "not", "if", "but", "than", "to"})
+_NO_SCALE = frozenset({"unit", "square", "sq", "cubic", "cu", "of"})
+_SCALES = _names(
+    "hundred thousand million billion trillion dozen half third quarter tenth hundredth twice double triple times percent minus negative "
+    "less more over plus squared cubed"
+)
+_POWERS = ("square", "sq", "cubic", "cu")
+_BEFORE = frozenset({"per", "/", *_POWERS}) | (_SCALES - {"more", "less", "over", "plus", "minus", "negative"})
+_LETTER = re.compile(
+    r"(?<!\d)(?<!\d\s)(?<!\\text\{)(?<!\\text\{\s)(?<!mathrm\{)\b(?:in|[A-Za-z])\b"
+)  # no unit, unless a number is before it
+_NOUNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("speed", "velocity", "fast"), ("m/s",)),
+    **dict.fromkeys(("area", "surface"), ("m^2",)),
+    **dict.fromkeys(("volume", "capacity"), ("m^3",)),
+    **dict.fromkeys(
+        _names("length height width depth radius diameter distance perimeter circumference far tall wide deep high side"), ("m",)
+    ),
+    **dict.fromkeys(("time", "duration"), ("s",)),
+    **dict.fromkeys(("weight", "mass", "heavy"), ("kg",)),
+    "long": ("m", "s"),
+}
+"""A noun of a question, and units of the dimensions that its answer may have."""
+
+
+def names_unit(prompt: str, named: str) -> bool:
+    """Whether the question asks for this unit of an answer (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
+
+    What follows the last "how many", or else the last "in" before a known unit, decides. Without either, the question must name the unit
+    anywhere, and it must be of the dimension of what is asked for ("What is the area").
+    """
+    asked = _asked(prompt)
+    if (found := unit(named)) is not None and found == unit("$"):
+        return _MONEY.search(" ".join(asked)) is not None if asked is not None else _MONEY.search(prompt) is not None and not _noun(prompt)
+    if named in ("deg", "degree", "degrees"):
+        return _ANGLE.search(prompt if asked is None else " ".join(asked)) is not None
+    words = _words(named)
+    plain = {_singular(word) for word in words}
+    if not words or not words[0].isalpha() or words[0].lower() == "per" or len(named) > LONGEST_UNIT:
         return False
-    said = {_singular(word) for word in re.findall(r"[A-Za-z]+", prompt)}
-    return all(word in _ANY or word in said for word in words)
+    if _JOINING & plain or not _UNIT_TEXT.fullmatch(named):
+        return False
+    if "unit" in plain and plain <= _NO_SCALE:
+        return True
+    if asked is not None:
+        return _within(words, asked)
+    said = _words(_LETTER.sub("|", prompt))
+    base = [word for word in words if not word.startswith("^") and word.lower() not in _POWERS]
+    known = _within(words, said) or (
+        base != words and _noun(prompt) != "" and _within(base, said)
+    )  # cm^2 of an area, where sides are in cm
+    return known and not plain & _SCALES and _fits(words, prompt)
 
 
 def names_percent(prompt: str) -> bool:
@@ -35,7 +92,84 @@ def names_percent(prompt: str) -> bool:
     return _PERCENT.search(prompt) is not None
 
 
+def _asked(prompt: str) -> list[str] | None:
+    """The words of what is asked for: after the last "how many", else after the last "in" with a known unit; None if there is neither."""
+    many = list(_MANY.finditer(prompt))
+    if many and (many[-1][1] or "").lower() != "much":
+        words = _words(many[-1][2])[:LONGEST_PHRASE]
+        return words[: next((at for at, word in enumerate(words) if word.lower() in _ENDS), len(words))]
+    phrases = [_words(match[1])[:LONGEST_PHRASE] for match in _IN.finditer(prompt)]
+    return next((phrase for phrase in reversed(phrases) if _prefix(phrase) is not None), None)
+
+
+def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
+    """Whether a phrase names this unit: in the same words or, if both are known, as the same unit. Of "miles per hour", "miles" is none."""
+    mine, plain = _prefix(words), [_singular(word) for word in words]
+    for start in range(len(phrase)):
+        if start and _singular(phrase[start - 1]) in _BEFORE:
+            continue
+        if mine is not None and _begins(phrase[start]) and mine == _prefix(phrase[start:]):
+            return True
+        end = start + len(words)
+        if [_singular(word) for word in phrase[start:end]] == plain and not any(map(_extends, phrase[end : end + 1])):
+            return True
+    return False
+
+
+def _prefix(words: Sequence[str]) -> Unit | None:
+    """The unit that the first words name, as many as possible; None if they name none, or a part of another unit."""
+    for end in range(min(len(words), 6), 0, -1):
+        found = _unit(words[:end])
+        if found is not None:
+            return None if any(map(_extends, words[end : end + 1])) else found
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _begins(word: str) -> bool:
+    """Whether a unit may begin with this word."""
+    return word.lower() in _POWERS or unit(word) is not None or unit(word.lower()) is not None
+
+
+def _extends(word: str) -> bool:
+    """Whether a word after a unit makes another unit of it."""
+    return word.lower() in ("per", "/", "squared", "cubed") or word.startswith("^")
+
+
+def _unit(words: Sequence[str]) -> Unit | None:
+    """The known unit that the words name: `square feet`, `miles per hour`, `km / h`, `m ^2`."""
+    text, power = "", ""
+    for word in words:
+        lower = word.lower()
+        if lower in _POWERS:
+            power = "^2" if lower.startswith("sq") else "^3"
+        elif lower in ("squared", "cubed") or word.startswith("^"):
+            text += {"squared": "^2", "cubed": "^3"}.get(lower, word.replace("{", "").replace("}", ""))
+        elif lower in ("per", "/"):
+            text += "/"
+        else:
+            text, power = f"{text} {word if unit(word) is not None else lower}{power}", ""
+    return None if power or not text.strip() else unit(text)
+
+
+def _fits(words: Sequence[str], prompt: str) -> bool:
+    """Whether a unit is of a dimension that the answer may have."""
+    found, noun = _unit(words), _noun(prompt)
+    allowed = (unit(name) for name in _NOUNS.get(noun, ()))
+    return found is None or not noun or any(one is not None and found.powers == one.powers for one in allowed)
+
+
+def _noun(prompt: str) -> str:
+    """The first noun with a dimension in the last question that has one; empty if there is none."""
+    sentences = re.findall(r"[^.?!]+[.?!]?", prompt)
+    nouns = [next((word.lower() for word in _words(one) if word.lower() in _NOUNS), "") for one in sentences if _ASKS.search(one.strip())]
+    return next(filter(None, reversed(nouns)), "")
+
+
+def _words(text: str) -> list[str]:
+    return _WORDS.findall(text)
+
+
 def _singular(word: str) -> str:
     word = word.casefold()
-    irregular = {"feet": "foot", "ft": "foot", "inches": "inch", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "m": "meter"}
-    return irregular.get(word, word.removesuffix("s") if len(word) > 3 else word)
+    return {"feet": "foot", "inches": "inch", "boxes": "box"}.get(word, word.removesuffix("s") if len(word) > 3 else word)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -20,6 +19,7 @@ from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, need, wrong
 from agentrl.reward.worker import PATIENCE_S, AtAnswer, Worker
+from rewards.extract import expression, formulas
 from rewards.notation import read
 from rewards.scalars import Node
 from rewards.signs import Unreadable, plain
@@ -29,18 +29,16 @@ LONGEST = 4000  # characters of a submission
 LONGEST_EXPRESSION = 400
 LONGEST_PROMPT = 20_000
 MOST_FORMULAS = 50  # of a prompt
-_BOX = "\\boxed{"
-_BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
-_INLINE = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # what may stand anywhere in an expression
 
 
 class Mathematics(Configured):
     r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
 
-    What is read of a submission is one expression, in LaTeX or as a calculator writes it: in the last `\boxed{}`, else in the last `$...$`,
-    else all of it. So naming several answers is answering with a list. An answer that cannot be read is wrong, as is one at which the
-    reading or comparing fails though it judges the truth; a truth that cannot be read is the task's fault, and its episodes have no score.
+    What is read of a submission is one expression, in LaTeX or as a calculator writes it (`rewards.extract`): in the last `\boxed{}` or
+    after the last `####`, else after the last "answer is", else all of it; and in that the last `$...$`, if there is one. So naming several
+    answers is answering with a list. An answer that cannot be read is wrong, as is one at which the reading or comparing fails though it
+    judges the truth; a truth that cannot be read is the task's fault, and its episodes have no score.
 
     A value leaves no work to do. If the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a
     percent sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses.
@@ -82,33 +80,6 @@ class Mathematics(Configured):
         if verdict == "no truth":
             raise TaskError(f"task {task.id}: its truth cannot be read as mathematics: {truth[:SHOWN]!r}: {why}", fix="write it as LaTeX")
         return Score(value=float(verdict == "equal"), evidence=f"{told}{why and ': ' + why}"[:500])
-
-
-def expression(text: str) -> str:
-    """The one expression that is judged; its LaTeX braces balance."""
-    start = text.rfind(_BOX)
-    if start >= 0:
-        text = text[start + len(_BOX) :]
-        text = text[: _closing(text)]
-    elif inline := list(_INLINE.finditer(text)):
-        text = next(filter(None, inline[-1].groups()), "")
-    text = text.strip()
-    if (bold := _BOLD.fullmatch(text)) is not None:
-        text = bold[1]
-    text = text.strip().removesuffix(".").strip()
-    return text if _closing(text) == len(text) else ""
-
-
-def _closing(text: str) -> int:
-    """Where the brace closes that was open before `text`; its length when none does; -1 when one in it stays open."""
-    depth, escaped = 0, False
-    for at, letter in enumerate(text):
-        if not escaped:
-            depth += (letter == "{") - (letter == "}")
-        escaped = letter == "\\" and not escaped
-        if depth < 0:
-            return at
-    return len(text) if depth == 0 else -1
 
 
 def prepare() -> None:
@@ -173,7 +144,7 @@ def _restates(given: Node, answer: str, prompt: str) -> bool:
     said = f"{_LOOSE}*".join(map(re.escape, _squeezed(answer)))
     if re.search(rf"(?<![\w.^\\])(?:{said})(?![\w^]|\.\d)", _starred(prompt), re.ASCII):
         return True
-    written = (next(filter(None, match.groups()), "") for match in islice(_INLINE.finditer(prompt), MOST_FORMULAS))
+    written = formulas(prompt)[:MOST_FORMULAS]
     return any(alike(given, tree) for tree, _ in (_read(text[:LONGEST_EXPRESSION], wide=False) for text in written) if tree is not None)
 
 

@@ -6,10 +6,16 @@ import re
 from collections.abc import Sequence
 
 from rewards.scalars import NUMERAL, Node, Scalar, numeral, symbols
-from rewards.signs import CLOSE, OPEN, Token, Unreadable, plain, split, tokenized
+from rewards.signs import CLOSE, FUNCTIONS, OPEN, Token, Unreadable, plain, split, tokenized
 
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
 _RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
+
+_MONTHS = "january february march april may june july august september october november december".split()  # noqa: SIM905
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s*\{([^{}\\$]*)\}")
+_LABEL = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z0-9]+)+")
+_WRAPPED_LABEL = re.compile(r"[A-Za-z]{2,}[A-Za-z0-9 ,.:'()-]*")
+_DATE_PART = re.compile(r"([A-Za-z]+)\.?|([0-9]+)(?:st|nd|rd|th)?(?![A-Za-z])")
 
 
 def read(text: str) -> Node:
@@ -19,7 +25,35 @@ def read(text: str) -> Node:
         return _matrix(matrix[2])
     if (digits := NUMERAL.fullmatch(text)) and (found := numeral(*digits.groups())):
         return found
+    if label := _label(text):
+        return Node("word", value=label)
     return _whole(tokenized(text))
+
+
+def _label(text: str) -> str:
+    """A date or a name with a number (`June 20`, `Room 5`) in standard form; empty for other texts."""
+    wrapped = _WRAPPED.fullmatch(text)
+    inside = " ".join((wrapped[1] if wrapped else text).split())
+    if not re.search(r"\d", inside) or not re.fullmatch(r"[A-Za-z0-9 ,.:'()-]+", inside):
+        return ""
+    if date := _date(inside):
+        return date
+    words = set(re.findall(r"[A-Za-z]+", inside))
+    if words & (FUNCTIONS | {"sqrt", "pi", "exp", "infinity", "and", "or"}):
+        return ""
+    return inside if (_WRAPPED_LABEL if wrapped else _LABEL).fullmatch(inside) else ""
+
+
+def _date(text: str) -> str:
+    """A day of a month, with or without a year, as `june 20` or `june 20 2010`; empty for other texts."""
+    pieces = re.split(r"[ ,]+", text)
+    matches = [_DATE_PART.fullmatch(piece) for piece in pieces if piece not in ("of", "the")]
+    names = [match[1].lower() for match in matches if match is not None and match[1]]
+    numbers = [match[2] for match in matches if match is not None and match[2]]
+    months = [month for month in _MONTHS if len(names) == 1 and len(names[0]) >= 3 and (names[0] == "sept" or month.startswith(names[0]))]
+    if None in matches or len(months) != 1 or not 1 <= len(numbers) <= 2 or (len(numbers) == 2 and len(numbers[1]) != 4):
+        return ""
+    return " ".join([months[0], *(number.lstrip("0") for number in numbers)])
 
 
 def _unwrapped(text: str) -> str:
@@ -70,21 +104,23 @@ def _between(parts: Sequence[Node], signs: Sequence[str]) -> Node:
 
 
 def _applied(tokens: Sequence[Token]) -> Node | None:
-    """The f(x) of f(x) = x^2."""
-    shape = [token.kind if token.kind in ("letter", "number") else token.text for token in tokens]
-    if shape in (["letter", "(", "letter", ")"], ["letter", "(", "number", ")"]):
-        return Node("applied", value="".join(token.text for token in tokens))
-    return None
+    """The f(x) of f(x) = x^2, or the f^{-1}(x) of its inverse."""
+    text = "".join(token.text for token in tokens) if all(token.kind in ("letter", "number", "sign") for token in tokens) else ""
+    match = re.fullmatch(r"([A-Za-z](?:\^(?:\{-1\}|-1))?)\(([A-Za-z]|[0-9]+)\)", text)
+    return Node("applied", value=f"{match[1].replace('{', '').replace('}', '')}({match[2]})") if match else None
 
 
 def is_assignment(node: Node) -> bool:
-    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`."""
+    """Whether a node is `x = value`, `f(x) = value` or `(x, y) = value`. The value of a function of x must not depend on others than x."""
     if node.kind != "relation" or node.value != "=":
         return False
     left, right = node.parts
     if symbols(left) & symbols(right):  # x = x^2
         return False
-    return left.kind in ("symbol", "applied", "word") or (left.kind == "tuple" and all(part.kind == "symbol" for part in left.parts))
+    if left.kind == "applied":
+        argument = str(left.value)[-2]
+        return argument.isdigit() or not symbols(right) or argument in symbols(right)
+    return left.kind in ("symbol", "word") or (left.kind == "tuple" and all(part.kind == "symbol" for part in left.parts))
 
 
 def _value(tokens: Sequence[Token]) -> Node:
@@ -103,7 +139,7 @@ def _value(tokens: Sequence[Token]) -> Node:
     if word := _word(tokens):
         return Node("word" if len(word) > 1 else "symbol", value=word)
     if len(tokens) == 1 and tokens[0].kind == "text":  # \\text{5}
-        return Scalar(tokenized(tokens[0].text)).whole()
+        return _with_unit(tokenized(tokens[0].text))
     return _with_unit(tokens)
 
 

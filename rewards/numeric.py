@@ -7,6 +7,7 @@ distance = Numeric(relative=1e-3, unit="m")          in rewards/mine.py, referen
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import ClassVar, NamedTuple
 
@@ -16,18 +17,45 @@ from agentrl.contract.values import LARGEST_EXPONENT, near, same_number, whole
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
 from agentrl.reward.configured import SHOWN, Configured, answer_of, wrong
+from rewards.asked import names_percent, names_unit
+from rewards.extract import final
 from rewards.units import ONE, Unit, unit
 
-LONGEST = 200  # characters of an answer
+LONGEST = 4000  # characters of a submission
+LONGEST_NUMBER = 200  # characters of the number in it
+LONGEST_PROMPT = 20_000
 RELATIVE = 1e-6
+_EXPONENT = r"(?:([+-]?\d{1,3})|\{([+-]?\d{1,3})\}|\(([+-]?\d{1,3})\))"
 _NUMBER = re.compile(
     r"((?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+|\d+)(?:\.\d*)?|\.\d+)"  # groups: commas, or the spaces that do not break
-    r"(?:[eE]([+-]?\d{1,3})|\s*[*x\u00d7\u00b7\u22c5]\s*10(?:\^|\*\*)(?:([+-]?\d{1,3})|\{([+-]?\d{1,3})\}|\(([+-]?\d{1,3})\)))?"
+    rf"(?:[eE]([+-]?\d{{1,3}})|\s*[*x\u00d7\u00b7\u22c5]\s*10(?:\^|\*\*){_EXPONENT})?"
     r"(?![\d.,])",
     re.ASCII,
 )
+_TEN = re.compile(rf"10(?:\^|\*\*){_EXPONENT}(?![\d.,])", re.ASCII)
+_FRACTION = re.compile(r"(?:(\d{1,30})[ ]+)?(\d{1,30})\s*/\s*([1-9]\d{0,29})(?![\d.,/^])", re.ASCII)
+_SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\u2010\u2011\ufe63\uff0d", "-"))  # minus signs, and dashes that are written for one
 _CURRENCY = re.compile(r"US\$|[$\u20ac\u00a3]|(?:USD|EUR|GBP)(?=\s*[\d.+-])")
+_RAISED = re.compile("(?<![0-9.])10([\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+)")
+_POWERS = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-")
+_LATEX = (  # what a number in LaTeX may contain, and how it is written without
+    (re.compile(r"\\[dt]?frac\s*\{(\d+)\}\s*\{(\d+)\}", re.ASCII), r" \1/\2"),
+    (re.compile(r"\\(?:text|mathrm)\s*\{([^{}\\]*)\}"), r" \1"),
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])"), "*"),
+    (re.compile(r"\\,(?=\d{3}(?!\d))|\{,\}(?=\d{3}(?!\d))", re.ASCII), ","),
+    (re.compile(r"\\[,;: !]"), " "),
+    (re.compile(r"\^\{?\\circ\}?|\\degree"), "\u00b0"),
+)
+
+
+class Amount(NamedTuple):
+    """A number as it was written, and the name of its unit; empty: it was written without one."""
+
+    value: Fraction
+    name: str
 
 
 class Quantity(NamedTuple):
@@ -43,12 +71,18 @@ class Quantity(NamedTuple):
 
 
 class Numeric(Configured):
-    """1 when the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
+    r"""1 when the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
 
-    A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5), commas or no-break spaces between groups of three digits. With `unit`,
-    truth and answer are converted to it, and a number without a unit is one in `unit`; without it, an answer has a unit of the truth's
-    dimension, or none if the truth has none. A currency stands on either side, its sign too: -$5, $-5, -5 USD; ($5) is -$5, as in accounts.
-    Degrees Celsius and Fahrenheit, which have another zero, are no units here. Infinite and NaN are no numbers.
+    The answer is what is in the last `\boxed{}` or after the last `####`, else after the last "answer is", else all that was submitted
+    (`rewards.extract`). A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5, 10^5), commas or no-break spaces between groups of
+    three digits, a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2, \frac{1}{2}). Arithmetic
+    (2+3, 10/2, 2^10) is no number.
+
+    With `unit`, truth and answer are converted to it, and a number without a unit is one in `unit`. Without it, an answer has a unit of the
+    truth's dimension, or none if the truth has none. One of the two may have a unit that the other has not if the question asks for that
+    unit: "How many dollars?" takes 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a percentage. A currency stands
+    on either side, its sign too: -$5, $-5, -5 USD; ($5) is -$5, as in accounts. Degrees Celsius and Fahrenheit, which have another zero,
+    are no units here. Infinite and NaN are no numbers.
 
     If neither `relative` nor `absolute` is set, two numbers that are written whole must be equal, and others may differ by 1e-6 of the
     truth. If one is, an answer of any kind may differ by at most max(absolute, relative * |truth|), but 0 and a number of the other sign
@@ -78,8 +112,9 @@ class Numeric(Configured):
     async def __call__(self, task: Task, episode: Episode) -> Score:
         rules = self.of(task)
         truth = rules.wanted(task)
-        wanted = quantity(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
-        if wanted is None:
+        written = amount(str(truth)) if isinstance(truth, str | int | float) and not isinstance(truth, bool) else None
+        wanted = None if written is None else _in_base_units(written)
+        if written is None or wanted is None:
             raise TaskError(f"task {task.id}: the truth {str(truth)[:SHOWN]!r} is no number with a known unit")
         written_in = unit(rules.unit) if rules.unit else wanted.unit or ONE
         assert written_in is not None, "checked on construction"
@@ -88,17 +123,19 @@ class Numeric(Configured):
         text, problem = answer_of(episode, after=rules.after, longest=LONGEST)
         if problem:
             return wrong(problem)
-        given, told = quantity(text), f"answer {text[:SHOWN]!r}, truth {truth!r}"
+        text = final(text)
+        told = f"answer {text[:SHOWN]!r}, truth {truth!r}"
+        given = amount(text)
         if given is None:
-            return wrong(f"{told}: no number with a known unit")
-        bare = given.unit is None
-        if bare and rules.must_name_unit:
+            return wrong(f"{told}: no number")
+        if not given.name and rules.must_name_unit:
             return wrong(f"{told}: without a unit")
-        if bare and not rules.unit and wanted.unit is not None and any(wanted.unit.powers):
-            return wrong(f"{told}: without the unit that the truth has")
-        if (given.unit or written_in).powers != written_in.powers:
-            return wrong(f"{told}: of another dimension")
-        return Score(value=float(rules._same(given, wanted, written_in)), evidence=told)
+        prompt = "\n".join(message.content for message in task.prompt)[-LONGEST_PROMPT:]
+        meant = list(_meant(given, written, prompt)) if not rules.unit else [_in_base_units(given)]
+        fitting = [one for one in meant if one is not None and (one.unit or written_in).powers == written_in.powers]
+        if not fitting:
+            return wrong(f"{told}: not in a unit of the truth, or one that the question asks for")
+        return Score(value=float(any(rules._same(one, wanted, written_in) for one in fitting)), evidence=told)
 
     def _same(self, given: Quantity, wanted: Quantity, written_in: Unit) -> bool:
         one, other = (each.value / written_in.factor if each.unit else each.value for each in (given, wanted))
@@ -107,23 +144,81 @@ class Numeric(Configured):
         return one == other if given.whole and wanted.whole else same_number(one, other, relative=RELATIVE)
 
 
+def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | None]:
+    """What an answer may mean where the verifier has no unit. A quantity without a unit is in the truth's."""
+    known, wanted = _in_base_units(given), _in_base_units(truth)
+    assert wanted is not None, "a truth with a known unit"
+    has_dimension = wanted.unit is not None and any(wanted.unit.powers)
+    if given.name:
+        yield known
+    elif not has_dimension:
+        yield Quantity(given.value, ONE)  # 0.5 is 50%
+    elif names_unit(prompt, truth.name):
+        yield Quantity(given.value, None)
+    percentage = _is_percent(given) is not _is_percent(truth) and not has_dimension and names_percent(prompt)
+    if percentage or (given.name and not truth.name and names_unit(prompt, given.name)):
+        yield Quantity(given.value, None)
+
+
+def _is_percent(written: Amount) -> bool:
+    return written.name != "" and unit(written.name) == unit("%")
+
+
 def quantity(text: str) -> Quantity | None:
-    """A number with or without a unit behind it, or a currency on either side; None: it is neither."""
-    text = text.strip().removesuffix(".").translate(_MINUS)
+    """A number with or without a known unit behind it, or a currency on either side; None: it is neither."""
+    written = amount(text)
+    return None if written is None else _in_base_units(written)
+
+
+def _in_base_units(written: Amount) -> Quantity | None:
+    found = unit(written.name)
+    return None if found is None else Quantity(written.value * found.factor, found if written.name else None)
+
+
+def amount(text: str) -> Amount | None:
+    """A number and the name of its unit; None: the text is no number, or has two different currencies."""
+    text = _without_latex(text.strip().removesuffix(".").translate(_MINUS))
     accounts = text.startswith("(") and text.endswith(")")
     sign, currency, text = _opening(text[1:-1] if accounts else text)
-    match = _NUMBER.match(text)
-    if match is None or sign is None or (accounts and (sign or not currency)):
+    found = _number(text) if len(text) <= LONGEST_NUMBER else None
+    if found is None or sign is None or (accounts and (sign or not currency)):
         return None
-    digits, exponent = re.sub(r"[^\d.]", "", match[1]), int(next(filter(None, match.groups()[1:]), 0))
-    rest = text[match.end() :].strip()
-    found = unit(rest or currency)
-    if found is None or (currency and found != unit(currency)):  # $5 USD, and not $5 m
+    value, rest = found
+    if currency and rest and unit(rest) != unit(currency):  # $5 USD, and not $5 m
         return None
-    if abs(exponent) > LARGEST_EXPONENT:
+    return Amount(-value if accounts or sign == "-" else value, currency or rest)
+
+
+def _number(text: str) -> tuple[Fraction, str] | None:
+    """The number that a text begins with, and what follows it."""
+    if match := _FRACTION.match(text):
+        above, below = int(match[2]), int(match[3])
+        if above % below == 0 or (match[1] and above > below):  # 10/2 is work that is not done
+            return None
+        value = int(match[1] or 0) + Fraction(above, below)
+    elif match := _TEN.match(text) or _NUMBER.match(text):
+        digits, *exponents = match.groups() if match.re is _NUMBER else ("1", *match.groups())
+        exponent = int(next(filter(None, exponents), 0))
+        if abs(exponent) > LARGEST_EXPONENT:
+            return None
+        value = Fraction(f"{re.sub(r'[^0-9.]', '', digits)}e{exponent}")
+    else:
         return None
-    value = Fraction(f"{digits}e{exponent}") * found.factor
-    return Quantity(-value if accounts or sign == "-" else value, found if rest or currency else None)
+    rest = text[match.end() :]
+    if scale := _SCALE.match(rest):
+        value, rest = value * _SCALES[scale[1].lower()], rest[scale.end() :]
+    return value, rest.strip()
+
+
+def _without_latex(text: str) -> str:
+    """The number without LaTeX around and in it."""
+    text = _RAISED.sub(lambda match: "10^" + match[1].translate(_POWERS), text)
+    if (dollars := re.fullmatch(r"\$([^$]+)\$", text)) is not None:
+        text = dollars[1].strip()
+    if "\\" in text or "{,}" in text:
+        for pattern, plain in _LATEX:
+            text = pattern.sub(plain, text)
+    return text.strip()
 
 
 def _opening(text: str) -> tuple[str | None, str, str]:

@@ -50,6 +50,7 @@ _ACCENTS = _names("vec overline hat widehat tilde widetilde overrightarrow")
 _SIGNS = {
     "\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u22c5": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "\u2215": "/",
     "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ", "\u221e": "\\infty ", "\u221a": "\\sqrt ", "\u03c0": "\\pi ",
+    "\u02da": "^\\circ ", "\u00ba": "^\\circ ", "\u211d": "\\mathbb{R}",
     "\u00b0": "^\\circ ", "\u222a": "\\cup ", "\u2208": "\\in ", "\u2205": "\\emptyset ", "\u00b1": "\\pm ", "\u2213": "\\mp ",
     "\u27e8": "\\langle ", "\u27e9": "\\rangle ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2061": "",
     "\u03b1": "\\alpha ", "\u03b2": "\\beta ", "\u03b3": "\\gamma ", "\u03b8": "\\theta ", "\u03bb": "\\lambda ", "\u03bc": "\\mu ",
@@ -75,6 +76,8 @@ def plain(text: str) -> str:
     text = re.sub(r"\\([dtc]frac|left|right)(?![a-zA-Z])", lambda match: "" if match[1] in ("left", "right") else "\\frac", text)
     text = re.sub(r"\\bar(?=\s*\{\d)", r"\\overline", _ROW.sub(r"\\\\ ", text)).replace("\\%", "%").replace("^{\\circ}", "^\\circ")
     text = re.sub(r"\\overline\s*(\d)", r"\\overline{\1}", text)
+    text = re.sub(r"\^\s*\{\s*\\(?:text)?degree\s*\}|\^?\s*\\(?:text)?degree(?![a-zA-Z])", r"^\\circ ", text)
+    text = re.sub(r"\\(?:R|Reals|reals)(?![a-zA-Z])", r"\\mathbb{R}", text)
     text = text.replace("\\!", "").replace("**", "^").replace("<=", "\\le ").replace(">=", "\\ge ")
     text = _GROUPED.sub(lambda match: match[1] + re.sub(r"\D", "", match[2]), text)
     text = re.sub(r"(?<=\d)\{,\}(?=\d)", ".", text)  # a decimal comma

@@ -30,6 +30,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "estimates",
             "liveness",
             "scores",
+            "secret_forms",
             "secrets",
         }
     ),

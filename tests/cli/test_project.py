@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import zipfile
@@ -70,6 +71,18 @@ def test_the_list_of_files_is_what_was_written(tmp_path: Path) -> None:
     names = {path.relative_to(tmp_path / "new").as_posix() for path in written}
     assert {"README.md", "Makefile", "pyproject.toml", ".gitignore", "tests/test_tables.py", "recipes/quickstart.py"} <= names
     assert not any(name.endswith(".in") for name in names)
+
+
+def test_the_content_imports_only_what_is_copied(tmp_path: Path) -> None:
+    written = {path.relative_to(tmp_path / "new").as_posix() for path in init_project(tmp_path / "new", "new")}
+    missing = set()
+    for name in (name for name in written if name.endswith(".py")):
+        for node in ast.walk(ast.parse((tmp_path / "new" / name).read_text())):
+            module = (node.module if isinstance(node, ast.ImportFrom) else None) or ""
+            part = module.replace(".", "/")
+            if part.startswith(("rewards/", "sandboxes/", "recipes/")) and not {f"{part}.py", f"{part}/__init__.py"} & written:
+                missing.add(f"{name} imports {module}")
+    assert not missing
 
 
 def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:

@@ -388,7 +388,7 @@ RIGHT = {
 
 async def files(verifier: Outputs, **changed: bytes | None) -> Score:
     left = {path: data for path, data in (RIGHT | changed).items() if data is not None}
-    return await judged(verifier, task(answer=FILES, outputs=("*",)), episode(**left))
+    return await judged(verifier, task(answer=FILES, outputs=("*", "gone.tmp")), episode(**left))
 
 
 async def test_files_are_compared_by_content() -> None:

@@ -473,6 +473,10 @@ NOT_NAMED = [
     ("5", "6 apples", "How many apples?"),
     ("120", "5!\\text{ ways}", "In how many ways?"),
     ("5\\text{ m}", "5\\text{ cm}", "How many m? Not cm."),
+    ("5", "5\\text{ miles}", "How many mph is that?"),
+    ("5", "5 miles", "How many miles per hour does he go?"),
+    ("25", "25\\text{ cm}", "A side is 5 cm long. What is the area?"),
+    ("18", "\\$18", "She has \\$36 and an apple costs \\$2. How many apples can she buy?"),
 ]
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.records import Message
 from rewards.numeric import Numeric, numeric, quantity
 from rewards.units import unit
-from tests.judging import value
+from tests.judging import episode, judged, task, value
 
 SAME = {
     "-$5": [
@@ -129,3 +131,95 @@ def test_a_unit_may_be_written_out(short: str, written: str) -> None:
 @pytest.mark.parametrize("text", ["5 millibytes", "5 kilofeet", "5 kilo", "5 meterss", "5 decidollars"])
 def test_a_word_that_is_no_unit_is_none(text: str) -> None:
     assert quantity(text) is None
+
+
+ASKED: list[tuple[str, str, str, float]] = [  # question, truth, answer, due
+    ("", "0.5", "1/2", 1.0),
+    ("", "0.5", "\\frac{1}{2}", 1.0),
+    ("", "1.5", "1 1/2", 1.0),
+    ("", "1.5", "3/2", 1.0),
+    ("", "-0.5", "-1/2", 1.0),
+    ("", "1/2", "0.5", 1.0),
+    ("", "0.5 m", "1/2 m", 1.0),
+    ("", "5", "10/2", 0.0),
+    ("", "5", "5/1", 0.0),
+    ("", "0.5", "1/2/1", 0.0),
+    ("", "0.5", "1/0", 0.0),
+    ("", "0.5", "1/ 2x", 0.0),
+    ("", "1.5", "1 3/2", 0.0),
+    ("", "0.5", "2/1", 0.0),
+    ("", "1000", "10^3", 1.0),
+    ("", "1000", "10^{3}", 1.0),
+    ("", "1000", "10**3", 1.0),
+    ("", "1000", "10\u00b3", 1.0),
+    ("", "0.001", "10^-3", 1.0),
+    ("", "-1000", "-10^3", 1.0),
+    ("", "1000 m", "10^3 m", 1.0),
+    ("", "1024", "2^10", 0.0),
+    ("", "2", "2^1", 0.0),
+    ("What is $2^3$?", "2", "2^3", 0.0),
+    ("", "10", "10^1.0", 0.0),
+    ("", "10", "10^3", 0.0),
+    ("", "1000", "10^3^1", 0.0),
+    ("", "1000000", "1 million", 1.0),
+    ("", "1500000", "1.5 million", 1.0),
+    ("", "$1500000", "$1.5 million", 1.0),
+    ("", "2000 m", "2 thousand m", 1.0),
+    ("", "3000000000", "3 Billion", 1.0),
+    ("", "1", "1 million", 0.0),
+    ("", "1000000", "1 M", 0.0),
+    ("", "1000000", "1 millionth", 0.0),
+    ("", "1000000", "1 thousand thousand", 0.0),
+    ("", "18", "\\boxed{18}", 1.0),
+    ("", "18", "so \\boxed{17}, or rather \\boxed{18}", 1.0),
+    ("", "18", "\\boxed{17}18", 0.0),
+    ("", "$18", "\\boxed{\\$18}", 1.0),
+    ("", "18%", "\\boxed{18\\%}", 1.0),
+    ("", "18 m", "\\boxed{18\\text{ m}}", 1.0),
+    ("", "200000", "\\boxed{2 \\times 10^{5}}", 1.0),
+    ("", "10000", "\\boxed{10\\,000}", 1.0),
+    ("", "18", "$18$", 1.0),
+    ("", "18", "$18", 0.0),
+    ("", "$18", "18", 0.0),
+    ("How many dollars does she earn?", "18", "$18", 1.0),
+    ("How many dollars does she earn?", "18", "18 dollars", 1.0),
+    ("How many dollars does she earn?", "$18", "18", 1.0),
+    ("How many dollars does she earn?", "18", "18 euros", 0.0),
+    ("How many dollars does she earn?", "18", "18 cents", 0.0),
+    ("How many apples for $18?", "18", "$18", 0.0),
+    ("How many apples are there?", "18", "18 apples", 1.0),
+    ("How many apples are there?", "18", "18 pears", 0.0),
+    ("How many apples are there?", "18", "17 apples", 0.0),
+    ("How many miles per hour?", "18", "18 miles", 0.0),
+    ("How many miles per hour?", "18", "18 mph", 1.0),
+    ("How far, in km?", "18 km", "18", 1.0),
+    ("How far, in km?", "18 km", "18000", 0.0),
+    ("How far, in m?", "18 km", "18", 0.0),
+    ("", "0.5", "50%", 1.0),
+    ("", "50%", "0.5", 1.0),
+    ("", "50%", "1/2", 1.0),
+    ("", "50%", "50", 0.0),
+    ("", "0.5%", "0.5", 0.0),
+    ("", "0.5%", "50", 0.0),
+    ("", "50", "50%", 0.0),
+    ("What percentage is left?", "50%", "50", 1.0),
+    ("What percentage is left?", "50", "50%", 1.0),
+    ("What percentage is left?", "50", "50 percent", 1.0),
+    ("What percentage is left?", "50%", "0.5", 1.0),
+    ("What percentage is left?", "50", "0.5", 0.0),
+    ("What percentage is left?", "0.5", "50", 0.0),
+]
+
+
+@pytest.mark.parametrize(("question", "truth", "answer", "due"), ASKED)
+async def test_notations_of_a_number_and_what_the_question_asks_for(question: str, truth: str, answer: str, due: float) -> None:
+    one = replace(task(answer=truth), prompt=(Message(role="user", content=question or "What is it?"),))
+    assert (await judged(numeric, one, episode(answer))).value == due
+
+
+async def test_a_unit_of_the_verifier_decides_before_the_question() -> None:
+    one = replace(task(answer="50"), prompt=(Message(role="user", content="How many apples are 50 percent?"),))
+    assert (await judged(Numeric(unit="%"), one, episode("50"))).value == 1.0
+    assert (await judged(Numeric(unit="%"), one, episode("50%"))).value == 1.0
+    assert (await judged(Numeric(unit="%"), one, episode("50 apples"))).value == 0.0
+    assert (await judged(Numeric(unit="m"), one, episode("50 apples"))).value == 0.0

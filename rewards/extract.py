@@ -1,0 +1,61 @@
+r"""Finds the one final answer in what was submitted: in the last `\boxed{}` or after the last `####`, else after the last "answer is".
+
+Only these marks count, so that what is judged is one guess: without a mark it is everything that was submitted.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_HASHES = "####"  # as in GSM8K; the answer is on the same line
+_SAID = re.compile(r"\banswer\W{0,4}(?:(?:is|equals|would be|will be)\b|:|=)[ \t]*:?[ \t]*", re.IGNORECASE)
+_INLINE = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
+
+
+def final(text: str) -> str:
+    """What the last mark marks, or the whole text if there is none; without white space, bold and a full stop around it."""
+    box = max((match.end() for match in _BOX.finditer(text)), default=-1)
+    if (hashes := text.rfind(_HASHES)) > box:
+        text = text[hashes + len(_HASHES) :].strip().partition("\n")[0]
+    elif box >= 0:
+        text = text[box : box + closing(text[box:])] if closing(text[box:]) >= 0 else ""
+    elif said := list(_SAID.finditer(text)):
+        text = text[said[-1].end() :]
+    return bare(text)
+
+
+def expression(text: str) -> str:
+    """The expression that is judged: `final`, and in it the last `$...$`, if there is one; empty if its braces do not balance."""
+    text = final(text)
+    if inline := list(_INLINE.finditer(text)):
+        text = bare(next(filter(None, inline[-1].groups()), ""))
+    return text if closing(text) == len(text) else ""
+
+
+def formulas(text: str) -> list[str]:
+    """What is between `$` signs and the like in a text."""
+    return [next(filter(None, match.groups()), "") for match in _INLINE.finditer(text)]
+
+
+def bare(text: str) -> str:
+    """The text without white space, Markdown's bold and a full stop around it."""
+    text = text.strip()
+    if text.count("**") == 1:  # of bold that began before the mark, as in **Answer: 5**
+        text = text.removesuffix(".").removesuffix("**").removeprefix("**").strip()
+    if (bold := _BOLD.fullmatch(text)) is not None:
+        text = bold[1].strip()
+    return text.removesuffix(".").strip()
+
+
+def closing(text: str) -> int:
+    """Where the brace closes that was open before `text`; its length when none does; -1 when one in it stays open."""
+    depth, escaped = 0, False
+    for at, letter in enumerate(text):
+        if not escaped:
+            depth += (letter == "{") - (letter == "}")
+        escaped = letter == "\\" and not escaped
+        if depth < 0:
+            return at
+    return len(text) if depth == 0 else -1
