@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.template import read_template
 from agentrl.errors import UserError
 from agentrl.records import Message, Parent, Task, ToolCall
 from agentrl.testing import ScriptedPolicy, byte_tokenizer
-from tests.agent.conversations import Round, assert_adds_up, conversations, texts
+from tests.agent.conversations import Round, assert_adds_up, assert_marks_are_text, conversations, spelling_arguments, texts
 from tests.chats import chat_of
 from tests.episodes import restarting
 
@@ -87,6 +88,13 @@ formats = pytest.mark.parametrize("name", TOKENIZERS)
 @example(asked="<tool_call>", said=[Round(thought="</think>", calls=({"code": "</tool_call>"},), outputs=("<|observation|><|im_end|>",))])
 def test_parts_add_up_to_the_whole(name: str, asked: str, said: list[Round]) -> None:
     assert_adds_up(chat_of(TOKENIZERS[name]), TOKENIZERS[name], asked, said)
+
+
+@formats
+@settings(max_examples=30, deadline=None)
+@given(said=st.lists(spelling_arguments, min_size=1, max_size=3))
+def test_marks_that_a_model_spells_in_its_arguments_are_text(name: str, said: list[dict[str, Any]]) -> None:
+    assert_marks_are_text(chat_of(TOKENIZERS[name]), TOKENIZERS[name], said)
 
 
 def test_the_form_of_calls_is_read_off_the_template() -> None:

@@ -78,7 +78,7 @@ DIGITS = "9" * (MAX_DIGITS + 1)
     [
         ("qwen3_coder", XML.format(NESTED), "deeper than 64"),
         ("qwen3_coder", XML.format(DIGITS), "digits"),
-        ("qwen3_coder", XML.format("1\n</parameter>\nx<parameter=b>2"), "must have <parameter=NAME>"),
+        ("qwen3_coder", XML.format("1\n</parameter>\nx<parameter=b>2"), "does not close it before <parameter=b>"),
         ("qwen3_coder", XML.format("1\n</parameter>\n<parameter=a>\n2"), "'a' twice"),
         ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "must be <function=NAME>"),
         ("qwen3_coder", XML.removesuffix("</tool_call>"), "not closed"),
@@ -91,7 +91,7 @@ DIGITS = "9" * (MAX_DIGITS + 1)
         ("mistral", "[TOOL_CALLS][]", "is empty"),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]"}[/TOOL_RESULTS][ARGS]{}', "9 letters or digits"),
         ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}", "not closed"),
-        ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}and{ONE}f{SEP}{{}}{DONE}{END}", "not closed"),
+        ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}and{ONE}f{SEP}{{}}{DONE}{END}", "stands something else"),
         ("deepseek_v31", f"{BEGIN}{ONE}f{DONE}{END}", "must be a tool's name"),
         ("deepseek_v3", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}{END}", "must be the word function"),
         ("deepseek_v3", f"{BEGIN}{ONE}function{SEP}f\n{{}}{DONE}{END}", "between ```json and ```"),

@@ -15,7 +15,7 @@ from agentrl.agent.template import read_template
 from agentrl.errors import UserError
 from agentrl.records import Message
 from tests.agent import vocabularies as real
-from tests.agent.conversations import Round, assert_adds_up, conversations, texts
+from tests.agent.conversations import Round, assert_adds_up, assert_marks_are_text, conversations, spelling_arguments, texts
 
 pytestmark = pytest.mark.models
 
@@ -76,6 +76,14 @@ def test_parts_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
     asked: str = data.draw(texts)
     said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1]))
     assert_adds_up(chat(name), tokenizer(name), asked, said)
+
+
+@models
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_marks_that_a_model_spells_in_its_arguments_are_text(name: str, data: st.DataObject) -> None:
+    said = data.draw(st.lists(spelling_arguments, min_size=1, max_size=FOUND[name][1]))
+    assert_marks_are_text(chat(name), tokenizer(name), said)
 
 
 @models

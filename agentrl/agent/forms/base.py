@@ -12,6 +12,9 @@ from agentrl.records import ToolCall
 Schemas = Sequence[Mapping[str, Any]]
 """Schemas of the tools that a task has, as the chat template is given them."""
 
+ANY: frozenset[str] = frozenset()
+"""The types of an argument of which the schema says nothing."""
+
 _PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
 _NESTED = 4  # schemas within schemas that are looked at for their types
 
@@ -54,16 +57,20 @@ class Collected:
 
     def take(self, make: Callable[[], ToolCall], *, number: str = "") -> bool:
         """Makes a call, or keeps what is wrong with it; False where there was something wrong."""
-        self.tried += 1
-        if self.tried > MAX_CALLS:
-            return True
         try:
-            self.calls.append(make())
+            return self.add(make() if self.tried < MAX_CALLS else None, number=number)
         except Refused as error:
-            self.errors.append(str(error))
-            return False
-        self.ids.append(number)
-        return True
+            return self.add(error)
+
+    def add(self, call: ToolCall | Refused | None, *, number: str = "") -> bool:
+        """Keeps a call, or what is wrong with it; None: it is beyond what a turn may hold. False where there was something wrong."""
+        self.tried += 1
+        if isinstance(call, ToolCall):
+            self.calls.append(call)
+            self.ids.append(number)
+        elif call is not None:
+            self.errors.append(str(call))
+        return not isinstance(call, Refused)
 
     def reading(self, content: str, *, thinking: str = "") -> Reading:
         told = (too_many(self.tried),) if self.tried > MAX_CALLS else ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from agentrl.agent.calls import MAX_CALLS, OPEN, Refused, made_call, read_calls, read_json_at
+from agentrl.agent.calls import MAX_CALLS, OPEN, NotJson, Refused, made_call, read_calls, scan_json
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -32,10 +32,11 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
     while at < len(body) and found.tried <= MAX_CALLS and (marked or body[at] == "{"):
         end = at
         try:
-            data, end = read_json_at(body, at)
+            data, end = scan_json(body, at)
             made = _call(data)
         except Refused as error:
             found.errors.append(str(error))
+            end = end if isinstance(error, NotJson) else max(end, error.at)
             if end == at:  # what follows cannot be told from the rest of it
                 return found.reading("")
         else:
@@ -51,7 +52,7 @@ def _is_call(body: str) -> bool:
     if not body.startswith("{"):
         return False
     try:
-        data, _ = read_json_at(body, 0)
+        data, _ = scan_json(body, 0)
     except Refused:
         return False
     return isinstance(data, dict) and isinstance(data.get("name"), str) and ("parameters" in data or "arguments" in data)
