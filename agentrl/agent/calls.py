@@ -5,20 +5,26 @@
 The forms of other models are in `agentrl.agent.forms`, and make their calls here too.
 
 What cannot be a record, because it is too long, too deep, not finite or not Unicode, is answered to the model as an error of its
-call, and scored like any other mistake. The text is read once, from the front, whatever stands in it.
+call, and scored like any other mistake. Where a call ends is decided by the grammar of its arguments: a mark of the form inside a JSON
+string is text. Reading takes time proportional to the length of the text. Of the calls of a turn after the first `MAX_CALLS`, none is read.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.fields import MAX_DIGITS
 from agentrl.records import ToolCall
 
+T = TypeVar("T")
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_SPACE = re.compile(r"[ \t\n\r]*")  # of JSON
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 MAX_CALLS = 64
 """Tool calls that one turn may make; those after them are not made."""
@@ -34,41 +40,89 @@ NOT_CLOSED = "a tool call was opened but not closed"
 
 
 class Refused(ValueError):
-    """What is wrong with a call, in words for the model."""
+    """What is wrong with a call, in words for the model. `at`: how far the text was read, if what follows may still belong to the call."""
+
+    def __init__(self, message: str, *, at: int = 0) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 class NotJson(Refused):
     """A text that is no JSON, rather than JSON that cannot be taken."""
 
 
+class NotClosed(Refused):
+    """A call of which a part was opened that has no end, so that all text behind it may belong to it."""
+
+
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     """The tool calls in a text in the Hermes form, what is wrong with the others, and the text without either."""
-    return read_tagged(text, OPEN, CLOSE, _call)
+    return read_tagged(text, OPEN, CLOSE, scan_json, call_of)
 
 
 def read_tagged(
-    text: str, opening: str, closing: str, make: Callable[[str], ToolCall]
+    text: str, opening: str, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
 ) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """The calls that stand between two tags, each made of its body by `make`, which may raise `Refused`; as `read_calls`."""
+    """The calls between two tags, as `read_calls`.
+
+    The grammar of a call's body decides where it ends, so a closing tag inside a text of its arguments is text.
+
+    Args:
+        scan: reads a body from a position of the text, and returns it with the position of its end. It may raise `Refused`.
+        make: the call of a body. It may raise `Refused`.
+    """
     calls: list[ToolCall] = []
     errors: list[str] = []
     outside: list[str] = []
     bodies, at = 0, 0
-    while (opened := text.find(opening, at)) >= 0 and (closed := text.find(closing, opened)) >= 0:
-        outside.append(text[at:opened])
-        at = closed + len(closing)
+    while (opened := text.find(opening, at)) >= 0:
+        body = opened + len(opening)
+        call, end = call_at(text, body, closing, scan, make) if bodies < MAX_CALLS else (None, after(text, closing, body))
+        if end < 0:
+            errors.append(str(call) if isinstance(call, NotClosed) else NOT_CLOSED)
+            break
         bodies += 1
-        if bodies > MAX_CALLS:
-            continue
-        try:
-            calls.append(make(text[opened + len(opening) : closed]))
-        except Refused as error:
-            errors.append(str(error))
+        outside.append(text[at:opened])
+        at = end
+        if isinstance(call, ToolCall):
+            calls.append(call)
+        elif call is not None:
+            errors.append(str(call))
     if bodies > MAX_CALLS:
         errors.append(too_many(bodies))
-    if opened >= 0:
-        errors.append(NOT_CLOSED)
     return tuple(calls), tuple(errors), "".join((*outside, text[at:])).strip()
+
+
+def call_at(
+    text: str, at: int, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
+) -> tuple[ToolCall | Refused, int]:
+    """The call whose body starts at a position, or what is wrong with it, and the position after its closing mark; -1: there is none.
+
+    After a body that cannot be read, the closing mark is the first one behind what was read of it.
+    """
+    try:
+        body, end = scan(text, at)
+        end = skip_space(text, end)
+        if not text.startswith(closing, end):
+            raise Refused(f"tool call must end with {closing} where it has {text[end : end + 40]!a}", at=end)
+    except Refused as error:
+        return error, after(text, closing, max(at, error.at))
+    try:
+        return make(body), end + len(closing)
+    except Refused as error:
+        return error, end + len(closing)
+
+
+def after(text: str, mark: str, at: int) -> int:
+    """The position behind the first mark from a position on; -1: there is none."""
+    found = text.find(mark, at)
+    return found if found < 0 else found + len(mark)
+
+
+def skip_space(text: str, at: int) -> int:
+    """The position of the next character that is no white space."""
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
 
 
 def too_many(count: int) -> str:
@@ -79,16 +133,23 @@ def too_many(count: int) -> str:
 def read_call(name: str, arguments: str) -> ToolCall | str:
     """A call whose name and arguments come apart, the arguments as JSON text; or what is wrong with it, in words for the model."""
     try:
-        return _call(f'{{"name": {json.dumps(name)}, "arguments": {arguments.strip() or "{}"}}}')
+        return made_call(name, read_json(arguments.strip() or "{}"))
     except Refused as error:
         return str(error)
 
 
-def _call(body: str) -> ToolCall:
-    data = read_json(body)
+def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
+    """The call that a JSON object says, its arguments under `key`; without that key, an object that says nothing else has none.
+
+    Arguments under another name are refused, not left out. Raises `Refused`.
+    """
+    wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise Refused('tool call must be an object with "name" and "arguments"')
-    return made_call(data["name"], data.get("arguments", {}))
+        raise Refused(wanted)
+    others = {"parameters", "arguments"} & data.keys() if key in data else data.keys() - {"name", "type", "id"}
+    if others := others - {key}:
+        raise Refused(f"{wanted}; it has {ascii(min(others))[:80]}")
+    return made_call(data["name"], data.get(key, {}), key=key)
 
 
 def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
@@ -105,31 +166,38 @@ def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:
 
 def read_json(text: str) -> Any:
     """A JSON value within the bounds of a call, from the whole of a text. Raises `Refused`."""
-    if len(text) > MAX_CHARS:
-        raise Refused(f"tool call of {len(text)} characters; it may have {MAX_CHARS}")
-    try:
-        return _JSON.decode(text)
-    except Refused:
-        raise
-    except ValueError as error:
-        raise NotJson(f"tool call is not valid JSON: {error}") from None
-    except RecursionError:
-        raise Refused("tool call is not valid JSON that can be read: it is nested too deep") from None
+    value, end = scan_json(text, 0)
+    if (rest := skip_space(text, end)) < len(text):
+        raise NotJson(f"tool call is not valid JSON: Extra data at character {rest}")
+    return value
 
 
-def read_json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at a place of a text, and where it ends. Raises `Refused`."""
+def scan_json(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value behind white space at a position of a text, and the position of its end. Raises `Refused`."""
+    at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
-    except Refused:
-        raise
-    except ValueError as error:
-        raise NotJson(f"tool call is not valid JSON: {error}") from None
+    except Refused as error:  # of a hook, which does not know where it is
+        raise Refused(str(error), at=_read_to(text, at)) from None
+    except json.JSONDecodeError as error:
+        raise NotJson(f"tool call is not valid JSON: {error.msg} at character {error.pos - at}", at=_read_to(text, at)) from None
     except RecursionError:
         raise Refused("tool call is not valid JSON that can be read: it is nested too deep") from None
     if end - at > MAX_CHARS:
-        raise Refused(f"tool call of {end - at} characters; it may have {MAX_CHARS}")
+        raise Refused(f"tool call of {end - at} characters; it may have {MAX_CHARS}", at=end)
     return value, end
+
+
+def _read_to(text: str, at: int) -> int:
+    """How far a text belongs to a JSON value that cannot be taken: to its end, to where it is no JSON, or all of an unfinished string."""
+    try:
+        return _ANY_JSON.raw_decode(text, at)[1]
+    except json.JSONDecodeError as error:
+        if error.msg.startswith("Invalid \\"):  # an escape; the string goes on behind it
+            return at + _read_to(_ESCAPE.sub("xx", text[at:]), 0)
+        return len(text) if error.msg.startswith("Unterminated string") else error.pos
+    except RecursionError:
+        return at
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,3 +229,4 @@ def _constant(word: str) -> float:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_object, parse_int=integer, parse_float=number, parse_constant=_constant)
+_ANY_JSON = json.JSONDecoder(object_pairs_hook=lambda _: None, parse_int=len, parse_float=len, parse_constant=len, strict=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.extension import TOOL
+from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.rendering import Renderer
 from agentrl.records import Message, ToolCall
 
@@ -124,3 +125,49 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
         assert context == tokenizer.encode(whole, add_special_tokens=False)
         assert tokenizer.decode(context) == whole
         before = whole
+
+
+ARGUMENT_TAGS = ("<parameter=code>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+MARKS = [
+    *sorted({mark for form in FORMS.values() for mark in (*form.opens, *form.ends, *form.hands_over, *form.inner) if '"' not in mark}),
+    *("</tool_call>", "<function=f>", "</function>", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>", "```json", "```"),
+    *(*deepseek.CALLS, *deepseek.CALL, deepseek.SEP, "[f(", ")]", "{}", ";"),
+    *ARGUMENT_TAGS,
+]
+"""What readers look for, as a model may spell it inside an argument."""
+_STAND_INS = {chr(0xF100 + number): mark for number, mark in enumerate(MARKS)}
+_STAND_IN = re.compile(f"([{''.join(_STAND_INS)}])")
+_spelled = st.lists(st.sampled_from([key for key, mark in _STAND_INS.items() if mark not in ARGUMENT_TAGS]) | texts, max_size=5)
+spelling_arguments = st.fixed_dictionaries(
+    {"code": _spelled.map("".join).map(_written)},
+    optional={"more": st.lists(st.lists(st.sampled_from(sorted(_STAND_INS)), max_size=4).map("".join), max_size=3), "n": numbers},
+)
+"""Arguments whose texts hold stand-ins for marks. Without quotes, a text that holds the tags of arguments cannot be told from them."""
+
+
+def assert_marks_are_text(chat: ChatFormat, tokenizer: Any, said: Sequence[dict[str, Any]]) -> None:
+    """A turn whose arguments spell marks in ordinary tokens, as a model can, is read as the calls that it makes."""
+    renderer = Renderer(tokenizer)
+    renderer.arguments_as_text = chat._renderer.arguments_as_text
+    asked = [Message(role="user", content="-")]
+    before = renderer.text(renderer.messages(asked), [TOOL])
+    thought = "<think>\n-\n</think>\n\n" if before.rstrip().endswith("<think>") else ""
+    calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat)) for call in said)
+    turns = [*asked, Message(role="assistant", content=thought, tool_calls=calls), *(Message(role="tool", content="x") for _ in calls)]
+    rest = renderer.text(renderer.messages(turns), [TOOL])[len(before) :]
+    at, end = min((place, end) for stop in chat.stop_token_ids if (place := rest.find(end := tokenizer.decode([stop]))) >= 0)
+    sampled: list[int] = []
+    for piece in _STAND_IN.split(rest[:at]):
+        for part in _STAND_INS.get(piece, [piece]):  # a character at a time: never a control token
+            sampled += tokenizer.encode(part, add_special_tokens=False)
+    parsed = chat.parse([*sampled, *tokenizer.encode(end, add_special_tokens=False)], [TOOL])
+    assert parsed.errors == () and not parsed.answer
+    assert parsed.message.tool_calls == tuple(ToolCall(name=NAME, arguments=_spelled_out(call.arguments)) for call in calls)
+
+
+def _spelled_out(value: Any) -> Any:
+    if isinstance(value, str):
+        return _STAND_IN.sub(lambda found: _STAND_INS[found[0]], value)
+    if isinstance(value, Mapping):
+        return {key: _spelled_out(one) for key, one in value.items()}
+    return [_spelled_out(one) for one in value] if isinstance(value, list | tuple) else value

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.agent.arguments import Allowed, Parameters
 from agentrl.agent.calls import MAX_CALLS, NotJson, Refused, read_json, too_many
 from agentrl.records import ToolCall
 
@@ -13,7 +14,6 @@ Schemas = Sequence[Mapping[str, Any]]
 """Schemas of the tools that a task has, as the chat template is given them."""
 
 _PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
-_NESTED = 4  # schemas within schemas that are looked at for their types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +54,20 @@ class Collected:
 
     def take(self, make: Callable[[], ToolCall], *, number: str = "") -> bool:
         """Makes a call, or keeps what is wrong with it; False where there was something wrong."""
-        self.tried += 1
-        if self.tried > MAX_CALLS:
-            return True
         try:
-            self.calls.append(make())
+            return self.add(make() if self.tried < MAX_CALLS else None, number=number)
         except Refused as error:
-            self.errors.append(str(error))
-            return False
-        self.ids.append(number)
-        return True
+            return self.add(error)
+
+    def add(self, call: ToolCall | Refused | None, *, number: str = "") -> bool:
+        """Keeps a call, or what is wrong with it; None: it is beyond what a turn may hold. False where there was something wrong."""
+        self.tried += 1
+        if isinstance(call, ToolCall):
+            self.calls.append(call)
+            self.ids.append(number)
+        elif call is not None:
+            self.errors.append(str(call))
+        return not isinstance(call, Refused)
 
     def reading(self, content: str, *, thinking: str = "") -> Reading:
         told = (too_many(self.tried),) if self.tried > MAX_CALLS else ()
@@ -72,43 +76,27 @@ class Collected:
         return Reading(calls=tuple(self.calls), errors=errors, content=content.strip(), ids=ids, thinking=thinking.strip())
 
 
-def declared(schemas: Schemas, name: str) -> Mapping[str, frozenset[str]]:
-    """The JSON types that a tool's schema allows for each parameter; empty for a tool without a schema.
+def declared(schemas: Schemas, name: str) -> Parameters:
+    """The parameters of a tool; of one without a schema, they may be anything.
 
     A schema comes from a task, a server or a client, and may be any JSON.
     """
-    for schema in schemas:
-        function = _part(schema, "function")
-        if function.get("name") == name:
-            properties = _part(_part(function, "parameters"), "properties")
-            return {key: _types(value, _NESTED) for key, value in properties.items()}
-    return {}
+    return Parameters(next((schema for schema in schemas if name_of(schema) == name), None))
 
 
-def _part(schema: Any, key: str) -> Mapping[str, Any]:
-    """The object under a key of a schema; empty if the value is not an object."""
-    found = schema.get(key) if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def name_of(schema: Any) -> Any:
+    """The name of the tool that a schema describes, if it is one."""
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
-def _types(schema: Any, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return frozenset()
-    named = schema.get("type", ())
-    found = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)} if isinstance(named, list) else set()
-    for key in ("anyOf", "oneOf"):
-        some = schema.get(key)
-        for one in some if isinstance(some, list | tuple) else ():
-            found |= _types(one, depth - 1)
-    return frozenset(found)
-
-
-def value_of(text: str, kinds: frozenset[str]) -> Any:
-    """What an argument written without quotes means: text where the tool takes text, else JSON; text too where it is no JSON.
+def value_of(text: str, allowed: Allowed) -> Any:
+    """What an argument written without quotes means: text if the tool takes that text, else JSON; text too if it is no JSON.
 
     Where the schema says nothing, what reads as JSON is taken so, but for a JSON text: its quotes are the argument's own. Raises
     `Refused` for JSON out of bounds.
     """
+    kinds = allowed.kinds
     if kinds == {"string"}:
         return text
     if text in _PYTHONS and _PYTHONS[text][0] in kinds:  # so Qwen3.5's template writes them
@@ -119,4 +107,6 @@ def value_of(text: str, kinds: frozenset[str]) -> Any:
         return text
     if value is None and "null" in kinds:
         return None
-    return text if isinstance(value, str) or "string" in kinds else value
+    if isinstance(value, str) or ("string" in kinds and (allowed.fits(text) or not allowed.fits(value))):
+        return text
+    return value

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from agentrl.agent.calls import NOT_CLOSED, Refused, made_call, read_json
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, call_at, made_call, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -12,6 +13,9 @@ _BAR, _GAP = "\uff5c", "\u2581"
 CALLS = (f"<{_BAR}tool{_GAP}calls{_GAP}begin{_BAR}>", f"<{_BAR}tool{_GAP}calls{_GAP}end{_BAR}>")
 CALL = (f"<{_BAR}tool{_GAP}call{_GAP}begin{_BAR}>", f"<{_BAR}tool{_GAP}call{_GAP}end{_BAR}>")
 SEP = f"<{_BAR}tool{_GAP}sep{_BAR}>"
+_BLOCK = ("```json\n", "```")
+_IN_A_BLOCK = "tool call must have its arguments between ```json and ```, each on a line of its own"
+_MOST_HEAD = MAX_NAME + 64  # characters
 
 
 def read_v3(text: str, schemas: Schemas) -> Reading:
@@ -22,44 +26,64 @@ def read_v31(text: str, schemas: Schemas) -> Reading:
     return _read(text, _v31)
 
 
-def _read(text: str, make: Callable[[str], ToolCall]) -> Reading:
-    content, opened, rest = text.partition(CALLS[0])
+def _read(text: str, scan: Callable[[str, int], tuple[tuple[str, Any], int]]) -> Reading:
+    content, opened, _ = text.partition(CALLS[0])
     found = Collected()
+    call: ToolCall | Refused | None
     if not opened:
         return found.reading(content)
-    block, closed, after = rest.partition(CALLS[1])
-    at = 0
-    while (begin := block.find(CALL[0], at)) >= 0 and (end := block.find(CALL[1], begin)) >= 0:
-        if block[at:begin].strip():
+    at = skip_space(text, len(content) + len(opened))
+    while text.startswith(CALL[0], at):
+        body = at + len(CALL[0])
+        if found.tried < MAX_CALLS:
+            call, end = call_at(text, body, CALL[1], scan, lambda one: made_call(*one))
+        else:
+            call, end = None, after(text, CALL[1], body)
+        if end < 0:
             break
-        body = block[begin + len(CALL[0]) : end]
-        found.take(lambda body=body: make(body))  # type: ignore[misc]
-        at = end + len(CALL[1])
-    if block[at:].strip() or not closed:
-        found.errors.append(NOT_CLOSED if not closed or block.find(CALL[0], at) >= 0 else "between tool calls stands something else")
+        found.add(call)
+        at = skip_space(text, end)
+    closed = after(text, CALLS[1], at)
+    if closed < 0:
+        found.errors.append(NOT_CLOSED)
+    elif not text.startswith(CALLS[1], at):
+        found.errors.append(f"between tool calls stands something else: {text[at : at + 40]!a}")
     elif not found.tried:
         found.errors.append("the list of tool calls is empty")
-    if CALLS[0] in after:
+    rest = text[closed:] if closed >= 0 else ""
+    if CALLS[0] in rest:
         found.errors.append("a turn holds one list of tool calls; those after the first were not made")
-    return found.reading(content + after)
+    return found.reading(content + rest)
 
 
-def _v31(body: str) -> ToolCall:
-    name, parted, arguments = body.partition(SEP)
-    if not parted or not name.strip():
+def _v31(text: str, at: int) -> tuple[tuple[str, Any], int]:
+    name, at = _until(text, at, SEP)
+    if not name:
         raise Refused(f"tool call must be a tool's name, {SEP} and a JSON object")
-    return made_call(name.strip(), read_json(arguments))
+    arguments, end = scan_json(text, at)
+    return (name, arguments), end
 
 
-def _v3(body: str) -> ToolCall:
-    kind, parted, rest = body.partition(SEP)
-    name, _, block = rest.partition("\n")
-    block = block.strip()
-    if not parted or kind.strip() != "function" or not name.strip():
+def _v3(text: str, at: int) -> tuple[tuple[str, Any], int]:
+    kind, at = _until(text, at, SEP)
+    name, at = _until(text, at, "\n")
+    if kind != "function" or not name:
         raise Refused(f"tool call must be the word function, {SEP}, a tool's name, and its arguments in a ```json block")
-    if not block.startswith("```json\n") or not block.endswith("\n```"):
-        raise Refused("tool call must have its arguments between ```json and ```, each on a line of its own")
-    return made_call(name.strip(), read_json(block.removeprefix("```json\n").removesuffix("\n```")))
+    at = skip_space(text, at)
+    if not text.startswith(_BLOCK[0], at):
+        raise Refused(_IN_A_BLOCK)
+    arguments, end = scan_json(text, at + len(_BLOCK[0]))
+    end = skip_space(text, end)
+    if not text.startswith(_BLOCK[1], end):
+        raise Refused(_IN_A_BLOCK, at=end)
+    return (name, arguments), end + len(_BLOCK[1])
+
+
+def _until(text: str, at: int, mark: str) -> tuple[str, int]:
+    """A name in front of a mark, and the position behind it; no name if it has none, or goes on behind the call."""
+    end = text.find(mark, at, at + _MOST_HEAD)
+    name = text[at : max(at, end)].strip()
+    return ("", at) if CALL[1] in name else (name, end + len(mark))
 
 
 DEEPSEEK_V3 = CallForm(

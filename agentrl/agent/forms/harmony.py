@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from agentrl.agent.calls import MAX_NAME, Refused, made_call, read_json
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, Refused, made_call, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -38,17 +39,16 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
         if begun < 0:
             found.errors.append("a message was begun but has no <|message|>")
             break
-        closed = _CLOSE.search(text, begun + len(MESSAGE))
-        body = text[begun + len(MESSAGE) : closed.start() if closed else len(text)]
         try:
             channel, recipient = _head(text[at:begun], first=at == 0)
         except Refused as error:
             found.errors.append(str(error))
             break
-        if recipient:
-            found.take(lambda name=recipient, body=body: _call(name, body))  # type: ignore[misc]
-        else:
-            (thinking if channel == "analysis" else content).append(body)
+        body = begun + len(MESSAGE)
+        end = _take(text, body, recipient, found) if recipient else body
+        closed = _CLOSE.search(text, end)
+        if not recipient:
+            (thinking if channel == "analysis" else content).append(text[body : closed.start() if closed else len(text)])
         at = len(text) if closed is None else closed.start() if closed[0] == START else closed.end()
     return found.reading("\n".join(content), thinking="\n".join(thinking))
 
@@ -75,11 +75,28 @@ def _head(header: str, *, first: bool) -> tuple[str, str]:
     return found["channel"] or "", recipient
 
 
-def _call(recipient: str, body: str) -> ToolCall:
+def _take(text: str, at: int, recipient: str, found: Collected) -> int:
+    """Takes the call whose arguments start at a position; returns the position from which on the end of the message is looked for."""
+    if found.tried >= MAX_CALLS:
+        found.add(None)
+        return at
+    try:
+        arguments, end = scan_json(text, at)
+        end = skip_space(text, end)
+        if end < len(text) and not _CLOSE.match(text, end):
+            raise Refused(f"after the arguments of a call stands something else: {text[end : end + 40]!a}", at=end)
+    except Refused as error:
+        found.add(error)
+        return max(at, error.at)
+    found.take(lambda: _call(recipient, arguments))
+    return end
+
+
+def _call(recipient: str, arguments: Any) -> ToolCall:
     name = _NAME.fullmatch(recipient)
     if name is None:
         raise Refused(f"tools are called as functions.NAME, not as {ascii(recipient)[:80]}")
-    return made_call(name[1], read_json(body))
+    return made_call(name[1], arguments)
 
 
 HARMONY = CallForm(

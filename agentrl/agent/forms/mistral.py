@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import NOT_CLOSED, Refused, made_call, read_json, read_json_at
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, call_of, made_call, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID = re.compile(r"[A-Za-z0-9]{9}")
+_MOST_HEAD = MAX_NAME + 64  # characters
 _THINK = ("[THINK]", "[/THINK]")
 
 
@@ -23,10 +25,29 @@ def read_mistral(text: str, schemas: Schemas) -> Reading:
     if rest.lstrip().startswith("["):
         content += _listed(rest.lstrip(), found)
     else:
-        for part in rest.split(CALLS):
-            call_id = _id_of(part)
-            found.take(lambda part=part: _named(part), number=call_id)  # type: ignore[misc]
+        _each_named(text, len(text) - len(rest), found)
     return found.reading(content, thinking=thinking)
+
+
+def _each_named(text: str, at: int, found: Collected) -> None:
+    """Takes the calls of a text from behind the first `[TOOL_CALLS]` on, each followed by another one or the end of the text."""
+    while at >= 0:
+        if found.tried >= MAX_CALLS:
+            found.add(None)
+            at = after(text, CALLS, at)
+            continue
+        try:
+            name, number, at = _head(text, at)
+            arguments, at = scan_json(text, at)
+            at = skip_space(text, at)
+            if at < len(text) and not text.startswith(CALLS, at):
+                raise Refused(f"after the arguments of a tool call stands something else: {text[at : at + 40]!a}", at=at)
+        except Refused as error:
+            found.add(error)
+            at = after(text, CALLS, max(at, error.at))
+        else:
+            found.take(partial(_made, name, number, arguments), number=number)
+            at = after(text, CALLS, at)
 
 
 def _thinking(text: str) -> tuple[str, str]:
@@ -40,38 +61,40 @@ def _thinking(text: str) -> tuple[str, str]:
 def _listed(text: str, found: Collected) -> str:
     """Takes the calls of a JSON list at the begin of a text; returns what comes after the list."""
     try:
-        items, end = read_json_at(text, 0)
+        items, end = scan_json(text, 0)
     except Refused as error:
         found.errors.append(str(error))
         return ""
     if not items:
         found.errors.append("the list of tool calls is empty")
     for item in items:
-        found.take(lambda item=item: _item(item), number=str(item.get("id", "")) if isinstance(item, dict) else "")  # type: ignore[misc]
+        found.take(lambda item=item: _item(item), number=str(item.get("id") or "") if isinstance(item, dict) else "")  # type: ignore[misc]
+    if CALLS in text[end:]:
+        found.errors.append("a turn holds one list of tool calls; those after the first were not made")
     return text[end:]
 
 
 def _item(item: Any) -> ToolCall:
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-        raise Refused('tool call must be an object with "name" and "arguments"')
-    _check_id(str(item.get("id", "")))
-    return made_call(item["name"], item.get("arguments", {}))
+    if isinstance(item, dict):
+        _check_id(str(item.get("id") or ""))
+    return call_of(item)
 
 
-def _id_of(part: str) -> str:
-    head = part.partition(ARGS)[0]
-    return head.partition(CALL_ID)[2].strip()
-
-
-def _named(part: str) -> ToolCall:
-    head, found, arguments = part.partition(ARGS)
-    if not found:
+def _head(text: str, at: int) -> tuple[str, str, int]:
+    """Name and id of a call, and the position of its arguments."""
+    end = text.find(ARGS, at, at + _MOST_HEAD)
+    head = text[at : max(at, end)]
+    if end < 0 or CALLS in head:
         raise Refused(f"{NOT_CLOSED}: after [TOOL_CALLS] come a tool's name, [ARGS] and a JSON object")
     name, _, number = head.partition(CALL_ID)
-    _check_id(number.strip())
-    if not name.strip():
+    return name.strip(), number.strip(), end + len(ARGS)
+
+
+def _made(name: str, number: str, arguments: Any) -> ToolCall:
+    if not name:
         raise Refused("tool call has no name between [TOOL_CALLS] and [ARGS]")
-    return made_call(name.strip(), read_json(arguments.strip() or "{}"))
+    _check_id(number)
+    return made_call(name, arguments)
 
 
 def _check_id(number: str) -> None:

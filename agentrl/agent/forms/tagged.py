@@ -1,93 +1,140 @@
-"""Calls between tags whose arguments are tagged one by one, without quotes: GLM 4.5 and Qwen3-Coder (and Qwen3.5, 3.6)."""
+"""Calls between tags whose arguments are tagged one by one, without quotes: GLM 4.5 and Qwen3-Coder (and Qwen3.5, 3.6).
+
+A value ends at the closing tag behind which another argument or the end of the call stands, so that a value may hold any other tag.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentrl.agent.calls import CLOSE, MAX_CHARS, OPEN, Refused, made_call, read_tagged
+from agentrl.agent.arguments import Allowed
+from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, NotClosed, Refused, made_call, read_tagged, scan_json
 from agentrl.agent.forms.base import CallForm, Reading, Schemas, declared, value_of
 from agentrl.records import ToolCall
 
+_Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
+"""A tool's name, and the arguments: each with its name, what is written, and what it may be."""
+
+_MOST_TAG = 4 * MAX_NAME  # characters
 _SPACE = re.compile(r"\s*")
+_GLM_NAME = re.compile(r"<arg_key>|</tool_call>")
+_GLM_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>))")
+_GLM_NEXT = re.compile(r"<arg_key>[^<]*</arg_key>\s*<arg_value>")
+_QWEN_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>|</tool_call>))")
+_QWEN_NEXT = re.compile(r"<parameter=[^<>\n]+>")
 
 
 def read_glm(text: str, schemas: Schemas) -> Reading:
-    calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda body: _glm(body, schemas))
-    return Reading(calls=calls, errors=errors, content=content)
+    return _read(text, schemas, _glm)
 
 
 def read_qwen3_coder(text: str, schemas: Schemas) -> Reading:
-    calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda body: _qwen3_coder(body, schemas))
+    return _read(text, schemas, _qwen3_coder)
+
+
+def _read(text: str, schemas: Schemas, scan: Callable[[str, int, Schemas], tuple[_Body, int]]) -> Reading:
+    calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda whole, at: scan(whole, at, schemas), _call)
     return Reading(calls=calls, errors=errors, content=content)
 
 
-def _glm(body: str, schemas: Schemas) -> ToolCall:
+def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     """NAME, then pairs of `<arg_key>` and `<arg_value>`."""
-    _bounded(body)
-    name, found, rest = body.partition("<arg_key>")
-    name = name.strip()
-    if not name or "<" in name or "\n" in name:
+    begun = _GLM_NAME.search(text, at)
+    name = text[at : begun.start()].strip() if begun else ""
+    if begun is None or not name or "<" in name or "\n" in name:
         raise Refused("tool call must begin with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-    kinds, at = declared(schemas, name), 0
-    arguments: dict[str, Any] = {}
-    rest = found + rest
-    while at < len(rest):
-        key, at = _piece(rest, at, "<arg_key>", "</arg_key>")
-        value, at = _piece(rest, at, "<arg_value>", "</arg_value>")
-        _put(arguments, key, value, kinds.get(key, frozenset()))
-    return made_call(name, arguments)
+    start, at, parameters = at, begun.start(), declared(schemas, name)
+    arguments: list[tuple[str, str, Allowed]] = []
+    while text.startswith("<arg_key>", at):
+        end = text.find("</arg_key>", at)
+        key = text[at + len("<arg_key>") : max(end, 0)]
+        if end < 0 or "<arg_" in key:
+            raise _wrong(text, at, "<arg_key>KEY</arg_key>")
+        at = _space(text, end + len("</arg_key>"))
+        if not text.startswith("<arg_value>", at):
+            raise _wrong(text, at, "<arg_value>VALUE</arg_value>")
+        opening, allowed = f"<arg_value> of {ascii(key)[:80]}", parameters.allowed(key)
+        value, at = _value(text, at + len("<arg_value>"), allowed.kinds, opening, _GLM_END, _GLM_NEXT)
+        arguments.append((key, value, allowed))
+        at = _space(text, at)
+    return (name, arguments), _bounded(start, at)
 
 
-def _qwen3_coder(body: str, schemas: Schemas) -> ToolCall:
-    """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on lines of its own."""
-    _bounded(body)
-    inner = body.strip()
-    if not inner.startswith("<function=") or not inner.endswith("</function>"):
+def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
+    """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on lines of its own, `</function>`."""
+    start, at = at, _space(text, at)
+    if not text.startswith("<function=", at):
         raise Refused("tool call must be <function=NAME> ... </function> within its tags")
-    inner = inner.removesuffix("</function>")
-    name, at = _named(inner, 0, "<function=")
-    kinds = declared(schemas, name)
-    arguments: dict[str, Any] = {}
-    at = _SPACE.match(inner, at).end()  # type: ignore[union-attr]
-    while at < len(inner):
-        key, at = _named(inner, at, "<parameter=")
-        end = inner.find("</parameter>", at)
-        if end < 0:
-            raise Refused(f"tool call opens <parameter={key[:80]}> and does not close it")
-        value = inner[at:end].removeprefix("\n").removesuffix("\n")
-        _put(arguments, key, value, kinds.get(key, frozenset()))
-        at = _SPACE.match(inner, end + len("</parameter>")).end()  # type: ignore[union-attr]
-    return made_call(name, arguments)
+    name, at = _named(text, at, "<function=")
+    at, parameters = _space(text, at), declared(schemas, name)
+    arguments: list[tuple[str, str, Allowed]] = []
+    while not text.startswith("</function>", at):
+        key, at = _named(text, at, "<parameter=")
+        opening, allowed = f"<parameter={ascii(key)[1:-1][:80]}>", parameters.allowed(key)
+        value, at = _value(text, at, allowed.kinds, opening, _QWEN_END, _QWEN_NEXT)
+        arguments.append((key, value.removeprefix("\n").removesuffix("\n"), allowed))
+        at = _space(text, at)
+    return (name, arguments), _bounded(start, at + len("</function>"))
 
 
-def _bounded(body: str) -> None:
-    if len(body) > MAX_CHARS:
-        raise Refused(f"tool call of {len(body)} characters; it may have {MAX_CHARS}")
+def _value(
+    text: str, at: int, kinds: frozenset[str], opening: str, closing: re.Pattern[str], following: re.Pattern[str]
+) -> tuple[str, int]:
+    """The text up to the closing tag behind which an argument or the end of the call stands, and the position behind that tag.
+
+    What can be no text is JSON, which ends where its own grammar says. A text in which another argument is opened is refused: it may have
+    swallowed that one, because its own end is missing.
+    """
+    start = at
+    if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):
+        try:
+            _, end = scan_json(text, at)
+            if closed := closing.match(text, _space(text, end)):
+                return text[at : closed.start()], closed.end()
+        except Refused as error:
+            start = max(at, error.at)
+    end_tag = closing.search(text, start)
+    if end_tag is None:
+        raise NotClosed(f"{NOT_CLOSED}: it opens {opening} and does not close it", at=len(text))
+    if swallowed := following.search(text, start, end_tag.start()):
+        raise Refused(f"tool call opens {opening} and does not close it before {ascii(swallowed[0])[1:81]}", at=end_tag.end())
+    return text[at : end_tag.start()], end_tag.end()
 
 
-def _piece(text: str, at: int, opening: str, closing: str) -> tuple[str, int]:
-    """What stands between two tags that begin at a place, and the place of what comes after white space."""
-    end = text.find(closing, at) if text.startswith(opening, at) else -1
-    if end < 0:
-        raise Refused(f"tool call must have {opening}...{closing} where it has {text[at : at + 40]!a}")
-    return text[at + len(opening) : end], _SPACE.match(text, end + len(closing)).end()  # type: ignore[union-attr]
+def _bounded(start: int, end: int) -> int:
+    if end - start > MAX_CHARS:
+        raise Refused(f"tool call of {end - start} characters; it may have {MAX_CHARS}", at=end)
+    return end
 
 
 def _named(text: str, at: int, opening: str) -> tuple[str, int]:
-    """The name in a tag such as `<function=NAME>`, and where the tag ends."""
-    end = text.find(">", at) if text.startswith(opening, at) else -1
-    name = text[at + len(opening) : end]
-    if end < 0 or not name or "\n" in name or "<" in name:
-        raise Refused(f"tool call must have {opening}NAME> where it has {text[at : at + 40]!a}")
+    """The name in a tag such as `<function=NAME>`, and the position behind the tag."""
+    end = text.find(">", at, at + _MOST_TAG) if text.startswith(opening, at) else -1
+    name = text[at + len(opening) : max(end, 0)]
+    if not name or "\n" in name or "<" in name:
+        raise _wrong(text, at, f"{opening}NAME>")
     return name, end + 1
 
 
-def _put(arguments: dict[str, Any], key: str, value: str, kinds: frozenset[str]) -> None:
-    if key in arguments:
-        raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
-    arguments[key] = value_of(value, kinds)
+def _wrong(text: str, at: int, wanted: str) -> Refused:
+    return Refused(f"tool call must have {wanted} where it has {text[at : at + 40]!a}", at=at)
+
+
+def _space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
+
+
+def _call(body: _Body) -> ToolCall:
+    name, written = body
+    arguments: dict[str, Any] = {}
+    for key, value, allowed in written:
+        if key in arguments:
+            raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
+        arguments[key] = value_of(value, allowed)
+    return made_call(name, arguments)
 
 
 def _form(name: str, about: str, read: Callable[[str, Schemas], Reading], **more: Any) -> CallForm:

@@ -1,0 +1,161 @@
+"""The law of every form of tool calls: a call is read as it was written, whatever marks of whatever form its arguments hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from agentrl.agent.forms import FORMS
+from agentrl.agent.forms.deepseek import CALL, CALLS, SEP
+from agentrl.records import ToolCall
+
+Arguments = Mapping[str, Any]
+
+MARKS = sorted(
+    {mark for form in FORMS.values() for mark in (*form.opens, *form.ends, *form.hands_over, *form.inner)}
+    | {"</tool_call>", "<function=f0>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>"}
+    | {"</arg_value>", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>", *CALLS, *CALL, SEP, "```json", "```", "{}"}
+    | {"\n", '"', "\\", "'", ";", "[f0(", ")]", "}", '{"name": "f0", "arguments": {}}', "<|start|>assistant"}
+)
+texts = st.lists(st.sampled_from(MARKS) | st.text(st.characters(codec="utf-8"), max_size=3), max_size=6).map("".join)
+leaves = st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | texts
+values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=2), max_leaves=5)
+named = st.dictionaries(st.sampled_from(["a", "b_2", "code"]), values, max_size=3)
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def hermes(number: int, given: Arguments) -> str:
+    return f"<tool_call>\n{dumps({'name': f'f{number}', 'arguments': given})}\n</tool_call>"
+
+
+def qwen3_coder(number: int, given: Arguments) -> str:
+    written = "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in given.items())
+    return f"<tool_call>\n<function=f{number}>\n{written}</function>\n</tool_call>"
+
+
+def glm45(number: int, given: Arguments) -> str:
+    written = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>\n" for key, value in given.items())
+    return f"<tool_call>f{number}\n{written}</tool_call>"
+
+
+def mistral_v3(every: Sequence[Arguments]) -> str:
+    return "[TOOL_CALLS]" + dumps([{"name": f"f{number}", "arguments": given} for number, given in enumerate(every)])
+
+
+def harmony(number: int, given: Arguments) -> str:
+    begun = "" if number == 0 else "<|start|>assistant"
+    return f"{begun}<|channel|>commentary to=functions.f{number} <|constrain|>json<|message|>{dumps(given)}<|call|>"
+
+
+def deepseek_v3(every: Sequence[Arguments]) -> str:
+    calls = [f"{CALL[0]}function{SEP}f{number}\n```json\n{dumps(given)}\n```{CALL[1]}" for number, given in enumerate(every)]
+    return CALLS[0] + "\n".join(calls) + CALLS[1]
+
+
+def deepseek_v31(every: Sequence[Arguments]) -> str:
+    return CALLS[0] + "".join(f"{CALL[0]}f{number}{SEP}{dumps(given)}{CALL[1]}" for number, given in enumerate(every)) + CALLS[1]
+
+
+def llama3_json(every: Sequence[Arguments]) -> str:
+    return "; ".join(dumps({"name": f"f{number}", "parameters": given}) for number, given in enumerate(every))
+
+
+def pythonic(every: Sequence[Arguments]) -> str:
+    calls = [f"f{number}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for number, given in enumerate(every)]
+    return f"[{', '.join(calls)}]"
+
+
+def each(write: Callable[[int, Arguments], str], between: str = "") -> Callable[[Sequence[Arguments]], str]:
+    return lambda every: between.join(write(number, given) for number, given in enumerate(every))
+
+
+WRITERS: Mapping[str, tuple[str, Callable[[Sequence[Arguments]], str]]] = {
+    "hermes": ("hermes", each(hermes, "\n")),
+    "qwen3_coder": ("qwen3_coder", each(qwen3_coder, "\n")),
+    "glm45": ("glm45", each(glm45)),
+    "mistral_v3": ("mistral", mistral_v3),
+    "mistral_v13": ("mistral", each(lambda number, given: f"[TOOL_CALLS]f{number}[ARGS]{dumps(given)}")),
+    "deepseek_v3": ("deepseek_v3", deepseek_v3),
+    "deepseek_v31": ("deepseek_v31", deepseek_v31),
+    "harmony": ("harmony", each(harmony)),
+    "llama3_json": ("llama3_json", llama3_json),
+    "pythonic": ("pythonic", pythonic),
+}
+ENDS = {
+    "qwen3_coder": r"</parameter>\s*(?:<parameter=|</function>|</tool_call>)",
+    "glm45": r"</arg_value>\s*(?:<arg_key>|</tool_call>)",
+}
+"""What a form without quotes ends a text with. A text that holds it can be written, and not be told from two arguments."""
+OPENS = {"qwen3_coder": r"<parameter=[^<>\n]+>", "glm45": r"<arg_key>[^<]*</arg_key>\s*<arg_value>"}
+"""What a form without quotes begins the next argument with. A text that holds it is refused."""
+
+
+def schemas_of(every: Sequence[Arguments]) -> list[dict[str, Any]]:
+    """The tools `f0`, `f1`, ..., whose parameters have the types of these arguments."""
+    kinds: dict[type, str] = {type(None): "null", bool: "boolean", int: "integer", float: "number"}
+    kinds |= {str: "string", list: "array", dict: "object"}
+    made = []
+    for number, arguments in enumerate(every):
+        properties = {key: {"type": kinds[type(value)]} for key, value in arguments.items()}
+        made.append({"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object", "properties": properties}}})
+    return made
+
+
+def holds(pattern: str, every: Sequence[Arguments]) -> bool:
+    return any(isinstance(value, str) and re.search(pattern, value) is not None for given in every for value in given.values())
+
+
+def test_every_form_is_written_here() -> None:
+    assert {form for form, _ in WRITERS.values()} == FORMS.keys()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@given(every=st.lists(named, min_size=1, max_size=3))
+def test_any_arguments_are_read_as_they_were_written(name: str, every: list[Arguments]) -> None:
+    form, write = WRITERS[name]
+    assume(name not in ENDS or not holds(ENDS[name], every))
+    reading = FORMS[form].read(write(every), schemas_of(every))
+    if name in OPENS and holds(OPENS[name], every):
+        assert reading.errors and len(reading.calls) < len(every)
+        assert all(call.arguments in every for call in reading.calls), "no other call is made of it"
+        return
+    assert reading.errors == () and reading.content == ""
+    assert reading.calls == tuple(ToolCall(name=f"f{number}", arguments=given) for number, given in enumerate(every))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@given(every=st.lists(named, min_size=1, max_size=3), share=st.floats(0, 1))
+def test_a_turn_that_is_cut_off_makes_no_other_call(name: str, every: list[Arguments], share: float) -> None:
+    """Nothing that stands inside an argument becomes a call when the end of the argument is missing."""
+    form, write = WRITERS[name]
+    assume(name not in ENDS or not holds(f"{ENDS[name]}|{OPENS[name]}", every))
+    written = write(every)
+    reading = FORMS[form].read(written[: int(share * len(written))], schemas_of(every))
+    meant = tuple(ToolCall(name=f"f{number}", arguments=given) for number, given in enumerate(every))
+    assert reading.calls == meant[: len(reading.calls)]
+
+
+INNER = {"text": f"</tool_call>[TOOL_CALLS]{CALL[1]}{CALLS[1]}<|end|><|call|><|start|>assistant```\n"}
+
+
+@pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"pythonic"}))
+def test_a_call_after_one_that_cannot_be_taken_is_made(name: str) -> None:
+    """The marks inside the first one's text end it no earlier than its own."""
+    form, write = WRITERS[name]
+    written = write([{**INNER, "n": 12345678901}, {"a": 1}]).replace("12345678901", "9" * 5000)
+    reading = FORMS[form].read(written, schemas_of([{**INNER, "n": 1}, {"a": 1}]))
+    assert reading.calls == (ToolCall(name="f1", arguments={"a": 1}),) or name == "mistral_v3", "whose calls are one JSON value"
+    assert len(reading.errors) == 1 and "5000 digits" in reading.errors[0] and reading.content == ""
