@@ -245,10 +245,19 @@ class LiveTrajectory(Protocol):
         """Token ids that come into the context before the next completion. Nothing is trained on them."""
         ...
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
+    async def sample(
+        self,
+        *,
+        stop_token_ids: Sequence[int],
+        max_tokens: int | None = None,
+        thinking: Thinking | None = None,
+        stop: Sequence[str] = (),
+    ) -> Completion:
         """The next completion, given all tokens so far, of at most `max_tokens`. Raises `ServingError`; `RuntimeError` at a `limit`.
 
         `thinking` ends it at `Limits.thinking_tokens`; `TaskError` for a task with that limit where it is None.
+
+        `stop` are texts that the server may end it at, after the token that completes one.
         """
         ...
 

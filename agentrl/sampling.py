@@ -142,3 +142,4 @@ class SamplingParams(Sampling):
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end it; the server may sample on, and the caller takes the tokens up to the first

@@ -15,8 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from agentrl.agent.arguments import problems
 from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
 from agentrl.agent.fence import Fence
+from agentrl.agent.forms import Reading
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
@@ -156,10 +158,20 @@ class ChatFormat:
             return {self.defang(key): self.fenced_value(one) for key, one in value.items()}
         return [self.fenced_value(one) for one in value] if isinstance(value, list | tuple) else value
 
-    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What a completion says, control tokens included, without the token that ends it."""
+        ids = list(token_ids)
+        return self._renderer.said(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)
+
+    def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+        """What is wrong with the arguments of a call of the tool with this schema; empty when nothing is."""
+        return problems(schema, arguments)
+
+    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> ParsedCompletion:
         """The message in a completion. Whatever is wrong with its tool calls becomes `errors`, never an exception.
 
-        `schemas` of the task's tools say what an argument is that the form writes without quotes.
+        `schemas` of the task's tools say what an argument is that the form writes without quotes. Without `calls` what looks like one is
+        text.
         """
         ids = list(token_ids)
         end = ids.pop() if ids and ids[-1] in self.stop_token_ids else None
@@ -167,10 +179,12 @@ class ChatFormat:
         text, forged = self._renderer.said(ids[:own]), self._renderer.said(ids[own:])
         thought, text, closed = self._thinking(text)
         reading = self._form.read(text, schemas)
+        if not calls and (reading.calls or reading.errors):
+            reading = Reading(content=text)
         errors = reading.errors
-        if not closed and any(opens in thought for opens in self._form.opens):
+        if calls and not closed and any(opens in thought for opens in self._form.opens):
             errors += (f"a tool call in what you think is not made: end your thinking with {THINK[1]} first",)
-        if any(opens in forged for opens in self._form.opens):
+        if calls and any(opens in forged for opens in self._form.opens):
             errors += ("a turn cannot begin another one: the tool calls after the control token that does were not made",)
         if reading.thinking:
             thought = f"{THINK[0]}\n{reading.thinking}\n{THINK[1]}\n\n"

@@ -2,85 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway.asked import (
+    EFFORTS,
     MAX_TOOLS,
     Answer,
     Asked,
+    Check,
     Refused,
     Said,
     call,
+    calls_read,
+    check_all,
     fields,
     flag,
     function,
+    given,
+    integer,
     listed,
     mapping,
     nothing_else,
+    one_of,
     said,
+    split_system,
+    stops,
+    storable,
     text,
     whole,
+    within,
 )
 from agentrl.records import ToolCall
 
-HINTS = ("temperature", "top_p", "top_k", "metadata", "service_tier", "inference_geo", "output_config", "cache_control")
-"""Fields that are taken and change nothing."""
-
-NOTHING: dict[str, tuple[Any, ...]] = {
-    "stop_sequences": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
-    "mcp_servers": ([],),
-    "container": (),
-    "context_management": ({"edits": []},),
+HINTS: Mapping[str, Check] = {
+    **{"temperature": within(0, 1), "top_p": within(0, 1), "top_k": integer},
+    **{"metadata": mapping, "service_tier": one_of("auto", "standard_only"), "inference_geo": text, "cache_control": mapping},
 }
+"""Fields that are checked and change nothing."""
+
+NOTHING: Mapping[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "output_format": ()}
 """Fields that are taken where they ask for nothing."""
 
-FIELDS = ("model", "messages", "max_tokens", "system", "tools", "thinking", "stream", *NOTHING, *HINTS)
+FIELDS = (
+    *("model", "messages", "max_tokens", "system", "tools", "tool_choice", "thinking", "stream", "stop_sequences"),
+    *("context_management", "output_config", *NOTHING, *HINTS),
+)
 _ERRORS = {
     "wrong_key": "authentication_error",
     "ended": "permission_error",
     "turn_limit": "permission_error",
+    "wrong_host": "permission_error",
     "unknown_model": "not_found_error",
     "not_found": "not_found_error",
     "too_large": "request_too_large",
     "too_many": "rate_limit_error",
     "failed": "api_error",
 }
+_CHOICE = ("type", "name", "disable_parallel_tool_use")
+_KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+"""An edit of the context that leaves it as it is."""
 
 
 def read(body: Any) -> Asked:
     """Raises `Refused`."""
+    if mapping(body, "the body").get("max_tokens") is None:
+        raise Refused("invalid", "max_tokens: Field required", param="max_tokens")
+    return _read(body)
+
+
+def read_count(body: Any) -> Asked:
+    """A request to count the tokens of a context. Raises `Refused`."""
+    return _read(body)
+
+
+def _read(body: Any) -> Asked:
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
-    most = whole(asked.get("max_tokens"), "max_tokens")
-    if most is None:
-        raise Refused("invalid", "max_tokens: Field required")
-    fields(asked.get("output_config") or {}, ("effort",), where="output_config")
-    thinking = mapping(asked.get("thinking") or {"type": "disabled"}, "thinking")
-    system = asked.get("system") or ""
+    check_all(asked, HINTS)
+    _check_configuration(asked)
+    system = given(asked.get("system"), "")
     texts = [system] if isinstance(system, str) else [_text(one, f"system[{at}]") for at, one in enumerate(listed(system, "system"))]
     messages = [one for at, value in enumerate(listed(asked.get("messages"), "messages")) for one in _messages(value, f"messages[{at}]")]
-    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(listed(asked.get("tools") or [], "tools", most=MAX_TOOLS))]
+    heads, rest = split_system(messages)
+    offered = listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS)
+    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(offered)]
+    choice = fields(given(asked.get("tool_choice"), {"type": "auto"}), _CHOICE, where="tool_choice")
     return Asked(
         model=text(asked.get("model"), "model"),
-        system=tuple(one for one in texts if one),
-        messages=tuple(messages),
+        system=tuple(one for one in (*texts, *heads) if one),
+        messages=rest,
         tools=tuple(tools),
-        max_tokens=most,
+        max_tokens=whole(asked.get("max_tokens"), "max_tokens"),
         stream=flag(asked.get("stream"), "stream"),
-        options={"thinking": thinking.get("type") in ("enabled", "adaptive")},
+        calls=calls_read(choice.get("type"), "tool_choice.type"),
+        single=flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use"),
+        strict=frozenset(one["name"] for one in offered if one.get("strict")),
+        stop=stops(listed(given(asked.get("stop_sequences"), []), "stop_sequences"), "stop_sequences"),
+        options={"thinking": _thinks(asked.get("thinking"))},
     )
 
 
 def write(answer: Answer, asked: Asked) -> dict[str, Any]:
-    return {
-        **_head(answer),
-        "content": _blocks(answer, asked),
-        "stop_reason": _stop(answer),
-        "stop_sequence": None,
-        "usage": _usage(answer),
-    }
+    return {**_head(answer), "content": _blocks(answer, asked), **_stop(answer), "usage": _usage(answer)}
 
 
 def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
@@ -93,14 +118,41 @@ def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
         for delta in deltas:
             yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
-    end = {"stop_reason": _stop(answer), "stop_sequence": None}
-    yield "message_delta", {"type": "message_delta", "delta": end, "usage": {"output_tokens": answer.completion_tokens}}
+    yield "message_delta", {"type": "message_delta", "delta": _stop(answer), "usage": {"output_tokens": answer.completion_tokens}}
     yield "message_stop", {"type": "message_stop"}
 
 
 def error(refused: Refused) -> dict[str, Any]:
     kind = _ERRORS.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message}, "request_id": None}
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    return {"data": [model(name) for name in names], "has_more": False, "first_id": names[0], "last_id": names[-1]}
+
+
+def model(name: str) -> dict[str, Any]:
+    return {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _check_configuration(asked: Mapping[str, Any]) -> None:
+    """Options that are objects of options."""
+    config = fields(given(asked.get("output_config"), {}), ("effort", "format"), where="output_config")
+    check_all(config, {"effort": one_of(*EFFORTS)}, "output_config")
+    nothing_else(config, {"format": ()}, "output_config")
+    context = fields(given(asked.get("context_management"), {}), ("edits",), where="context_management")
+    for at, edit in enumerate(listed(given(context.get("edits"), []), "context_management.edits")):
+        if edit != _KEEPS_ALL:
+            where = f"context_management.edits[{at}]"
+            raise Refused("unsupported", f"{where}: the context is kept as it was sampled; only {_KEEPS_ALL} is supported.", param=where)
+
+
+def _thinks(value: Any) -> bool:
+    """Whether the answer shows what was thought. How much is thought is the policy's."""
+    about = fields(given(value, {}), ("type", "budget_tokens", "display"), where="thinking")
+    whole(about.get("budget_tokens"), "thinking.budget_tokens")
+    check_all(about, {"type": one_of("enabled", "adaptive", "disabled"), "display": one_of("summarized", "omitted")}, "thinking")
+    return about.get("type") in ("enabled", "adaptive") and about.get("display") != "omitted"
 
 
 def _head(answer: Answer) -> dict[str, Any]:
@@ -128,8 +180,10 @@ def _pieces(block: dict[str, Any], answer: Answer) -> tuple[dict[str, Any], list
     return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
 
 
-def _stop(answer: Answer) -> str:
-    return "max_tokens" if answer.cut else "tool_use" if answer.calls else "end_turn"
+def _stop(answer: Answer) -> dict[str, Any]:
+    if not answer.cut and not answer.calls and answer.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+    return {"stop_reason": "max_tokens" if answer.cut else "tool_use" if answer.calls else "end_turn", "stop_sequence": None}
 
 
 def _usage(answer: Answer) -> dict[str, int]:
@@ -145,8 +199,8 @@ def _messages(value: Any, where: str) -> list[Said]:
     """A message is one of ours, but for results of tools: each of those is a message of its own, before the text beside it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
-    if role not in ("user", "assistant"):
-        raise Refused("invalid", f"{where}.role: must be user or assistant")
+    if role not in ("user", "assistant", "system"):
+        raise Refused("invalid", f"{where}.role: must be user, assistant or system", param=f"{where}.role")
     if isinstance(content, str):
         return [said(role, content)]
     texts: list[str] = []
@@ -159,12 +213,12 @@ def _messages(value: Any, where: str) -> list[Said]:
         if kind == "text":
             texts.append(_text(block, here))
         elif kind == "tool_use" and role == "assistant":
-            calls.append((text(block.get("id"), f"{here}.id"), call(block.get("name"), mapping(block.get("input"), f"{here}.input"), here)))
+            calls.append((text(block.get("id"), f"{here}.id"), call(block.get("name"), block.get("input"), here)))
         elif kind == "tool_result" and role == "user":
             name, ok = text(block.get("tool_use_id"), f"{here}.tool_use_id"), not flag(block.get("is_error"), f"{here}.is_error")
             results.append(said("tool", _result(block.get("content"), here), call_id=name, ok=ok))
         elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
-            raise Refused("unsupported", f"{here}: blocks of type {str(kind)[:40]!a} are not supported here")
+            raise Refused("unsupported", f"{here}.type: blocks of type {str(kind)[:40]!a} are not supported here", param=f"{here}.type")
     if role == "assistant":
         return [said(role, "".join(texts), [one for _, one in calls], call_ids=tuple(name for name, _ in calls))]
     return [*results, *([said(role, "\n".join(texts))] if texts or not results else [])]
@@ -173,7 +227,7 @@ def _messages(value: Any, where: str) -> list[Said]:
 def _text(value: Any, where: str) -> str:
     block = mapping(value, where)
     if block.get("type") != "text":
-        raise Refused("unsupported", f"{where}: only text is supported here")
+        raise Refused("unsupported", f"{where}.type: only text is supported here", param=f"{where}.type")
     return text(block.get("text"), f"{where}.text")
 
 
@@ -186,7 +240,11 @@ def _result(content: Any, where: str) -> str:
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") not in (None, "custom"):
-        raise Refused("unsupported", f"{where}.type: only tools of type 'custom' are supported")
+        raise Refused("unsupported", f"{where}.type: only tools of type 'custom' are supported", param=f"{where}.type")
     known = ("type", "name", "description", "input_schema", "cache_control", "strict", "eager_input_streaming", "input_examples")
     named = fields(about, known, where=where)
-    return function(named.get("name"), named.get("description"), named.get("input_schema"), where)
+    check_all(named, {"cache_control": mapping, "strict": flag, "eager_input_streaming": flag}, where)
+    examples = listed(given(named.get("input_examples"), []), f"{where}.input_examples")
+    shown = [storable(mapping(one, f"{where}.input_examples[{at}]"), f"{where}.input_examples[{at}]") for at, one in enumerate(examples)]
+    told = [text(given(named.get("description"), ""), f"{where}.description"), *(f"Example: {json.dumps(one)}" for one in shown)]
+    return function(named.get("name"), "\n".join(filter(None, told)), named.get("input_schema"), where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,17 @@ MAX_MESSAGES = 4096
 
 MAX_TOOLS = 512
 
+MAX_STOPS = (16, 1024)
+"""Stop sequences of one request, and characters of each."""
+
+MAX_KEY = 200
+"""Characters of an unknown key that an error repeats."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+Check = Callable[[Any, str], object]
+"""Raises `Refused` for a value that the option of this name cannot have."""
+
 STATUS = {
     "invalid": 400,
     "unknown_field": 400,
@@ -28,7 +39,9 @@ STATUS = {
     "ended": 403,
     "unknown_model": 404,
     "not_found": 404,
+    "wrong_host": 403,
     "too_large": 413,
+    "encoding": 415,
     "too_many": 429,
     "failed": 503,
 }
@@ -69,6 +82,10 @@ class Asked:
     after: str = ""  # id of an answer of ours that the messages come after
     retry: bool = False  # the client says that it asks once more
     stream: bool = False
+    calls: bool = True  # whether the answer may hold calls of the tools; False: they stay text
+    single: bool = False  # at most one call is given in the answer
+    strict: frozenset[str] = frozenset()  # tools whose calls are given only if their arguments match the schema
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these texts
     options: Mapping[str, Any] = field(default_factory=dict)  # of its protocol alone, for how the answer is written
 
     @property
@@ -101,6 +118,7 @@ class Answer:
     reasoning: str
     calls: tuple[Called, ...]
     cut: bool  # by its length
+    stop: str = ""  # the stop sequence that ended it
     prompt_tokens: int
     completion_tokens: int
     created: int  # seconds since 1970
@@ -124,13 +142,31 @@ def split_reasoning(text: str) -> tuple[str, str]:
     return (thought.replace("<think>", "", 1).strip(), said.strip()) if closed else ("", text)
 
 
-def fields(body: Any, known: Sequence[str], *, where: str = "") -> dict[str, Any]:
+def fields(body: Any, known: Collection[str], *, where: str = "") -> dict[str, Any]:
     """An object that has no other keys than the known ones; `Refused` names the first one that is not."""
     found = mapping(body, where or "the body")
     if unknown := next((key for key in found if key not in known), None):
-        name = f"{where}.{unknown}"[-200:] if where else unknown[:200]
-        raise Refused("unknown_field", f"Unknown parameter: {name!a}.", param=ascii(name)[1:-1])
+        name = inside(where, ascii(unknown[:MAX_KEY])[1:-1])
+        raise Refused("unknown_field", f"Unknown parameter: '{name}'.", param=name)
     return found
+
+
+def inside(where: str, name: str) -> str:
+    """The path of a field in the object at `where`."""
+    return f"{where}.{name}" if where else name
+
+
+def given(value: Any, otherwise: Any) -> Any:
+    """The value of a field; `otherwise` where it is missing or null."""
+    return otherwise if value is None else value
+
+
+def storable(value: Any, where: str) -> Any:
+    """A JSON value that a record can hold. Raises `Refused`."""
+    try:
+        return json_value(value)
+    except ValueError as error:
+        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
 
 
 def mapping(value: Any, where: str) -> dict[str, Any]:
@@ -167,6 +203,58 @@ def flag(value: Any, where: str) -> bool:
     return bool(value)
 
 
+def within(low: float, high: float) -> Check:
+    """A check for numbers between two others."""
+
+    def check(value: Any, where: str) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise Refused("invalid", f"{where} must be a number from {low:g} to {high:g}.", param=where)
+
+    return check
+
+
+def one_of(*values: str) -> Check:
+    """A check for one of several words."""
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, str) or value not in values:
+            raise Refused("unsupported", f"Unsupported value: {where} must be one of {', '.join(values)}.", param=where)
+
+    return check
+
+
+def integer(value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Refused("invalid", f"{where} must be an integer.", param=where)
+
+
+def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str = "") -> None:
+    """Checks the fields of an object that are there and are not null."""
+    for name, check in checks.items():
+        if body.get(name) is not None:
+            check(body[name], inside(where, name))
+
+
+def stops(value: Any, where: str) -> tuple[str, ...]:
+    """Stop sequences: a text or an array of texts."""
+    if value is None:
+        return ()
+    most, chars = MAX_STOPS
+    found = [value] if isinstance(value, str) else listed(value, where, most=most)
+    for at, one in enumerate(found):
+        here = where if isinstance(value, str) else f"{where}[{at}]"
+        if not text(one, here) or len(one) > chars:
+            raise Refused("invalid", f"{here} must have 1 to {chars} characters.", param=here)
+    return tuple(found)
+
+
+def calls_read(kind: Any, where: str) -> bool:
+    """Whether calls are read, of a choice of tools that is auto or none. Any other would have to force a call."""
+    if kind not in ("auto", "none"):
+        raise Refused("unsupported", f"Unsupported value: {where} must be auto or none: no call is forced here.", param=where)
+    return bool(kind == "auto")
+
+
 def call(name: Any, arguments: Any, where: str) -> ToolCall:
     """A call as a client gives it back: its arguments as an object, or as the text of one."""
     if isinstance(arguments, str):
@@ -175,7 +263,8 @@ def call(name: Any, arguments: Any, where: str) -> ToolCall:
         except (ValueError, RecursionError):
             raise Refused("invalid", f"{where}: the arguments are not valid JSON.", param=where) from None
     try:
-        return ToolCall(name=text(name, f"{where}.name"), arguments=mapping(arguments, f"{where}.arguments"))
+        found = mapping(given(arguments, {}), f"{where}.arguments")
+        return ToolCall(name=text(name, f"{where}.name"), arguments=found)
     except ValueError as error:
         raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
 
@@ -186,13 +275,9 @@ def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -
 
 def function(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
     """A tool in the form of chat completions, which chat templates take."""
-    about = {"name": text(name, f"{where}.name"), "description": text(description or "", f"{where}.description")}
-    try:
-        schema = json_value(mapping({} if parameters is None else parameters, f"{where}.parameters"))
-        json_value(about)
-    except ValueError as error:
-        raise Refused("invalid", f"{where}: {str(error)[:300]}", param=where) from None
-    return {"type": "function", "function": {**about, "parameters": schema}}
+    about = {"name": text(name, f"{where}.name"), "description": text(given(description, ""), f"{where}.description")}
+    schema = storable(mapping(given(parameters, {}), f"{where}.parameters"), f"{where}.parameters")
+    return {"type": "function", "function": {**storable(about, where), "parameters": schema}}
 
 
 def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said, ...]]:
@@ -201,9 +286,10 @@ def split_system(messages: Sequence[Said]) -> tuple[tuple[str, ...], tuple[Said,
     return tuple(one.message.content for one in messages[:count]), tuple(messages[count:])
 
 
-def nothing_else(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
-    """Refuses fields whose values ask for what is not done: `allowed` gives those that ask for nothing."""
+def nothing_else(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]], where: str = "") -> None:
+    """Refuses fields whose values ask for what is not done: `allowed` gives those that ask for nothing, as null does."""
     for name, values in allowed.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise Refused("unsupported", f"Unsupported value: {name!r} of this value is not supported by this endpoint.", param=name)
+            path = inside(where, name)
+            raise Refused("unsupported", f"Unsupported value: {path!r} of this value is not supported by this endpoint.", param=path)

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway.asked import (
+    EFFORTS,
     MAX_TOOLS,
     Answer,
     Asked,
+    Check,
     Refused,
     Said,
     call,
+    calls_read,
+    check_all,
     fields,
     flag,
     function,
+    given,
+    integer,
     listed,
     mapping,
     nothing_else,
+    one_of,
     said,
     split_system,
+    stops,
     text,
     whole,
+    within,
 )
 from agentrl.records import ToolCall
 
-HINTS = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"),
-    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-    *("reasoning_effort", "verbosity", "parallel_tool_calls"),
-)
-"""Fields that are taken and change nothing: how tokens are drawn is the recipe's, for the learner must know it."""
+HINTS: Mapping[str, Check] = {
+    **{"temperature": within(0, 2), "top_p": within(0, 1), "top_k": integer, "min_p": within(0, 1), "seed": integer},
+    **{"frequency_penalty": within(-2, 2), "presence_penalty": within(-2, 2)},
+    **{"reasoning_effort": one_of(*EFFORTS), "verbosity": one_of("low", "medium", "high")},
+    **{"user": text, "metadata": mapping, "store": flag, "service_tier": one_of("auto", "default")},
+    **{"prompt_cache_key": text, "prompt_cache_retention": text, "safety_identifier": text},
+}
+"""Fields that are checked and change nothing: how tokens are drawn is the recipe's, for the learner must know it; the others are labels."""
 
-NOTHING: dict[str, tuple[Any, ...]] = {
+NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
-    "stop": ([],),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "logit_bias": ({},),
-    "tool_choice": ("auto",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    **dict.fromkeys(("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"), ()),
 }
 """Fields that are taken where they ask for nothing."""
 
-FIELDS = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options", *NOTHING, *HINTS)
+FIELDS = (
+    *("model", "messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "stop"),
+    *("max_tokens", "max_completion_tokens", "stream", "stream_options"),
+    *NOTHING,
+    *HINTS,
+)
 _ERRORS = {
     "wrong_key": ("invalid_request_error", "invalid_api_key"),
     "unknown_model": ("invalid_request_error", "model_not_found"),
@@ -54,19 +69,32 @@ _ERRORS = {
     "too_many": ("rate_limit_error", "rate_limit_exceeded"),
     "turn_limit": ("permission_error", "turn_limit"),
     "ended": ("permission_error", "session_ended"),
+    "wrong_host": ("permission_error", "wrong_host"),
     "failed": ("server_error", None),
 }
+_LEGACY = "function"
+"""The id of the one call of an answer in the older form, which has no ids; a result answers the last call."""
 
 
 def read(body: Any) -> Asked:
     """Raises `Refused`."""
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
+    check_all(asked, HINTS)
     messages = [_message(one, f"messages[{at}]") for at, one in enumerate(listed(asked.get("messages"), "messages"))]
     system, rest = split_system(messages)
-    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(listed(asked.get("tools") or [], "tools", most=MAX_TOOLS))]
+    offered = listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS)
+    tools = [_tool(one, f"tools[{at}]") for at, one in enumerate(offered)]
+    older = listed(given(asked.get("functions"), []), "functions", most=MAX_TOOLS)
+    if older and tools:
+        raise Refused("invalid", "functions and tools cannot be used together.", param="functions")
+    tools += [_function(one, f"functions[{at}]") for at, one in enumerate(older)]
+    strict = {one["name"] for one in [*(tool["function"] for tool in offered), *older] if one.get("strict")}
+    choices = [(name, asked[name]) for name in ("tool_choice", "function_call") if asked.get(name) is not None]
     most = whole(asked.get("max_completion_tokens"), "max_completion_tokens") or whole(asked.get("max_tokens"), "max_tokens")
-    options = fields(asked.get("stream_options") or {}, ("include_usage", "include_obfuscation"), where="stream_options")
+    options = fields(given(asked.get("stream_options"), {}), ("include_usage", "include_obfuscation"), where="stream_options")
+    check_all(options, dict.fromkeys(options, flag), "stream_options")
+    parallel = asked.get("parallel_tool_calls")
     return Asked(
         model=text(asked.get("model"), "model"),
         system=system,
@@ -74,26 +102,30 @@ def read(body: Any) -> Asked:
         tools=tuple(tools),
         max_tokens=most,
         stream=flag(asked.get("stream"), "stream"),
-        options=options,
+        calls=all([calls_read(value, name) for name, value in choices]),
+        single=bool(older) or (parallel is not None and not flag(parallel, "parallel_tool_calls")),
+        strict=frozenset(strict),
+        stop=stops(asked.get("stop"), "stop"),
+        options={**options, "older": bool(older)},
     )
 
 
 def write(answer: Answer, asked: Asked) -> dict[str, Any]:
-    choice = {"index": 0, "message": _written(answer), "logprobs": None, "finish_reason": _finish(answer)}
+    choice = {"index": 0, "message": _written(answer, asked), "logprobs": None, "finish_reason": _finish(answer, asked)}
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
 
 def events(answer: Answer, asked: Asked) -> Iterator[tuple[str, Any]]:
     """The name (none here) and the data of each event; a text as data is sent as it is."""
     head = _head(answer, "chat.completion.chunk")
-    written = _written(answer)
+    written = _written(answer, asked)
     calls = written.pop("tool_calls", [])
     pieces: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    pieces += [{name: written[name]} for name in ("reasoning_content", "content") if written.get(name)]
+    pieces += [{name: written[name]} for name in ("reasoning_content", "content", "function_call") if written.get(name)]
     pieces += [{"tool_calls": [{"index": at, **one}]} for at, one in enumerate(calls)]
     for piece in pieces:
         yield "", {**head, "choices": [{"index": 0, "delta": piece, "logprobs": None, "finish_reason": None}]}
-    yield "", {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(answer)}]}
+    yield "", {**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": _finish(answer, asked)}]}
     if asked.options.get("include_usage"):
         yield "", {**head, "choices": [], "usage": _usage(answer)}
     yield "", "[DONE]"
@@ -104,23 +136,34 @@ def error(refused: Refused) -> dict[str, Any]:
     return {"error": {"message": refused.message, "type": kind, "param": refused.param, "code": code}}
 
 
+def models(names: Sequence[str]) -> dict[str, Any]:
+    return {"object": "list", "data": [model(name) for name in names]}
+
+
+def model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
+
+
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
-def _written(answer: Answer) -> dict[str, Any]:
+def _written(answer: Answer, asked: Asked) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else ""), "refusal": None}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    if answer.calls:
-        message["tool_calls"] = [
-            {"id": one.id, "type": "function", "function": {"name": one.call.name, "arguments": one.arguments}} for one in answer.calls
-        ]
+    functions = [{"name": one.call.name, "arguments": one.arguments} for one in answer.calls]
+    if functions and asked.options.get("older"):
+        [message["function_call"]] = functions
+    elif functions:
+        ids = [one.id for one in answer.calls]
+        message["tool_calls"] = [{"id": name, "type": "function", "function": one} for name, one in zip(ids, functions, strict=True)]
     return message
 
 
-def _finish(answer: Answer) -> str:
-    return "length" if answer.cut else "tool_calls" if answer.calls else "stop"
+def _finish(answer: Answer, asked: Asked) -> str:
+    called = "function_call" if asked.options.get("older") else "tool_calls"
+    return "length" if answer.cut else called if answer.calls else "stop"
 
 
 def _usage(answer: Answer) -> dict[str, int]:
@@ -137,12 +180,21 @@ def _message(value: Any, where: str) -> Said:
         return said("user", _content(about.get("content"), where))
     if role == "tool":
         return said("tool", _content(about.get("content"), where), call_id=text(about.get("tool_call_id"), f"{where}.tool_call_id"))
+    if role == "function":
+        return said("tool", _content(given(about.get("content"), ""), where), call_id=_LEGACY)
     if role == "assistant":
-        asked = listed(about.get("tool_calls") or [], f"{where}.tool_calls")
-        pairs = [_call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(asked)]
-        content = "" if about.get("content") is None else _content(about["content"], where)
-        return said("assistant", content, [one for _, one in pairs], call_ids=tuple(name for name, _ in pairs))
-    raise Refused("invalid", f"{where}.role must be system, developer, user, assistant or tool.", param=f"{where}.role")
+        return _turn(about, where)
+    raise Refused("invalid", f"{where}.role must be system, developer, user, assistant, tool or function.", param=f"{where}.role")
+
+
+def _turn(about: Mapping[str, Any], where: str) -> Said:
+    calls = listed(given(about.get("tool_calls"), []), f"{where}.tool_calls")
+    pairs = [_call(one, f"{where}.tool_calls[{at}]") for at, one in enumerate(calls)]
+    if about.get("function_call") is not None:
+        older = mapping(about["function_call"], f"{where}.function_call")
+        pairs.append((_LEGACY, call(older.get("name"), older.get("arguments"), f"{where}.function_call")))
+    content = _content(given(about.get("content"), ""), where)
+    return said("assistant", content, [one for _, one in pairs], call_ids=tuple(name for name, _ in pairs))
 
 
 def _content(value: Any, where: str) -> str:
@@ -151,22 +203,28 @@ def _content(value: Any, where: str) -> str:
         return value
     parts = []
     for at, one in enumerate(listed(value, f"{where}.content")):
-        part = mapping(one, f"{where}.content[{at}]")
+        here = f"{where}.content[{at}]"
+        part = mapping(one, here)
         if part.get("type") not in ("text", "refusal"):
-            raise Refused("unsupported", f"{where}.content[{at}]: only text is supported.", param=f"{where}.content")
-        parts.append(text(part.get(part["type"]), f"{where}.content[{at}]"))
+            raise Refused("unsupported", f"{here}.type: only text is supported.", param=f"{here}.type")
+        parts.append(text(part.get(part["type"]), f"{here}.{part['type']}"))
     return "".join(parts)
 
 
 def _call(value: Any, where: str) -> tuple[str, ToolCall]:
     about = mapping(value, where)
     named: Mapping[str, Any] = mapping(about.get("function"), f"{where}.function")
-    return text(about.get("id"), f"{where}.id"), call(named.get("name"), named.get("arguments"), where)
+    return text(about.get("id"), f"{where}.id"), call(named.get("name"), named.get("arguments"), f"{where}.function")
 
 
 def _tool(value: Any, where: str) -> dict[str, Any]:
     about = mapping(value, where)
     if about.get("type") != "function":
         raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
-    named = fields(about.get("function"), ("name", "description", "parameters", "strict"), where=f"{where}.function")
+    return _function(about.get("function"), f"{where}.function")
+
+
+def _function(value: Any, where: str) -> dict[str, Any]:
+    named = fields(value, ("name", "description", "parameters", "strict"), where=where)
+    flag(named.get("strict"), f"{where}.strict")
     return function(named.get("name"), named.get("description"), named.get("parameters"), where)

@@ -1,7 +1,8 @@
-"""Bounds on connections to the gateway: bytes outside the body, pipelined requests, and time without a request.
+"""Connections to the gateway: bounds on bytes outside the body, pipelined requests and time without a request; what parsers get wrong.
 
 The key of a request is checked only when its head is complete, so any program that reaches the gateway can send bytes before that. uvicorn
-has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing.
+has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that
+has closed its own direction, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ PIPELINED = 16
 """Requests of a connection that may wait for the answer to an earlier one."""
 PIECE = 4096
 """The parser gets the data in pieces of this size, and the bounds are checked after each."""
+HALF_CLOSED = "agentrl.half_closed"
+"""In the scope of a request: its client has closed its direction. It may wait for the answer, or have gone away."""
+_OFFERS = (b"upgrade", b"http2-settings")
 _REASON = f"A request's head may have {HEAD_BYTES} bytes.\n".encode()
 TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
@@ -44,6 +48,8 @@ def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
             self._framing = 0  # bytes of the request at hand that are no body, less what its body allows
             self._looks = 0  # in a row that found no request, or the same one, answered
             self._last: Any = None
+            if counts:
+                self.parser: Any = _Parser(self, self.parser)
             self._later()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -82,14 +88,65 @@ def bounded_protocol(base: Any) -> type[asyncio.Protocol]:
             else:
                 self._later()
 
+        def eof_received(self) -> bool:
+            """Keeps the connection of a client that has sent its request whole, closed its direction, and may wait for the answer."""
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete or cycle.more_body:
+                return False
+            cycle.scope[HALF_CLOSED] = True
+            cycle.message_event.set()
+            return True
+
         # Called by httptools
+
+        def on_headers_complete(self) -> None:
+            if not self.parser.should_upgrade():  # else the head comes again
+                super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
             self._framing = max(0, self._framing - (1 + FRAMING) * len(body))
             super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._framing = 0
-            super().on_message_complete()
+            if not self.parser.should_upgrade():
+                self._framing = 0
+                super().on_message_complete()
 
     return Bounded
+
+
+class _Parser:
+    """httptools' parser, to which an offer to change the protocol is nothing: the request is answered in HTTP/1.1.
+
+    httptools takes what comes after the head of such a request for the other protocol. So the head is parsed again without the offer.
+    """
+
+    def __init__(self, protocol: Any, parser: Any) -> None:
+        self._protocol, self._parser = protocol, parser
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        import httptools
+
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if self._parser.get_method() == b"CONNECT":
+                    raise httptools.HttpParserError("this is no proxy") from None
+                data = self._head() + data[offer.args[0] :]
+                self._parser = httptools.HttpRequestParser(self._protocol)
+                self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+
+    def _head(self) -> bytes:
+        """The head that was read, without the offer."""
+        lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._protocol.url, self._parser.get_http_version().encode())]
+        for name, value in self._protocol.headers:
+            if name == b"connection":
+                value = b", ".join(one.strip() for one in value.split(b",") if one.strip().lower() not in _OFFERS)
+            if name not in _OFFERS and value:
+                lines.append(name + b": " + value)
+        return b"\r\n".join((*lines, b"", b""))

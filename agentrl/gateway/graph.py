@@ -1,15 +1,16 @@
 """The conversations of a session: which completion a request goes on from, told by what was sampled here and by the structure of the rest.
 
 A node is one sampled turn. It is found again by a digest of the conversation up to it, in which nothing counts that clients change:
-reasoning, the order of JSON keys, ids of calls, system messages at the head. Among nodes with the same digest the ids decide. A request
-whose conversation is none of ours is the beginning of another context, and where it comes from is told by what it holds.
+reasoning, white space, the order of JSON keys, ids of calls, system messages at the head, how many messages a turn is given back as. Among
+nodes with the same digest the ids decide. A request whose conversation is none of ours is the beginning of another context. It goes on in
+the conversation whose opening it has; otherwise, where it comes from is told by what it holds.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -32,25 +33,85 @@ SAME_SYSTEM = 0.5
 """Share of its characters that the longer of two system messages must have in common with the other, line by line, to be the same."""
 
 
+class End:
+    """The end of a conversation: what came before the assistant's turn that it ends in, and what that turn says.
+
+    Clients give one turn back as several messages, and several turns, after one that was cut, as one: what they say is added up.
+    """
+
+    __slots__ = ("_before", "_calls", "_words")
+
+    def __init__(self, before: bytes = b"") -> None:
+        self._before = before
+        self._words: Any = None  # hashes, of a turn
+        self._calls: Any = None
+
+    @property
+    def digest(self) -> bytes:
+        if self._words is None:
+            return self._before
+        return _digest(self._before, b"assistant\0", self._words.digest(), self._calls.digest())
+
+    def said(self, content: str, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> End:
+        """With what the assistant says next."""
+        end = End(self._before)
+        end._words = blake2b(digest_size=16) if self._words is None else self._words.copy()
+        end._calls = blake2b(digest_size=16) if self._calls is None else self._calls.copy()
+        _, words = split_reasoning(content)
+        end._words.update("".join(words.split()).encode("utf-8", "surrogatepass"))
+        for name, arguments in calls:
+            end._calls.update(json.dumps((name, dict(arguments)), sort_keys=True).encode() + b"\0")
+        return end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a context begins with, up to the first turn of an assistant: characters and digest of its text, and whether more follows."""
+
+    chars: int
+    digest: bytes
+    text: str = field(default="", compare=False)  # of a request; not kept
+    more: bool = False
+
+    def begins(self, other: Opening) -> bool:
+        """Whether the other one is this one, continued in messages or in its own text."""
+        if self.chars == other.chars and self.digest == other.digest:
+            return other.more
+        return 0 < self.chars < other.chars and other.text[self.chars].isspace() and _text_digest(other.text[: self.chars]) == self.digest
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Node:
     """One sampled turn: where it is recorded, and what a request that goes on from it looks like."""
 
     line: LiveTrajectory
     turn: int
-    digest: bytes  # of the conversation, this turn included
+    end: End  # of the conversation, this turn included
+    opening: Opening  # of its context
+    messages: int  # of the request that it answers
     system: frozenset[bytes]  # the lines of the system messages, and their lengths
     lengths: Mapping[bytes, int]
     tools: bytes
-    call_ids: tuple[str, ...]
+    all_ids: tuple[str, ...]  # of all its calls
+    withheld: Mapping[str, str]  # why a call was not given to the client, by its id
     tokens: int  # of the context, this turn included
     ended: bool  # by its last token
     answer_id: str
     parsed: Parsed
+    text: str  # as the client has it
 
     @property
     def parent(self) -> Parent:
         return Parent(trajectory=self.line.index, turn=self.turn)
+
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        """Of the calls that the client knows."""
+        return tuple(one for one in self.all_ids if one not in self.withheld)
+
+    def tells_calls(self, texts: Sequence[str]) -> bool:
+        """Whether one of the texts holds a text of a call's arguments."""
+        return any(_told(call, texts) for call in self.line.turns[self.turn].message.tool_calls[:MAX_CALLING])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +126,14 @@ class Place:
     before: Node | None
     parent: Parent | None
     new: tuple[Said, ...]
-    digests: tuple[bytes, ...]  # of the conversation up to each message
+    end: End  # of the conversation so far
+    opening: Opening
     system: frozenset[bytes]
     lengths: Mapping[bytes, int]
     tools: bytes
     system_changed: bool = False
-    quotes: bool = False  # whether it is tied to its parent by words alone, which its texts quote
+    answers: Node | None = None  # the turn whose calls run no more: the program has put them into words
+    aside: bool = False  # whether it may be a call beside the work: it quotes its parent, or is asked without the parent's tools
 
 
 @dataclass(slots=True)
@@ -87,32 +150,63 @@ class Graph:
     def place(self, asked: Asked) -> Place:
         """Where a request belongs. Takes time in proportion to its size."""
         system, lengths = _lines(asked.system)
-        tools = _digest(json.dumps(sorted(asked.tools, key=_tool_name), sort_keys=True).encode())
-        found: dict[str, Any] = {"system": system, "lengths": lengths, "tools": tools}
-        start = self._by_answer.get(asked.after)
-        digests = chain(asked.messages) if start is None else chain(asked.messages, start.digest, start.call_ids)
-        at, node = self._longest(asked, digests, start)
-        if node is not None and node.tools == tools:
-            same = _alike(node, system, lengths)
-            if same or not system:
-                new, changed = asked.messages[at:], system != node.system
-                return Place(
-                    kind="next", before=node, parent=node.parent, new=new, digests=digests, system_changed=changed and bool(system), **found
-                )
-        kind, parent, quotes = ("restart", node.parent, False) if node is not None else self._origin(asked)
-        return Place(kind=kind, before=None, parent=parent, new=asked.messages, digests=digests, quotes=quotes, **found)
+        tools = _tools_digest(asked)
+        at, node, ends = self._found(asked)
+        opening = _opening(asked.messages) if node is None else node.opening
+        kept = replace(opening, text="", more=False)
+        known: dict[str, Any] = {"system": system, "lengths": lengths, "tools": tools, "end": ends[-1], "opening": kept}
+        if node is not None and node.tools == tools and (not system or _alike(node, system, lengths)):
+            changed = bool(system) and system != node.system
+            new = _renamed(asked.messages, at, node)
+            return Place(kind="next", before=node, parent=node.parent, new=new, system_changed=changed, **known)
+        known |= {"before": None, "new": asked.messages}
+        if node is not None:
+            return Place(kind="restart", parent=node.parent, **known)
+        if (node := self._conversation(asked, opening, system, lengths)) is not None:
+            goes_on, aside = node.tools == tools, not asked.tools and node.tools != NO_TOOLS
+            return Place(kind="restart", parent=node.parent, answers=node if goes_on else None, aside=aside, **known)
+        kind, parent, aside = self._origin(asked, system, lengths)
+        return Place(kind=kind, parent=parent, aside=aside, **known)
 
-    def add(self, node: Node, *, calls: int) -> None:
-        self._by_digest.setdefault(node.digest, []).append(node)
+    def goes_on(self, asked: Asked) -> tuple[Node | None, tuple[Said, ...]]:
+        """The turn that a request goes on from with exact tokens, and the messages after it, without taking a place."""
+        system, lengths = _lines(asked.system)
+        tools = _tools_digest(asked)
+        at, node, _ = self._found(asked)
+        if node is None or node.tools != tools or (system and not _alike(node, system, lengths)):
+            return None, ()
+        return node, _renamed(asked.messages, at, node)
+
+    def rejoined(self, asked: Asked) -> Asked:
+        """The request with each turn of ours in one piece again whose calls it gives back one by one, each with its result."""
+        made: list[Said] = []
+        turn: tuple[int, Node] | None = None  # its place in `made`
+        for one in asked.messages:
+            node = self._by_call.get(one.call_ids[0]) if one.call_ids else None
+            if one.message.role == "assistant":
+                if turn is not None and node is turn[1] and made[-1].message.role == "tool" and _adds(made[turn[0]], one):
+                    first = made[turn[0]]
+                    message = replace(
+                        first.message,
+                        content="\n".join(filter(None, (first.message.content, one.message.content))),
+                        tool_calls=(*first.message.tool_calls, *one.message.tool_calls),
+                    )
+                    made[turn[0]] = replace(first, message=message, call_ids=(*first.call_ids, *one.call_ids))
+                    continue
+                turn = None if node is None else (len(made), node)
+            elif one.message.role != "tool":
+                turn = None
+            made.append(one)
+        return replace(asked, messages=tuple(made)) if len(made) < len(asked.messages) else asked
+
+    def add(self, node: Node) -> None:
+        self._by_digest.setdefault(node.end.digest, []).append(node)
         self._by_answer[node.answer_id] = node
         self._by_call.update(dict.fromkeys(node.call_ids, node))
         self._last.pop(node.line.index, None)  # the newest stand at the end
         self._last[node.line.index] = node
-        if calls:
-            self._waiting[node] = set(range(calls))
-
-    def knows(self, answer_id: str) -> bool:
-        return answer_id in self._by_answer
+        if node.call_ids:
+            self._waiting[node] = {at for at, name in enumerate(node.all_ids) if name not in node.withheld}
 
     def answered(self, node: Node) -> None:
         """The conversation goes on after this turn: none of its calls is running any more, but for what they started to go on beside it."""
@@ -124,16 +218,42 @@ class Graph:
     def last(self, line: LiveTrajectory) -> Node | None:
         return self._last.get(line.index)
 
-    def _longest(self, asked: Asked, digests: Sequence[bytes], start: Node | None) -> tuple[int, Node | None]:
-        """The last message of the request that is a turn of ours in the conversation it was sampled in: its place, and the turn."""
+    def _found(self, asked: Asked) -> tuple[int, Node | None, tuple[End, ...]]:
+        """The last message of the request that ends a turn of ours in the conversation it was sampled in: its place, and the turn."""
+        start = self._by_answer.get(asked.after)
+        ends = chain(asked.messages) if start is None else chain(asked.messages, start.end, start.call_ids)
         for at in range(len(asked.messages), 0, -1):
             one = asked.messages[at - 1]
-            if one.message.role == "assistant" and (nodes := self._by_digest.get(digests[at])):
-                same = [node for node in nodes if node.call_ids and node.call_ids == one.call_ids]
-                return at, (same or nodes)[-1]
-        return 0, start
+            if one.message.role == "assistant" and (nodes := self._by_digest.get(ends[at].digest)):
+                same = [node for node in nodes if one.call_ids and set(one.call_ids) <= set(node.call_ids)]
+                return at, (same or nodes)[-1], ends
+        return 0, start, ends
 
-    def _origin(self, asked: Asked) -> tuple[str, Parent | None, bool]:
+    def _conversation(self, asked: Asked, opening: Opening, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> Node | None:
+        """The newest turn of the conversation that a request goes on in, whose history its program has put into other words.
+
+        It has the opening of a context of ours, a system message that is mostly the same, and more messages or words of that context. A
+        text that a running call hands on as it is, behind that opening, is the beginning of a sub-agent.
+        """
+        nodes, most, chars = MAX_SEARCHED
+        newest = list(self._last.values())[: -nodes // 4 - 1 : -1]
+        begun = {one.opening: one.opening.begins(opening) for one in newest}
+        same = [one for one in newest if begun[one.opening] and _alike(one, system, lengths)][:most]
+        if not same or self._hands_on(opening.text[same[0].opening.chars :].strip()):
+            return None
+        texts = [one.message.content[:chars] for one in asked.messages[-most:]]
+        told = (one for one in same if any(_tells_of(one, text) for text in texts) or one.tells_calls(texts))
+        longer = (one for one in same if len(asked.messages) > one.messages or opening.chars > one.opening.chars)
+        return next(told, None) or next(longer, None)
+
+    def _hands_on(self, text: str) -> bool:
+        """Whether the whole of a text is one that a running call gives to a sub-agent."""
+        running = islice(reversed(self._waiting.items()), MAX_CALLING)
+        return bool(text) and any(
+            text in _strings(node.line.turns[node.turn].message.tool_calls[at].arguments) for node, free in running for at in free
+        )
+
+    def _origin(self, asked: Asked, system: frozenset[bytes], lengths: Mapping[bytes, int]) -> tuple[str, Parent | None, bool]:
         """Where a context comes from that is none of ours: a call that is running, or a completion that it holds; whether as words."""
         _, most, chars = MAX_SEARCHED
         texts = [one.message.content[:chars] for one in asked.messages if one.message.role != "assistant"][:most]
@@ -142,7 +262,8 @@ class Graph:
         if node := next((self._by_call[name] for one in reversed(asked.messages) for name in one.call_ids if name in self._by_call), None):
             return "restart", node.parent, False
         if (node := self._quoted(texts)) is not None:
-            return "restart", node.parent, True
+            with_tools = node.tools != NO_TOOLS
+            return "restart", node.parent, not asked.tools and (with_tools or not _alike(node, system, lengths))
         if asked.tools and (called := self._calling(None)) is not None:
             return "sub_agent", called, False
         return "root", None, False
@@ -182,29 +303,50 @@ class Graph:
         return None
 
 
-def chain(messages: Iterable[Said], start: bytes = b"", call_ids: Sequence[str] = ()) -> tuple[bytes, ...]:
-    """[n + 1] digests of the conversation up to each message, in the form that does not change on the way through a client.
+def chain(messages: Iterable[Said], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
+    """[n + 1] ends of the conversation up to each message, in the form that does not change on the way through a client.
 
     `start` and `call_ids` are those of the turn that the messages come after.
     """
-    digests = [start]
+    ends = [start or End()]
     calls = {name: at for at, name in enumerate(call_ids)}  # of the last turn
+    spoken = bool(call_ids)  # the last message is the assistant's
     for one in messages:
         message = one.message
         if message.role == "assistant":
-            digests.append(turn_digest(digests[-1], message.content, [(c.name, c.arguments) for c in message.tool_calls]))
-            calls = {name: at for at, name in enumerate(one.call_ids)}
+            ends.append(ends[-1].said(message.content, [(call.name, call.arguments) for call in message.tool_calls]))
+            calls = calls if spoken else {}
+            for name in one.call_ids:
+                calls.setdefault(name, len(calls))
         else:
             head = f"{message.role}\0{calls.get(one.call_id, '')}\0{len(message.content)}\0"
-            digests.append(_digest(digests[-1], head.encode(), message.content.encode("utf-8", "surrogatepass")))
-    return tuple(digests)
+            ends.append(End(_digest(ends[-1].digest, head.encode(), message.content.encode("utf-8", "surrogatepass"))))
+        spoken = message.role == "assistant"
+    return tuple(ends)
 
 
-def turn_digest(before: bytes, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bytes:
-    """Of a conversation that ends in a turn of the assistant."""
-    _, words = split_reasoning(content)
-    asked = json.dumps([(name, dict(arguments)) for name, arguments in calls], sort_keys=True)
-    return _digest(before, b"assistant\0", words.strip().encode("utf-8", "surrogatepass"), b"\0", asked.encode())
+def _opening(messages: Sequence[Said]) -> Opening:
+    count = next((at for at, one in enumerate(messages) if one.message.role in ("assistant", "tool")), len(messages))
+    text = "\n".join(one.message.content for one in messages[:count] if one.message.role == "user")
+    return Opening(chars=len(text), digest=_text_digest(text), text=text, more=count < len(messages))
+
+
+def _adds(turn: Said, more: Said) -> bool:
+    """Whether the second one holds calls that the first one does not."""
+    return not set(more.call_ids) & set(turn.call_ids)
+
+
+def _renamed(messages: Sequence[Said], at: int, node: Node) -> tuple[Said, ...]:
+    """The messages after a turn of ours, its calls under the ids that they were given, where the client calls them otherwise."""
+    first = next((place for place in range(at, 0, -1) if messages[place - 1].message.role != "assistant"), 0)
+    theirs = tuple(name for one in messages[first:at] for name in one.call_ids)
+    ours = node.call_ids if len(theirs) == len(node.call_ids) else theirs
+    names = dict(zip(theirs, ours, strict=True)) if set(theirs) != set(ours) else {}
+    return tuple(replace(one, call_id=names[one.call_id]) if one.call_id in names else one for one in messages[at:])
+
+
+def _text_digest(text: str) -> bytes:
+    return _digest(text.encode("utf-8", "surrogatepass"))
 
 
 def _digest(*parts: bytes) -> bytes:
@@ -212,6 +354,9 @@ def _digest(*parts: bytes) -> bytes:
     for part in parts:
         made.update(part)
     return made.digest()
+
+
+NO_TOOLS = _digest(json.dumps([]).encode())
 
 
 def _lines(texts: Sequence[str]) -> tuple[frozenset[bytes], dict[bytes, int]]:
@@ -225,6 +370,10 @@ def _alike(node: Node, system: frozenset[bytes], lengths: Mapping[bytes, int]) -
         return True
     common = sum(lengths[line] for line in system & node.system)
     return common >= SAME_SYSTEM * max(sum(lengths.values()), sum(node.lengths.values()))
+
+
+def _tools_digest(asked: Asked) -> bytes:
+    return _digest(json.dumps(sorted(asked.tools, key=_tool_name), sort_keys=True).encode())
 
 
 def _tool_name(tool: Mapping[str, Any]) -> str:

@@ -2,51 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.gateway import chat_completions
 from agentrl.gateway.asked import (
+    EFFORTS,
     MAX_BODY,
     MAX_TOOLS,
     Answer,
     Asked,
+    Check,
     Refused,
     Said,
     call,
+    calls_read,
+    check_all,
     fields,
     flag,
     function,
+    given,
     listed,
     mapping,
     nothing_else,
+    one_of,
     said,
     split_system,
     text,
     whole,
+    within,
 )
 from agentrl.records import ToolCall
 
-HINTS = (
-    *("temperature", "top_p", "parallel_tool_calls", "max_tool_calls", "truncation", "reasoning", "include", "stream_options"),
-    *("store", "user", "metadata", "client_metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-)
-"""Fields that are taken and change nothing. What a session was answered is kept until its end, whether `store` asks for it or not."""
+HINTS: Mapping[str, Check] = {
+    **{"temperature": within(0, 2), "top_p": within(0, 1), "max_tool_calls": whole},
+    **{"user": text, "metadata": mapping, "client_metadata": mapping, "service_tier": one_of("auto", "default")},
+    **{"prompt_cache_key": text, "prompt_cache_retention": text, "safety_identifier": text},
+}
+"""Fields that are checked and change nothing. `max_tool_calls` bounds tools of the server's, of which there are none."""
 
-NOTHING: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("auto",),
+NOTHING: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "top_logprobs": (0,),
-    "conversation": (),
-    "prompt": (),
+    "truncation": ("disabled",),
+    "context_management": ([],),
+    **dict.fromkeys(("conversation", "prompt", "moderation", "prompt_cache_options"), ()),
 }
 """Fields that are taken where they ask for nothing."""
 
 FIELDS = (
-    *("model", "input", "instructions", "tools", "max_output_tokens", "previous_response_id", "stream", "text"),
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "previous_response_id"),
+    *("stream", "stream_options", "store", "text", "reasoning", "include"),
     *NOTHING,
     *HINTS,
 )
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDED = (
+    *(ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url"),
+)
+"""What an answer may include. All but the first are of tools and pictures that no answer here has."""
+
 _PREFIX = "resp_"
 _IN = "__"
 """Between a namespace and the name of a tool in it, as the policy sees it: a word in every chat format."""
@@ -58,25 +75,44 @@ def read(body: Any) -> Asked:
     """Raises `Refused`."""
     asked = fields(body, FIELDS)
     nothing_else(asked, NOTHING)
-    shape = fields(asked.get("text") or {}, ("format", "verbosity"), where="text")
-    nothing_else(shape, {"format": ({"type": "text"},)})
-    given = asked.get("input")
-    messages = [said("user", given)] if isinstance(given, str) else _messages(listed(given, "input"))
+    check_all(asked, HINTS)
+    entries = asked.get("input")
+    messages = [said("user", entries)] if isinstance(entries, str) else _messages(listed(entries, "input"))
     heads, rest = split_system(messages)
-    instructions = asked.get("instructions")
-    system = (*([text(instructions, "instructions")] if instructions else []), *heads)
-    tools, spaces = _tools(listed(asked.get("tools") or [], "tools", most=MAX_TOOLS))
-    after = asked.get("previous_response_id")
+    instructions = text(given(asked.get("instructions"), ""), "instructions")
+    tools, spaces, strict = _tools(listed(given(asked.get("tools"), []), "tools", most=MAX_TOOLS))
+    after, parallel = asked.get("previous_response_id"), asked.get("parallel_tool_calls")
+    calls = calls_read(given(asked.get("tool_choice"), "auto"), "tool_choice")
     return Asked(
         model=text(asked.get("model"), "model"),
-        system=system,
+        system=(*filter(None, (instructions,)), *heads),
         messages=rest,
         tools=tuple(tools),
         max_tokens=whole(asked.get("max_output_tokens"), "max_output_tokens"),
         after=text(after, "previous_response_id").removeprefix(_PREFIX) if after is not None else "",
         stream=flag(asked.get("stream"), "stream"),
-        options={"previous_response_id": after, "spaces": spaces},
+        calls=calls,
+        single=parallel is not None and not flag(parallel, "parallel_tool_calls"),
+        strict=strict,
+        options={**_options(asked), "previous_response_id": after, "spaces": spaces},
     )
+
+
+def _options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for how the answer is written and kept; options that are objects are checked."""
+    shape = fields(given(asked.get("text"), {}), ("format", "verbosity"), where="text")
+    nothing_else(shape, {"format": ({"type": "text"},)}, "text")
+    check_all(shape, {"verbosity": one_of("low", "medium", "high")}, "text")
+    summaries = dict.fromkeys(("summary", "generate_summary"), one_of("auto", "concise", "detailed", "none"))
+    checks: dict[str, Check] = {"effort": one_of(*EFFORTS), "context": text, **summaries}
+    check_all(fields(given(asked.get("reasoning"), {}), tuple(checks), where="reasoning"), checks, "reasoning")
+    stream = fields(given(asked.get("stream_options"), {}), ("include_obfuscation",), where="stream_options")
+    check_all(stream, {"include_obfuscation": flag}, "stream_options")
+    included = listed(given(asked.get("include"), []), "include")
+    for at, one in enumerate(included):
+        one_of(*INCLUDED)(one, f"include[{at}]")
+    stored = asked.get("store") is None or flag(asked["store"], "store")
+    return {"encrypted": ENCRYPTED in included, "stored": stored}
 
 
 def write(answer: Answer, asked: Asked) -> dict[str, Any]:
@@ -127,12 +163,12 @@ def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
         "metadata": {},
         "model": answer.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": not asked.single,
         "previous_response_id": asked.options.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
         "temperature": None,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "tool_choice": "auto" if asked.calls else "none",
         "tools": [],
         "top_p": None,
         "truncation": "disabled",
@@ -141,10 +177,15 @@ def _response(answer: Answer, asked: Asked, *, status: str) -> dict[str, Any]:
 
 
 def _items(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
-    spaces = asked.options.get("spaces") or {}
+    spaces = asked.options.get("spaces", {})
     items: list[dict[str, Any]] = []
     if answer.reasoning:
-        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [{"type": "summary_text", "text": answer.reasoning}]})
+        thought: dict[str, Any] = {
+            "type": "reasoning",
+            "id": f"rs_{answer.id}",
+            "summary": [{"type": "summary_text", "text": answer.reasoning}],
+        }
+        items.append({**thought, "encrypted_content": answer.id} if asked.options.get("encrypted") else thought)
     if answer.text or not answer.calls:
         part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
         status = "incomplete" if answer.cut else "completed"
@@ -168,91 +209,104 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Any]) -> list[Said]:
-    """Items as messages: the text and the calls of one turn, which are items of their own, are put together."""
+    """Items as messages: the texts and the calls of one turn, which are items of their own in any order, are put together."""
     made: list[Said] = []
-    words: str | None = None  # of the turn that is being put together
+    texts: list[str] = []  # of the turn that is being put together
     calls: list[tuple[str, ToolCall]] = []
+    spoken = False
 
     def end_turn() -> None:
-        nonlocal words
-        if words is not None or calls:
-            made.append(said("assistant", words or "", [one for _, one in calls], call_ids=tuple(name for name, _ in calls)))
-        words = None
+        nonlocal spoken
+        if spoken:
+            content = "\n".join(filter(None, texts))
+            made.append(said("assistant", content, [one for _, one in calls], call_ids=tuple(name for name, _ in calls)))
+        spoken = False
+        texts.clear()
         calls.clear()
 
     for at, value in enumerate(items):
         where = f"input[{at}]"
         item = mapping(value, where)
-        kind = item.get("type", "message")
+        kind, role = given(item.get("type"), "message"), item.get("role")
         if kind == "reasoning":
             continue
         if kind == "function_call":
-            name = text(item.get("name"), f"{where}.name")
-            if item.get("namespace"):
-                name = text(item["namespace"], f"{where}.namespace") + _IN + name
-            calls.append((text(item.get("call_id"), f"{where}.call_id"), call(name, item.get("arguments"), where)))
-            continue
-        if kind == "message" and item.get("role") == "assistant":
-            if words is not None or calls:
-                end_turn()
-            words = _content(item.get("content"), where)
-            continue
-        end_turn()
-        if kind == "function_call_output":
-            made.append(said("tool", _content(item.get("output"), where), call_id=text(item.get("call_id"), f"{where}.call_id")))
-        elif kind == "message" and item.get("role") in ("user", "system", "developer"):
-            role = "user" if item["role"] == "user" else "system"
-            made.append(said(role, _content(item.get("content"), where)))
+            calls.append(_call(item, where))
+            spoken = True
+        elif kind == "message" and role == "assistant":
+            texts.append(_content(item.get("content"), f"{where}.content"))
+            spoken = True
+        elif kind == "function_call_output":
+            end_turn()
+            output = _content(item.get("output"), f"{where}.output")
+            made.append(said("tool", output, call_id=text(item.get("call_id"), f"{where}.call_id")))
+        elif kind == "message" and role in ("user", "system", "developer"):
+            end_turn()
+            made.append(said("user" if role == "user" else "system", _content(item.get("content"), f"{where}.content")))
         else:
-            raise Refused("unsupported", f"{where}: items of this type or role are not supported.", param=where)
+            field = "role" if kind == "message" else "type"
+            raise Refused("unsupported", f"{where}.{field}: items of this {field} are not supported.", param=f"{where}.{field}")
     end_turn()
     return made
+
+
+def _call(item: Mapping[str, Any], where: str) -> tuple[str, ToolCall]:
+    name = text(item.get("name"), f"{where}.name")
+    if item.get("namespace"):
+        name = text(item["namespace"], f"{where}.namespace") + _IN + name
+    return text(item.get("call_id"), f"{where}.call_id"), call(name, item.get("arguments"), where)
 
 
 def _content(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = []
-    for at, one in enumerate(listed(value, f"{where}.content")):
-        part = mapping(one, f"{where}.content[{at}]")
-        if part.get("type") not in ("input_text", "output_text", "text"):
-            raise Refused("unsupported", f"{where}.content[{at}]: only text is supported.", param=where)
-        parts.append(text(part.get("text"), f"{where}.content[{at}].text"))
+    for at, one in enumerate(listed(value, where)):
+        part = mapping(one, f"{where}[{at}]")
+        kind = part.get("type")
+        if kind not in ("input_text", "output_text", "text", "refusal"):
+            raise Refused("unsupported", f"{where}[{at}].type: only text is supported.", param=f"{where}[{at}].type")
+        field = "refusal" if kind == "refusal" else "text"
+        parts.append(text(part.get(field), f"{where}[{at}].{field}"))
     return "".join(parts)
 
 
-def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
-    """The tools of a request, and of those in a namespace, which the policy knows by both names in one, the two names."""
+def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], frozenset[str]]:
+    """The tools of a request; of those in a namespace, which the policy knows by both names in one, the two names; the strict ones."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
+    strict: set[str] = set()
     chars = 0  # of descriptions: a namespace's is told with each of its tools
     for at, value in enumerate(values):
         where = f"tools[{at}]"
         about = mapping(value, where)
-        if about.get("type") != "namespace":
-            tools.append(_tool(about, where))
-            continue
-        space = fields(about, ("type", "name", "description", "tools"), where=where)
-        about_all = text(space.get("description") or "", f"{where}.description")
-        name, inner = text(space.get("name"), f"{where}.name"), listed(space.get("tools"), f"{where}.tools", most=MAX_TOOLS)
-        for place, one in enumerate(inner):
-            made = _tool(mapping(one, f"{where}.tools[{place}]"), f"{where}.tools[{place}]")
-            own = made["function"]["name"]
-            chars += len(about_all)
+        space, told, inner = None, "", [(about, where)]
+        if about.get("type") == "namespace":
+            named = fields(about, ("type", "name", "description", "tools"), where=where)
+            space, told = text(named.get("name"), f"{where}.name"), text(given(named.get("description"), ""), f"{where}.description")
+            some = listed(named.get("tools"), f"{where}.tools", most=MAX_TOOLS)
+            inner = [(mapping(one, f"{where}.tools[{place}]"), f"{where}.tools[{place}]") for place, one in enumerate(some)]
+        for one, here in inner:
+            made = _tool(one, here)
+            chars += len(told)
             if chars > MAX_BODY:
                 raise Refused("too_large", f"tools: descriptions of more than {MAX_BODY} characters.", param="tools")
-            told = "\n".join(filter(None, (about_all, made["function"]["description"])))
-            made["function"] |= {"name": name + _IN + own, "description": told}
-            spaces[name + _IN + own] = (name, own)
+            if space is not None:
+                own = made["function"]["name"]
+                description = "\n".join(filter(None, (told, made["function"]["description"])))
+                made["function"] |= {"name": space + _IN + own, "description": description}
+                spaces[space + _IN + own] = (space, own)
+            strict |= {made["function"]["name"]} if one.get("strict") else set()
             tools.append(made)
-    names = [tool["function"]["name"] for tool in tools]
-    if len(tools) > MAX_TOOLS or any(names.count(name) > 1 for name in spaces):
+    names = Counter(tool["function"]["name"] for tool in tools)
+    if len(tools) > MAX_TOOLS or any(names[name] > 1 for name in spaces):
         raise Refused("invalid", f"tools: more than {MAX_TOOLS} of them, or two that have one name.", param="tools")
-    return tools, spaces
+    return tools, spaces, frozenset(strict)
 
 
 def _tool(about: dict[str, Any], where: str) -> dict[str, Any]:
     if about.get("type") != "function":
         raise Refused("unsupported", f"{where}.type: only tools of type 'function' are supported.", param=f"{where}.type")
     named = fields(about, ("type", "name", "description", "parameters", "strict"), where=where)
+    flag(named.get("strict"), f"{where}.strict")
     return function(named.get("name"), named.get("description"), named.get("parameters"), where)

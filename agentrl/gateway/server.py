@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -21,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from agentrl import usercode
 from agentrl.errors import InfrastructureError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
-from agentrl.gateway.asked import MAX_BODY, Answer, Asked, Refused, read_json
-from agentrl.gateway.connections import bounded
+from agentrl.gateway.asked import Answer, Asked, Refused
+from agentrl.gateway.connections import HALF_CLOSED, bounded
 from agentrl.gateway.rewards import REWARDS
 from agentrl.gateway.session import Session
+from agentrl.gateway.wire import REQUEST_ID, Identified, body_of, check_source, event_bytes, is_retry, json_response, key_of, watch
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -51,11 +51,10 @@ class Protocol:
     read: Callable[[Any], Asked]
     write: Callable[[Answer, Asked], dict[str, Any]]
     events: Callable[[Answer, Asked], Iterator[tuple[str, Any]]]
-    error: Callable[[Refused], dict[str, Any]]
 
 
 PROTOCOLS = tuple(
-    Protocol(path, module.read, module.write, module.events, module.error)
+    Protocol(path, module.read, module.write, module.events)
     for path, module in (
         ("/v1/chat/completions", chat_completions),
         ("/v1/messages", anthropic_messages),
@@ -152,52 +151,70 @@ class Gateway:
         from starlette.routing import Route
 
         routes = [Route(one.path, self._endpoint(one), methods=["POST"]) for one in PROTOCOLS]
-        routes.append(Route("/v1/models", self._models, methods=["GET"]))
-        routes.append(Route("/sessions/{session:path}/reward", self._reward, methods=["POST"]))
-        return Starlette(routes=routes, exception_handlers={404: self._no_route, 405: self._no_route})
+        routes += [
+            Route("/v1/messages/count_tokens", self._guarded(self._count), methods=["POST"]),
+            Route("/v1/responses/{name}", self._guarded(self._stored), methods=["GET"]),
+            Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
+            Route("/sessions/{session:path}/reward", self._reward, methods=["POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={404: self._no_route, 405: self._no_route})
+        app.router.redirect_slashes = False  # to where the Host header says, before a key is checked
+        return Identified(app)
 
     def _endpoint(self, protocol: Protocol) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
+        async def answer(session: Session, request: Request) -> Response:
+            return await self._answered(protocol, session, protocol.read(await body_of(request, BODY_S)), request)
+
+        return self._guarded(answer)
+
+    def _guarded(self, answer: Callable[[Session, Request], Awaitable[Response]]) -> Callable[[Request], Any]:
+        """A route for those who have the key of a session, which counts what is refused."""
+
+        async def guarded(request: Request) -> Response:
             session: Session | None = None
             try:
+                check_source(request.headers)
                 session = self._session(request.headers)
-                asked = protocol.read(await _body(request))
-                return await self._answered(protocol, session, asked, request)
+                return await answer(session, request)
             except Refused as refused:
                 if session is None:
                     self.counts[f"refused_{refused.kind}"] += 1
                 else:
                     session.refused(refused.kind)
-                return _json(protocol.error(refused), refused.status)
+                return _error(refused, request)
             except Exception as error:
                 usercode.report("a request to the gateway", error)
                 if session is not None:
                     session.request_failed(error)
-                return _json(protocol.error(Refused("failed", "Internal error.")), 500)
+                return _error(Refused("failed", "Internal error."), request, 500)
 
-        return answer
+        return guarded
 
     async def _answered(self, protocol: Protocol, session: Session, asked: Asked, request: Request) -> Response:
-        asked = replace(asked, retry=_retries(request.headers))
+        asked = replace(asked, retry=is_retry(request.headers))
         gone = asyncio.Event()
-        watch = asyncio.create_task(_watch(request, gone))
+        watching = asyncio.create_task(watch(request, gone))
         try:
             answer, delivered = await session.ask(asked, gone=gone)
         finally:
-            watch.cancel()
-        if gone.is_set():
+            watching.cancel()
+        if gone.is_set() and not request.scope.get(HALF_CLOSED):
             raise Refused("failed", "The client has gone away.")
-        delivered()
+        if not gone.is_set():
+            delivered()
+        if asked.options.get("stored"):
+            session.kept[answer.id] = protocol.write(answer, asked)
         if not asked.stream:
-            return _json(protocol.write(answer, asked))
+            return json_response(protocol.write(answer, asked))
         from starlette.responses import Response
 
-        stream = b"".join(_event(name, data) for name, data in protocol.events(answer, asked))
+        stream = b"".join(event_bytes(name, data) for name, data in protocol.events(answer, asked))
         return Response(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def _session(self, headers: Mapping[str, str]) -> Session:
         """Raises `Refused` for a key that is none, or that of a session that has ended."""
-        key = _key(headers)
+        key = key_of(headers)
         found = self._sessions.get(_hash(key))
         if found is None:
             if _hash(key) in self._ended:
@@ -205,30 +222,53 @@ class Gateway:
             raise Refused("wrong_key", "Incorrect API key provided.")
         return found
 
-    async def _models(self, request: Request) -> Response:
-        try:
-            session = self._session(request.headers)
-        except Refused as refused:
-            self.counts[f"refused_{refused.kind}"] += 1
-            return _json(chat_completions.error(refused), refused.status)
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "agentrl"} for name in session.models]
-        return _json({"object": "list", "data": models})
+    async def _count(self, session: Session, request: Request) -> Response:
+        return json_response({"input_tokens": session.count(anthropic_messages.read_count(await body_of(request, BODY_S)))})
+
+    async def _stored(self, session: Session, request: Request) -> Response:
+        name = request.path_params["name"]
+        stored = session.kept.get(name.removeprefix("resp_"))
+        if stored is None:
+            raise Refused("not_found", f"Response with id {name[:100]!a} not found.")
+        return json_response(stored)
+
+    async def _models(self, session: Session, request: Request) -> Response:
+        return json_response(_spoken(request).models(session.models))
+
+    async def _model(self, session: Session, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in session.models:
+            raise Refused("unknown_model", f"The model {name[:100]!a} does not exist or you do not have access to it.", param="model")
+        return json_response(_spoken(request).model(name))
 
     async def _reward(self, request: Request) -> Response:
         try:
-            REWARDS.check_key(_key(request.headers))
-            REWARDS.post(request.path_params["session"], await _body(request))
+            check_source(request.headers)
+            REWARDS.check_key(key_of(request.headers))
+            REWARDS.post(request.path_params["session"], await body_of(request, BODY_S))
         except Refused as refused:
             self.counts[f"refused_reward_{refused.kind}"] += 1
-            return _json(chat_completions.error(refused), refused.status)
+            return _error(refused, request)
         self.counts["rewards"] += 1
-        return _json({"object": "reward"})
+        return json_response({"object": "reward"})
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         self.counts["refused_not_found"] += 1
         refused = Refused("not_found", f"Invalid URL ({request.method[:16]} {request.url.path[:200]!a})")
-        known = anthropic_messages if request.url.path.startswith("/v1/messages") else chat_completions
-        return _json(known.error(refused), getattr(error, "status_code", 404))
+        return _error(refused, request, getattr(error, "status_code", 404))
+
+
+def _spoken(request: Request) -> Any:
+    """The protocol of a request, for its errors and for what both of OpenAI's and Anthropic's have."""
+    anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    return anthropic_messages if anthropic else chat_completions
+
+
+def _error(refused: Refused, request: Request, status: int | None = None) -> Response:
+    body = _spoken(request).error(refused)
+    if "request_id" in body:
+        body["request_id"] = request.scope[REQUEST_ID]
+    return json_response(body, status or refused.status)
 
 
 def _quiet_server(config: Any) -> Server:
@@ -255,58 +295,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise InfrastructureError(f"the gateway cannot listen at {host}:{port}: {error.strerror or error}") from error
     return listener
-
-
-async def _body(request: Request) -> Any:
-    """The JSON of a request. Raises `Refused` for one that is too long, comes too slowly, or is none."""
-    from starlette.requests import ClientDisconnect
-
-    kept, size = [], 0
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > MAX_BODY:
-        raise Refused("too_large", f"The request has {declared[:20]} bytes; at most {MAX_BODY} are taken.")
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                size += len(piece)
-                if size > MAX_BODY:
-                    raise Refused("too_large", f"The request has more than {MAX_BODY} bytes.")
-                kept.append(piece)
-    except TimeoutError:
-        raise Refused("invalid", f"The request did not come within {BODY_S:g} s.") from None
-    except ClientDisconnect:
-        raise Refused("invalid", "The client has gone away.") from None
-    return read_json(b"".join(kept))
-
-
-async def _watch(request: Request, gone: asyncio.Event) -> None:
-    """Sets `gone` when the client closes its connection."""
-    while True:
-        if (await request.receive())["type"] == "http.disconnect":
-            gone.set()
-            return
-
-
-def _key(headers: Mapping[str, str]) -> str:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key", "")
-
-
-def _retries(headers: Mapping[str, str]) -> bool:
-    """The SDKs of OpenAI and Anthropic count their attempts in this header."""
-    count = headers.get("x-stainless-retry-count", "")
-    return count.isascii() and count.isdigit() and count.strip("0") != ""
-
-
-def _json(body: Any, status: int = 200) -> Response:
-    from starlette.responses import Response
-
-    return Response(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"), status, media_type="application/json")
-
-
-def _event(name: str, data: Any) -> bytes:
-    said = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return ((f"event: {name}\n" if name else "") + f"data: {said}\n\n").encode("utf-8", "replace")
 
 
 def _hash(key: str) -> str:

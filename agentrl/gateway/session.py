@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentrl import usercode
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
-from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said
-from agentrl.gateway.graph import Graph, Node, Place, turn_digest
-from agentrl.gateway.tokens import NotAppended, Parsed, Tokens
+from agentrl.gateway.asked import Answer, Asked, Called, Refused, Said, said
+from agentrl.gateway.graph import Graph, Node, Place
+from agentrl.gateway.tokens import NotAppended, Parsed, Tokens, stopped, until
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Completion, Failure, Message, Parent, ToolResult
 
@@ -60,6 +62,7 @@ class Session:
     limit: str = ""  # "turn_limit" or "wall_limit" once it is reached; "refused" after too many refusals
     over: asyncio.Event = field(default_factory=asyncio.Event)  # set with `fault` or `limit`
     ended: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)  # answers that were stored, by id, as they were written
     _refused: int = 0
     _graph: Graph = field(default_factory=Graph)
     _given: dict[tuple[object, ...], _Given] = field(default_factory=dict)
@@ -67,7 +70,7 @@ class Session:
     _busy: set[int] = field(default_factory=set)  # trajectories in which a turn is being sampled
     _shown: dict[int, tuple[int, int]] = field(default_factory=dict)  # trajectory -> tools and messages of its first request
     _names: dict[int, str] = field(default_factory=dict)  # of trajectories
-    _asides: set[int] = field(default_factory=set)  # trajectories without tools that quote another one
+    _asides: set[int] = field(default_factory=set)  # trajectories that may be calls beside the work
     _answered_at: dict[int, float] = field(default_factory=dict)
 
     async def ask(self, asked: Asked, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
@@ -82,18 +85,11 @@ class Session:
         Raises:
             Refused: with the reason.
         """
-        if self.ended or self.fault is not None or self.limit == "refused":
-            raise Refused("ended", "This session has ended.")
-        if asked.model not in self.models:
-            raise Refused(
-                "unknown_model", f"The model {asked.model[:100]!a} does not exist or you do not have access to it.", param="model"
-            )
-        if asked.after and not self._graph.knows(asked.after):
-            raise Refused("not_found", f"Previous response with id {asked.after[:100]!a} not found.", param="previous_response_id")
-        if not asked.messages and not asked.after:
-            raise Refused("invalid", "messages must hold a message that is not of the system.", param="messages")
+        self._check(asked)
+        asked = self._graph.rejoined(asked)
         place = self._graph.place(asked)
-        same = (place.digests[-1], place.system, place.tools, asked.max_tokens, asked.after)
+        options = (asked.max_tokens, asked.calls, asked.single, asked.strict, asked.stop)
+        same = (place.end.digest, place.system, place.tools, asked.after, *options)
         given = self._given.get(same)
         if given is not None and (asked.retry or not (given.waiting or given.delivered)) and not _failed(given.task):
             self.counts["replayed"] += 1
@@ -101,6 +97,35 @@ class Session:
         else:
             given = self._given[same] = self._begin(asked, place)
         return await self._wait(given, gone)
+
+    def count(self, asked: Asked) -> int:
+        """Tokens of the context that a request would be answered in. Takes no place in the tree, and samples nothing. Raises `Refused`."""
+        self._check(asked)
+        self.counts["counted"] += 1
+        if self.counts["counted"] > MAX_REFUSED:
+            raise Refused("too_many", f"The tokens of {MAX_REFUSED} requests of this session were counted.")
+        if asked.chars > CHARS_PER_TOKEN * self.episode.task.limits.episode_tokens:
+            raise _too_long()
+        asked = self._graph.rejoined(asked)
+        before, new = self._graph.goes_on(asked)
+        with contextlib.suppress(NotAppended):
+            if before is not None:
+                more = self.tokens.delta(_with_withheld(new, before), before.parsed, before.all_ids, ended=before.ended)
+                return before.tokens + len(more)
+        return len(self.tokens.opening(_shown(asked), asked.tools))
+
+    def _check(self, asked: Asked) -> None:
+        """Raises `Refused` for a request that this session cannot answer."""
+        if self.ended or self.fault is not None or self.limit == "refused":
+            raise Refused("ended", "This session has ended.")
+        if asked.model not in self.models:
+            raise Refused(
+                "unknown_model", f"The model {asked.model[:100]!a} does not exist or you do not have access to it.", param="model"
+            )
+        if asked.after and asked.after not in self.kept:
+            raise Refused("not_found", f"Previous response with id {asked.after[:100]!a} not found.", param="previous_response_id")
+        if not asked.messages and not asked.after:
+            raise Refused("invalid", "messages must hold a message that is not of the system.", param="messages")
 
     def refused(self, kind: str) -> None:
         """Counts a request that was not carried out."""
@@ -154,11 +179,12 @@ class Session:
         before = place.before
         if before is not None:
             try:
-                new = self.tokens.delta(place.new, before.parsed, before.call_ids, ended=before.ended)
+                place = replace(place, new=_with_withheld(place.new, before))
+                new = self.tokens.delta(place.new, before.parsed, before.all_ids, ended=before.ended)
                 return self._goes_on(place, before, new)
             except NotAppended:
-                place = _anew(asked, place)
-        messages = [Message(role="system", content=one) for one in asked.system] + [one.message for one in asked.messages]
+                place = replace(place, kind="restart", before=None, new=asked.messages, system_changed=False)
+        messages = _shown(asked)
         if asked.after and place.kind != "root":
             raise Refused("invalid", "The conversation cannot go on from that response with other tools or instructions.")
         prompt = self.tokens.opening(messages, asked.tools)
@@ -168,8 +194,10 @@ class Session:
             self._describe(line, MAIN, messages)
         else:
             line = self._open(place, messages, place.parent)
-            if place.quotes and not asked.tools:
+            if place.aside:
                 self._asides.add(line.index)
+        if place.answers is not None:
+            self._graph.answered(place.answers)
         if place.kind != "root":
             self.counts[place.kind] += 1
         self._shown[line.index] = (len(asked.tools), len(messages))
@@ -215,8 +243,8 @@ class Session:
                     raise self._time_is_up()
                 line.end(limit)
                 raise _too_long()
-            completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens)
-            parsed = self._read(line, completion, asked)
+            completion = await line.sample(stop_token_ids=self.tokens.chat.stop_token_ids, max_tokens=asked.max_tokens, stop=asked.stop)
+            parsed, stop = self._read(line, completion, asked)
             if completion.finish_reason == CUT:
                 self._time_is_up()
         except Refused:
@@ -230,50 +258,80 @@ class Session:
                 self.on_busy(False)
         self.counts["answered"] += 1
         self.counts["malformed_call"] += bool(parsed.errors)
-        return self._kept(asked, place, line, new, parsed)
+        return self._kept(asked, place, line, new, parsed, stop)
 
-    def _read(self, line: LiveTrajectory, completion: Completion, asked: Asked) -> Parsed:
-        """Reads a completion and adds it as a turn. Raises `PolicyFault` if it cannot be read; the turn is added anyway."""
+    def _read(self, line: LiveTrajectory, completion: Completion, asked: Asked) -> tuple[Parsed, str]:
+        """Reads a completion and adds it as a turn; also the stop sequence that ends it.
+
+        Raises `PolicyFault` if it cannot be read; the turn is added anyway.
+        """
+        chat, stop = self.tokens.chat, ""
         try:
-            parsed = self.tokens.chat.parse(completion.token_ids, asked.tools)
+            count, stop = self.tokens.up_to(completion.token_ids, asked.stop)
+            completion = stopped(completion, count) if stop else completion
+            calls = asked.calls and bool(asked.tools)
+            parsed = chat.parse(completion.token_ids, asked.tools, calls=calls)
+            if parsed.message.tool_calls and len(self._withheld(parsed, asked)) == len(parsed.message.tool_calls):
+                parsed = chat.parse(completion.token_ids, asked.tools, calls=False)
         except Exception as error:  # a tokenizer may raise anything at what a model says
             usercode.report("the policy's text cannot be read", error)
             line.add_turn(completion, Message(role="assistant", content=""))
             raise PolicyFault(f"the policy's text cannot be read: {usercode.describe(error, 1000)}") from error
         line.add_turn(completion, parsed.message)
-        return parsed
+        return parsed, stop
 
-    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, parsed: Parsed) -> Answer:
+    def _withheld(self, parsed: Parsed, asked: Asked) -> dict[int, str]:
+        """The calls of a completion that the client did not ask for, by their number, and what the policy is shown in place of a result."""
+        schemas = {tool["function"]["name"]: tool for tool in asked.tools if tool["function"]["name"] in asked.strict}
+        withheld: dict[int, str] = {}
+        for number, call in enumerate(parsed.message.tool_calls):
+            if call.name in schemas and (wrong := self.tokens.chat.problems(schemas[call.name], call.arguments)):
+                withheld[number] = f"error: this call was not made: {wrong}"
+            elif asked.single and len(withheld) < number:
+                withheld[number] = "error: this call was not made: only one tool call at a time"
+        return withheld
+
+    def _kept(self, asked: Asked, place: Place, line: LiveTrajectory, new: int, parsed: Parsed, stop: str) -> Answer:
         message, ids = parsed.message, line.turns[-1].completion_ids
+        withheld = self._withheld(parsed, asked)
+        all_ids = tuple(f"call_{secrets.token_hex(12)}" for _ in message.tool_calls)
+        calls = tuple(
+            Called(id=name, call=one) for at, (name, one) in enumerate(zip(all_ids, message.tool_calls, strict=True)) if at not in withheld
+        )
         known = {tool["function"]["name"] for tool in asked.tools}
         self.counts["unknown_tool_called"] += sum(one.name not in known for one in message.tool_calls)
-        answer_id = secrets.token_hex(12)
-        calls = tuple(Called(id=f"call_{secrets.token_hex(12)}", call=one) for one in message.tool_calls)
+        self.counts["withheld_call"] += len(withheld)
+        answer_id, text = secrets.token_hex(12), until(parsed.answer, asked.stop)[0].rstrip()
         last = self._graph.last(line)
         before = (last.tokens if last is not None else 0) + new
         node = Node(
             line=line,
             turn=len(line.turns) - 1,
-            digest=turn_digest(place.digests[-1], parsed.answer, [(one.name, one.arguments) for one in message.tool_calls]),
+            end=place.end.said(text, [(one.call.name, one.call.arguments) for one in calls]),
+            opening=place.opening,
+            messages=len(asked.messages),
             system=place.system,
             lengths=place.lengths,
             tools=place.tools,
-            call_ids=tuple(one.id for one in calls),
+            all_ids=all_ids,
+            withheld={all_ids[at]: reason for at, reason in withheld.items()},
             tokens=before + len(ids),
             ended=bool(ids) and ids[-1] in self.tokens.chat.stop_token_ids,
             answer_id=answer_id,
             parsed=parsed,
+            text=text,
         )
-        self._graph.add(node, calls=len(calls))
+        self._graph.add(node)
         self._answered_at[line.index] = time.monotonic()
         thought = message.content.removesuffix(parsed.answer)
         return Answer(
             id=answer_id,
             model=asked.model,
-            text=parsed.answer,
+            text=text,
             reasoning=thought.replace("<think>", "").replace("</think>", "").strip(),
             calls=calls,
             cut=line.turns[-1].finish_reason != "stop",
+            stop=stop,
             prompt_tokens=before,
             completion_tokens=len(ids),
             created=int(time.time()),
@@ -284,16 +342,18 @@ class Session:
             given.delivered = True
 
         left = asyncio.create_task(gone.wait()) if gone is not None else None
+        waits = True
         try:
             await asyncio.wait({given.task} | ({left} if left else set()), return_when=asyncio.FIRST_COMPLETED)
-            if not given.task.done():
+            if not given.task.done():  # the client may have closed one direction only, and read its answer
                 self.counts["client_gone"] += 1
-                raise Refused("failed", "The client has gone away.")
+                given.waiting, waits = given.waiting - 1, False
+                await asyncio.wait({given.task})
             if given.task.cancelled():
                 raise Refused("ended", "This session has ended.")
             return given.task.result(), delivered
         finally:
-            given.waiting -= 1
+            given.waiting -= waits
             if left is not None:
                 left.cancel()
 
@@ -335,7 +395,8 @@ class Session:
     def _seal(self) -> None:
         """Contexts of one turn without tools, which nothing goes on from, are calls beside the work: titles, summaries for a screen.
 
-        So are those that quote a conversation with tools; one that goes on after a summary is shown tools, or goes on.
+        So are those that are asked without the tools of the conversation that they go on from or quote, and those that quote one without
+        tools under a system message of other words. One that goes on after a summary has what the others have, or goes on.
         """
         lines = self.episode.trajectories
         roots = [line for line in lines if line.index in self._shown and line.parent is None]
@@ -344,8 +405,7 @@ class Session:
         for line in roots if work else ():
             self._describe(line, MAIN if line in work else AUXILIARY)
         for line in lines:
-            quoted = None if line.parent is None else self._shown.get(line.parent.trajectory)
-            if line.index in self._asides - parents and len(line.turns) == 1 and quoted is not None and quoted[0]:
+            if line.index in self._asides - parents and len(line.turns) == 1:
                 self._describe(line, AUXILIARY)
         theirs = {name.removeprefix("refused_"): count for name, count in self.counts.items() if name.startswith("refused_")}
         refused = {name: count for name, count in theirs.items() if name not in ("failed", "ended")}
@@ -361,7 +421,7 @@ class Session:
             node for line in self.episode.trajectories if (node := self._graph.last(line)) is not None and self._names[line.index] == MAIN
         ]
         newest = max(turns, key=lambda node: self._answered_at[node.line.index], default=None)
-        return None if newest is None else newest.parsed.answer
+        return None if newest is None else newest.text
 
 
 def _too_long() -> Refused:
@@ -372,24 +432,25 @@ def _failed(task: asyncio.Task[Answer]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
-def _anew(asked: Asked, place: Place) -> Place:
-    """The template cannot be continued with these messages: the same agent in a context that is rendered anew."""
-    return Place(
-        kind="restart",
-        before=None,
-        parent=place.parent,
-        new=asked.messages,
-        digests=place.digests,
-        system=place.system,
-        lengths=place.lengths,
-        tools=place.tools,
-    )
+def _shown(asked: Asked) -> list[Message]:
+    return [*(Message(role="system", content=one) for one in asked.system), *(one.message for one in asked.messages)]
+
+
+def _with_withheld(new: tuple[Said, ...], before: Node) -> tuple[Said, ...]:
+    """The messages after a turn, with a result for each of its calls that the client was not given, in the order of the calls."""
+    results = [one for one in new if one.message.role == "tool"]
+    if not (results and before.withheld):
+        return new
+    results += [said("tool", reason, call_id=name, ok=False) for name, reason in before.withheld.items()]
+    order = {name: at for at, name in enumerate(before.all_ids)}
+    results.sort(key=lambda one: order.get(one.call_id, len(order)))
+    return (*results, *(one for one in new if one.message.role != "tool"))
 
 
 def _results(new: Sequence[Said], before: Node) -> list[ToolResult]:
     """What the program showed after a turn: the results of its calls, then all else."""
     calls = before.line.turns[before.turn].message.tool_calls
-    names = dict(zip(before.call_ids, (one.name for one in calls), strict=True))
+    names = dict(zip(before.all_ids, (one.name for one in calls), strict=True))
     tools = [one for one in new if one.message.role == "tool"]
     found = [ToolResult(name=names.get(one.call_id, "")[:64], output=one.message.content, ok=one.ok) for one in tools]
     others = [one.message for one in new if one.message.role != "tool"]

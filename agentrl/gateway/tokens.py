@@ -5,12 +5,15 @@ The chat format is the run's (`agentrl.agent.ChatFormat` in a recipe); the gatew
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from agentrl.errors import UserError
 from agentrl.gateway.asked import Refused, Said
-from agentrl.records import Message, ToolCall
+from agentrl.records import Completion, Message, ToolCall
+from agentrl.sampling import Supports
 
 
 class Parsed(Protocol):
@@ -48,7 +51,15 @@ class Chat(Protocol):
 
     def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]: ...
 
-    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed: ...
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What a completion says, control tokens included, without the token that ends it."""
+        ...
+
+    def parse(self, token_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]] = (), *, calls: bool = True) -> Parsed: ...
+
+    def problems(self, schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
+        """What is wrong with the arguments of a call of the tool with this schema; empty when nothing is."""
+        ...
 
     def fenced(self, message: Message) -> Message: ...
 
@@ -108,10 +119,27 @@ class Tokens:
         end = ends[own - 1]
         return whole[end + 1 if ended else end :]
 
+    def up_to(self, ids: Sequence[int], stops: Sequence[str]) -> tuple[int, str]:
+        """How many tokens of a completion there are up to the one that completes a stop sequence, and that sequence; else all, and none."""
+
+        def reached(count: int) -> bool:
+            text = self.chat.text(ids[:count])
+            return any(one in text for one in stops)
+
+        if not stops or not reached(len(ids)):
+            return len(ids), ""
+        count = 1 + bisect_left(range(1, len(ids)), True, key=reached)
+        return count, until(self.chat.text(ids[:count]), stops)[1]
+
     def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """A system message in mid-conversation is a user's for a template that takes none there."""
+        head = next((at for at, one in enumerate(messages) if one.role != "system"), len(messages))
+        late = {at for at, one in enumerate(messages) if one.role == "system" and at > head}
         try:
             return self.chat.opening(messages, tools)
         except UserError as error:
+            if late:
+                return self._open([replace(one, role="user") if at in late else one for at, one in enumerate(messages)], tools)
             raise Refused("invalid", f"The policy's chat template does not take these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
@@ -129,3 +157,23 @@ class Tokens:
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(map(self._stops.__contains__, ids))
+
+
+def until(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the stop sequence that ends first in it, and that sequence; else all of it, and none."""
+    found = [(text.find(one) + len(one), -len(one), one) for one in stops if one in text]
+    if not found:
+        return text, ""
+    end, _, stop = min(found)
+    return text[: end - len(stop)], stop
+
+
+def stopped(completion: Completion, count: int) -> Completion:
+    """The first tokens of a completion, as one that was stopped there: when to stop depends on these alone, so each is as sampled."""
+    return Completion(
+        token_ids=completion.token_ids[:count],
+        logprobs=completion.logprobs[:count],
+        versions=tuple(replace(one, end=min(one.end, count)) for one in completion.versions if one.start < count),
+        finish_reason="stop",
+        supports=None if completion.supports is None else Supports.of(completion.supports.rows[:count]),
+    )

@@ -99,7 +99,14 @@ class TrajectoryLife:
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         self.prompt_ids = (*self.prompt_ids, *token_ids)
 
-    async def sample(self, *, stop_token_ids: Sequence[int], max_tokens: int | None = None, thinking: Thinking | None = None) -> Completion:
+    async def sample(
+        self,
+        *,
+        stop_token_ids: Sequence[int],
+        max_tokens: int | None = None,
+        thinking: Thinking | None = None,
+        stop: Sequence[str] = (),
+    ) -> Completion:
         forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
         if forbids == WALL and not self.stop_reason:
             raise OutOfTime("the episode's time has ended")
@@ -112,7 +119,8 @@ class TrajectoryLife:
             budget = min(budget, max_tokens)
         self.sampling = True
         try:
-            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, number=number, reads=self.tokens - self._computed)
+            reads = max(0, self.tokens - self._computed)
+            ask = partial(self._life.generate, stop_token_ids=stop_token_ids, stop=stop, number=number, reads=reads)
             completion = await sampled([*self._context, *self.prompt_ids], budget, ask, bound_of(self._life.task, thinking))
         except RequestRefused as error:
             self.sampling = False
@@ -282,10 +290,18 @@ class EpisodeLife:
         return _checked(stop_reason)
 
     async def generate(
-        self, token_ids: Sequence[int], max_tokens: int, part: str = "", *, stop_token_ids: Sequence[int], number: int, reads: int = 0
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        part: str = "",
+        *,
+        stop_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        number: int,
+        reads: int = 0,
     ) -> Completion:
         """Raises as `Requests.sample` does. `part`: of a turn whose thinking is bounded."""
-        common = {**asdict(self._sampling), "stop_token_ids": tuple(stop_token_ids)}
+        common = {**asdict(self._sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop)}
         self.stage = "generate"
         made = await self.requests.sample(
             token_ids,

@@ -117,7 +117,8 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         **distribution(params),
         "stop_token_ids": list(params.stop_token_ids),
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
-        "detokenize": False,
+        **({"stop": list(params.stop)} if params.stop else {}),
+        "detokenize": bool(params.stop),  # which only texts need
     }
     return {
         "request_id": request_id,

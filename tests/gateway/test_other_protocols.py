@@ -163,7 +163,7 @@ async def test_each_protocol_refuses_in_its_own_words(lead: Any) -> None:
             await sdk.messages.create(**good)
             wrong: list[tuple[dict[str, Any], Any, str]] = [
                 ({"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
-                ({"stop_sequences": ["x"]}, anthropic.BadRequestError, "invalid_request_error"),
+                ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "invalid_request_error"),
                 ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, "invalid_request_error"),
                 ({"extra_body": {"wings": 2}}, anthropic.BadRequestError, "invalid_request_error"),
             ]

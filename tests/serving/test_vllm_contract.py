@@ -129,6 +129,9 @@ def test_the_generate_body_is_vllms() -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.logprobs) == (5, 0.7, 0)
     assert sampling.stop_token_ids == [9]
     assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
+    assert (sampling.stop, sampling.detokenize) == ([], False)
+    stopping = GenerateRequest.model_validate(generate_body([1, 2], SamplingParams(max_tokens=5, stop=("a", "b")), "r1", "salt"))
+    assert (stopping.sampling_params.stop, stopping.sampling_params.detokenize) == (["a", "b"], True), "texts are found by the detokenizer"
 
 
 async def test_the_trainer_sends_only_while_the_controller_holds_the_pause(engine: RecordingEngine, url: str) -> None:

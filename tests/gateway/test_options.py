@@ -1,0 +1,376 @@
+"""Every option of a request, in each protocol that has it: obeyed, or refused with the protocol's own error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.gateway.test_chat_completions import calls
+
+PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+def tool(protocol: str, **more: Any) -> dict[str, Any]:
+    """The tool `look` as a protocol has it."""
+    if protocol == "messages":
+        return {"name": "look", "input_schema": SCHEMA, **more}
+    about = {"name": "look", "parameters": SCHEMA, **more}
+    return {"type": "function", "function": about} if protocol == "chat" else {"type": "function", **about}
+
+
+def body(protocol: str, *messages: Any, **more: Any) -> dict[str, Any]:
+    """A request; the messages are those of chat completions, which the other two take as well while they are text."""
+    shown = list(messages) or [{"role": "user", "content": "one?"}]
+    bound = {"max_tokens": 300} if protocol == "messages" else {}
+    return {"model": "policy", ("input" if protocol == "responses" else "messages"): shown, **bound, **more}
+
+
+def said(protocol: str, answer: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:
+    """The text of an answer, its calls, and why it ended."""
+    if protocol == "chat":
+        [choice] = answer["choices"]
+        message = choice["message"]
+        made = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message.get("tool_calls", ())]
+        return message["content"] or "", made, choice["finish_reason"]
+    if protocol == "messages":
+        text = "".join(one["text"] for one in answer["content"] if one["type"] == "text")
+        return text, [(one["name"], one["input"]) for one in answer["content"] if one["type"] == "tool_use"], answer["stop_reason"]
+    text = "".join(part["text"] for one in answer["output"] if one["type"] == "message" for part in one["content"])
+    made = [(one["name"], json.loads(one["arguments"])) for one in answer["output"] if one["type"] == "function_call"]
+    return text, made, answer["status"]
+
+
+END = {"chat": "stop", "messages": "end_turn", "responses": "completed"}
+CALLED = {"chat": "tool_calls", "messages": "tool_use", "responses": "completed"}
+
+# name: the option as each protocol has it, then the path that the error gives; "" where it is obeyed
+TAKEN: dict[str, dict[str, dict[str, Any]]] = {
+    "temperature": {name: {"temperature": 0.3} for name in PATHS},
+    "top_p": {name: {"top_p": 0.9} for name in PATHS},
+    "seed": {"chat": {"seed": 3}},
+    "penalties": {"chat": {"frequency_penalty": 0.5, "presence_penalty": -2}},
+    "effort": {
+        "chat": {"reasoning_effort": "high"},
+        "messages": {"output_config": {"effort": "high"}},
+        "responses": {"reasoning": {"effort": "low", "summary": "auto"}},
+    },
+    "verbosity": {"chat": {"verbosity": "low"}, "responses": {"text": {"verbosity": "low"}}},
+    "plain text": {"chat": {"response_format": {"type": "text"}}, "responses": {"text": {"format": {"type": "text"}}}},
+    "labels": {
+        "chat": {"user": "u", "metadata": {"a": "b"}},
+        "messages": {"metadata": {"user_id": "u"}},
+        "responses": {"user": "u", "metadata": {}},
+    },
+    "tier": {"chat": {"service_tier": "auto"}, "messages": {"service_tier": "standard_only"}, "responses": {"service_tier": "default"}},
+    "one choice": {"chat": {"n": 1, "logprobs": False, "logit_bias": {}}},
+    "no truncation": {"responses": {"truncation": "disabled"}},
+    "includes": {"responses": {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]}},
+    "no background": {"responses": {"background": False}},
+    "choice none without tools": {
+        "chat": {"tool_choice": "none"},
+        "messages": {"tool_choice": {"type": "none"}},
+        "responses": {"tool_choice": "none"},
+    },
+    "choice auto without tools": {
+        "chat": {"tool_choice": "auto"},
+        "messages": {"tool_choice": {"type": "auto"}},
+        "responses": {"tool_choice": "auto"},
+    },
+    "one call at a time without tools": {
+        "chat": {"parallel_tool_calls": False},
+        "messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        "responses": {"parallel_tool_calls": False},
+    },
+    "context kept": {"messages": {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}},
+    "thinking": {"messages": {"thinking": {"type": "adaptive", "display": "omitted"}}},
+    "no stop": {"chat": {"stop": []}, "messages": {"stop_sequences": []}},
+}
+NULLS: dict[str, Sequence[str]] = {
+    "chat": (
+        *("audio", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens"),
+        *("metadata", "modalities", "n", "parallel_tool_calls", "prediction", "presence_penalty", "reasoning_effort", "response_format"),
+        *("seed", "service_tier", "stop", "store", "stream", "stream_options", "temperature", "tool_choice", "tools", "top_logprobs"),
+        *("top_p", "user", "verbosity", "web_search_options", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    ),
+    "messages": (
+        *("container", "context_management", "inference_geo", "mcp_servers", "metadata", "output_config", "service_tier", "stop_sequences"),
+        *("stream", "system", "temperature", "thinking", "tool_choice", "tools", "top_k", "top_p", "cache_control"),
+    ),
+    "responses": (
+        *(
+            "background",
+            "conversation",
+            "include",
+            "instructions",
+            "max_output_tokens",
+            "max_tool_calls",
+            "metadata",
+            "parallel_tool_calls",
+        ),
+        *("previous_response_id", "prompt", "reasoning", "safety_identifier", "service_tier", "store", "stream", "stream_options"),
+        *("temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation", "user"),
+    ),
+}
+REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
+    "a temperature in words": {name: ({"temperature": "hot"}, "temperature") for name in PATHS},
+    "a temperature out of range": {name: ({"temperature": 9}, "temperature") for name in PATHS},
+    "top_p out of range": {name: ({"top_p": True}, "top_p") for name in PATHS},
+    "several choices": {"chat": ({"n": 2}, "n")},
+    "logprobs": {"chat": ({"logprobs": True}, "logprobs"), "responses": ({"top_logprobs": 2}, "top_logprobs")},
+    "included logprobs": {"responses": ({"include": ["message.output_text.logprobs"]}, "include[0]")},
+    "truncation": {"responses": ({"truncation": "auto"}, "truncation")},
+    "a tier": {name: ({"service_tier": "flex"}, "service_tier") for name in PATHS},
+    "an effort": {
+        "chat": ({"reasoning_effort": 3}, "reasoning_effort"),
+        "messages": ({"output_config": {"effort": "x"}}, "output_config.effort"),
+        "responses": ({"reasoning": {"effort": "x"}}, "reasoning.effort"),
+    },
+    "a schema for the answer": {
+        "chat": ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}, "response_format"),
+        "messages": ({"output_config": {"format": FORMAT}}, "output_config.format"),
+        "responses": ({"text": {"format": {**FORMAT, "name": "a"}}}, "text.format"),
+    },
+    "any JSON as the answer": {
+        "chat": ({"response_format": {"type": "json_object"}}, "response_format"),
+        "responses": ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+    },
+    "a forced call": {
+        "chat": ({"tool_choice": "required"}, "tool_choice"),
+        "messages": ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        "responses": ({"tool_choice": "required"}, "tool_choice"),
+    },
+    "a named call": {
+        "chat": ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        "messages": ({"tool_choice": {"type": "tool", "name": "look"}}, "tool_choice.type"),
+        "responses": ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
+    },
+    "a tool of the server's": {name: ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0].type") for name in PATHS},
+    "parallel in words": {
+        "chat": ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        "responses": ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    },
+    "strict in words": {
+        "chat": ({"tools": [tool("chat", strict="yes")]}, "tools[0].function.strict"),
+        "messages": ({"tools": [tool("messages", strict="yes")]}, "tools[0].strict"),
+        "responses": ({"tools": [tool("responses", strict="yes")]}, "tools[0].strict"),
+    },
+    "an empty stop": {"chat": ({"stop": ["a", ""]}, "stop[1]"), "messages": ({"stop_sequences": ["a", ""]}, "stop_sequences[1]")},
+    "too many stops": {"chat": ({"stop": ["a"] * 17}, "stop"), "messages": ({"stop_sequences": ["a"] * 17}, "stop_sequences")},
+    "tools that are no list": {name: ({"tools": 0}, "tools") for name in PATHS},
+    "a context that is cleared": {
+        "messages": ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]")
+    },
+    "a field that nobody has": {name: ({"wings": None}, "wings") for name in PATHS},
+    "an unknown field far inside": {
+        "chat": ({"stream_options": {"wings": 1}}, "stream_options.wings"),
+        "messages": ({"output_config": {"w": 1}}, "output_config.w"),
+        "responses": ({"text": {"w": 1}}, "text.w"),
+    },
+    "a picture": {
+        "chat": (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+            "messages[0].content[1].type",
+        ),
+        "messages": (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+            "messages[0].content[1].type",
+        ),
+        "responses": (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_image"}]}]},
+            "input[0].content[1].type",
+        ),
+    },
+}
+
+
+class Http:
+    """A program's connection."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"})
+
+    async def post(self, protocol: str, **more: Any) -> httpx.Response:
+        return await self._http.post(PATHS[protocol], json=body(protocol, **more))
+
+    async def answer(self, protocol: str, *messages: Any, **more: Any) -> Any:
+        made = await self._http.post(PATHS[protocol], json=body(protocol, *messages, **more))
+        assert made.status_code == 200, made.text
+        return made.json()
+
+
+async def run(lead: Any, script: Any, program: Any) -> Any:
+    async def led(url: str, key: str) -> None:
+        await program(Http(url, key))
+
+    outcome = await lead(led, script=script if callable(script) else lambda turn, _: script)
+    assert outcome.trained_once() and outcome.session.fault is None
+    return outcome
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+async def test_what_is_taken_is_answered(lead: Any, protocol: str) -> None:
+    options = {name: by[protocol] for name, by in TAKEN.items() if protocol in by}
+
+    async def program(http: Http) -> None:
+        for name, more in options.items():
+            assert said(protocol, await http.answer(protocol, **more)) == ("1", [], END[protocol]), name
+        assert said(protocol, await http.answer(protocol, **dict.fromkeys(NULLS[protocol]))) == ("1", [], END[protocol])
+
+    outcome = await run(lead, "1", program)
+    assert outcome.counts == {"answered": len(options) + 1}
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+async def test_what_is_refused_is_refused_in_the_protocols_words(lead: Any, protocol: str) -> None:
+    async def program(http: Http) -> None:
+        await http.answer(protocol)
+        for name, by in REFUSED.items():
+            if protocol not in by:
+                continue
+            more, path = by[protocol]
+            made = await http.post(protocol, **more)
+            assert made.status_code == 400, name
+            ids = {made.headers["request-id"], made.headers["x-request-id"]}
+            if protocol == "messages":
+                error = made.json()
+                assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error", name
+                assert path in error["error"]["message"] and ids == {error["request_id"]}, name
+            else:
+                error = made.json()["error"]
+                assert (error["type"], error["param"]) == ("invalid_request_error", path) and error["message"] and len(ids) == 1, name
+
+    await run(lead, "1", program)
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+@pytest.mark.parametrize("offered", [False, True], ids=["no tools", "choice none"])
+async def test_text_stays_text_where_no_call_is_asked_for(lead: Any, protocol: str, offered: bool) -> None:
+    """Without tools, and with `tool_choice` none; the conversation goes on from the same tokens."""
+    none = {"type": "none"} if protocol == "messages" else "none"
+    more: dict[str, Any] = {"tools": [tool(protocol)], "tool_choice": none} if offered else {}
+    looks = "I look." + calls("look", at="there")
+
+    async def program(http: Http) -> None:
+        made = await http.answer(protocol, **more)
+        assert said(protocol, made) == (looks, [], END[protocol])
+        history = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": looks}, {"role": "user", "content": "and?"}]
+        await http.answer(protocol, *history, **more)
+
+    outcome = await run(lead, looks, program)
+    [line] = outcome.episode.trajectories
+    assert len(line.turns) == 2 and not any(turn.message.tool_calls for turn in line.turns)
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+async def test_an_answer_ends_before_a_stop_sequence_and_no_token_after_it_is_kept(lead: Any, protocol: str, tokenizer: Any) -> None:
+    name = "stop" if protocol == "chat" else "stop_sequences"
+
+    async def program(http: Http) -> None:
+        made = await http.answer(protocol, **{name: ["Observation:", "\nEnd"]})
+        assert said(protocol, made)[::2] == ("I look.", "stop" if protocol == "chat" else "stop_sequence")
+        assert protocol == "chat" or made["stop_sequence"] == "Observation:"
+        history = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "seen"}]
+        made = await http.answer(protocol, *history, **{name: ["nowhere"]})
+        assert said(protocol, made)[::2] == ("I look. Observation: seen\nEnd", END[protocol])
+
+    outcome = await run(lead, "I look. Observation: seen\nEnd", program)
+    [line] = outcome.episode.trajectories
+    assert [tokenizer.decode(turn.completion_ids) for turn in line.turns] == [
+        "I look. Observation:",
+        "I look. Observation: seen\nEnd<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+async def test_one_call_at_a_time(lead: Any, protocol: str) -> None:
+    """The client gets the first call; the policy is shown that the other was not made, and goes on from the same tokens."""
+    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}} if protocol == "messages" else {"parallel_tool_calls": False}
+    more: dict[str, Any] = {"tools": [tool(protocol)], **one}
+
+    async def program(http: Http) -> None:
+        made = await http.answer(protocol, **more)
+        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
+        await http.answer(protocol, *history(protocol, made, "seen"), **more)
+
+    outcome = await run(lead, lambda turn, _: calls("look", at="a") + calls("look", at="b") if not turn else "done", program)
+    [line] = outcome.episode.trajectories
+    [(first, second), _] = [turn.tool_results for turn in line.turns]
+    assert (first.output, first.ok) == ("seen", True) and "one tool call at a time" in second.output and not second.ok
+
+
+def history(protocol: str, answer: Any, *results: str) -> list[Any]:
+    """The conversation after an answer with calls and what these gave."""
+    user = {"role": "user", "content": "one?"}
+    if protocol == "chat":
+        message = answer["choices"][0]["message"]
+        ids = [one["id"] for one in message["tool_calls"]]
+        return [user, message, *({"role": "tool", "tool_call_id": name, "content": text} for name, text in zip(ids, results, strict=True))]
+    if protocol == "messages":
+        ids = [one["id"] for one in answer["content"] if one["type"] == "tool_use"]
+        shown = [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in zip(ids, results, strict=True)]
+        return [user, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": shown}]
+    ids = [one["call_id"] for one in answer["output"] if one["type"] == "function_call"]
+    shown = [{"type": "function_call_output", "call_id": name, "output": text} for name, text in zip(ids, results, strict=True)]
+    return [user, *answer["output"], *shown]
+
+
+@pytest.mark.parametrize("protocol", PATHS)
+async def test_a_strict_tool_is_only_called_as_its_schema_says(lead: Any, protocol: str) -> None:
+    more = {"tools": [tool(protocol, strict=True)]}
+    wrong, right = calls("look", at=3), calls("look", at="a")
+
+    async def program(http: Http) -> None:
+        made = await http.answer(protocol, **more)
+        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
+        made = await http.answer(protocol, *history(protocol, made, "seen"), **more)
+        assert said(protocol, made) == (wrong, [], END[protocol]), "text, where no call is right"
+        made = await http.answer(protocol, {"role": "user", "content": "two?"}, tools=[tool(protocol)])
+        assert said(protocol, made)[1] == [("look", {"at": 3})], "a tool that is not strict takes any"
+
+    outcome = await run(lead, lambda turn, _: (wrong + right, wrong, wrong)[turn], program)
+    results = outcome.episode.trajectories[0].turns[0].tool_results
+    assert [one.ok for one in results] == [False, True] and "needs a string" in results[0].output
+
+
+async def test_the_older_form_of_functions(lead: Any) -> None:
+    """Calls have no ids there, and an answer has one of them."""
+    function = {"name": "look", "parameters": SCHEMA}
+
+    async def program(http: Http) -> None:
+        messages: list[Any] = [{"role": "user", "content": "one?"}]
+        for number in range(2):
+            made = await http.answer("chat", *messages, functions=[function], function_call="auto")
+            [choice] = made["choices"]
+            assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+            assert choice["message"]["function_call"] == {"name": "look", "arguments": '{"at": "a"}'}
+            messages += [choice["message"], {"role": "function", "name": "look", "content": f"seen {number}"}]
+        made = await http.answer("chat", *messages, functions=[function], function_call="none")
+        assert said("chat", made) == (calls("look", at="a") + calls("look", at="b"), [], "stop")
+
+    outcome = await run(lead, calls("look", at="a") + calls("look", at="b"), program)
+    [line] = outcome.episode.trajectories
+    assert [turn.tool_results[0].output for turn in line.turns[:2]] == ["seen 0", "seen 1"] and len(line.turns) == 3
+
+
+async def test_a_late_system_message_is_the_policys_to_read(lead: Any, tokenizer: Any) -> None:
+    """As a coding agent sends them between turns, in each protocol."""
+    for protocol in PATHS:
+
+        async def program(http: Http, protocol: str = protocol) -> None:
+            await http.answer(protocol)
+            late = [
+                {"role": "assistant", "content": "1"},
+                {"role": "system", "content": "It is late."},
+                {"role": "user", "content": "two?"},
+            ]
+            await http.answer(protocol, {"role": "user", "content": "one?"}, *late)
+
+        outcome = await run(lead, "1", program)
+        assert len(outcome.episode.trajectories) == 1, protocol
+        assert "It is late." in tokenizer.decode(outcome.policy.prompts[-1])

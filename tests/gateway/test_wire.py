@@ -1,0 +1,244 @@
+"""What HTTP clients really send: offers of HTTP/2, compressed bodies, half-closed connections, foreign hosts, and the small GET routes."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import zlib
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.gateway.asked import MAX_BODY
+from agentrl.testing import ScriptedPolicy
+from tests.gateway.test_chat_completions import LOOK, calls, client, user
+from tests.gateway.test_connections import opened, parser
+from tests.gateway.test_options import PATHS, body
+from tests.gateway.test_other_protocols import claude
+
+__all__ = ["parser"]
+
+ASK = json.dumps(body("chat")).encode()
+
+
+def request(key: str, content: bytes = ASK, *headers: str, path: str = "/v1/chat/completions") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1:8790", f"Authorization: Bearer {key}", f"Content-Length: {len(content)}", *headers]
+    return "\r\n".join((*lines, "", "")).encode() + content
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """The status, headers and body of one answer."""
+    async with asyncio.timeout(20):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
+        return int(head[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+OFFERS = {
+    "h2c": ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA"),
+    "kept alive": ("Connection: keep-alive, Upgrade", "Upgrade: h2c"),
+    "websocket": ("Connection: Upgrade", "Upgrade: websocket"),
+}
+
+
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_to_change_the_protocol_is_answered_in_this_one(lead: Any, parser: str, offer: str, chunked: bool) -> None:
+    """Java's default client and `curl --http2` make one; the connection is used again afterwards, and several requests may come at once."""
+
+    async def program(url: str, key: str) -> None:
+        reader, writer = await opened(url)
+        asked = request(key, ASK, *OFFERS[offer])
+        if chunked:
+            head, _, _ = asked.partition(b"\r\n\r\n")
+            lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-Length")]
+            pieces = [b"%x\r\n%b\r\n" % (len(one), one) for one in (ASK[:10], ASK[10:])]
+            asked = b"\r\n".join((*lines, b"Transfer-Encoding: chunked", b"", b"")) + b"".join(pieces) + b"0\r\n\r\n"
+        for count in (1, 2):
+            writer.write(asked * count)
+            for _ in range(count):
+                status, headers, content = await response(reader)
+                assert status == 200 and json.loads(content)["choices"][0]["message"]["content"] == "1"
+                assert "upgrade" not in headers
+        for start in range(0, len(asked), 7):
+            writer.write(asked[start : start + 7])
+            await asyncio.sleep(0)
+        assert (await response(reader))[0] == 200
+        writer.close()
+
+    outcome = await lead(program, script=lambda turn, _: "1")
+    assert outcome.counts == {"answered": 4} and outcome.trained_once()
+
+
+async def test_a_request_to_be_a_proxy_is_refused(lead: Any, parser: str) -> None:
+    async def program(url: str, key: str) -> None:
+        reader, writer = await opened(url)
+        writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).split()[1] in (b"400", b"404")
+        writer.close()
+
+    await lead(program)
+
+
+async def test_a_client_that_closes_its_direction_gets_its_answer(lead: Any, parser: str) -> None:
+    """As `nc -N` does; while it is sampled the same request again is given the same answer, since the client may as well be gone."""
+    go_on, under_way = asyncio.Event(), asyncio.Event()
+
+    class Held(ScriptedPolicy):
+        async def generate(self, *given: Any, **named: Any) -> Any:
+            under_way.set()
+            await go_on.wait()
+            return await super().generate(*given, **named)
+
+    async def program(url: str, key: str) -> None:
+        connections = [await opened(url) for _ in range(2)]
+        for reader, writer in connections:
+            writer.write(request(key))
+            writer.write_eof()
+            await under_way.wait()
+            await asyncio.sleep(0.1)
+            assert not reader.at_eof()
+        go_on.set()
+        ids = set()
+        for reader, writer in connections:
+            status, headers, content = await response(reader)
+            assert (status, headers["connection"]) == (200, "close") and await reader.read() == b""
+            ids.add(json.loads(content)["id"])
+            writer.close()
+        assert len(ids) == 1
+        reader, writer = await opened(url)  # a request that is not whole has no answer to wait for
+        writer.write(request(key)[:-5])
+        writer.write_eof()
+        async with asyncio.timeout(20):
+            await reader.read()
+        writer.close()
+
+    outcome = await lead(program, "1", kind=Held)
+    assert outcome.trained_once() and outcome.counts["answered"] == 1 and outcome.counts["replayed"] == 1
+
+
+PACKED = {
+    "gzip": gzip.compress(ASK),
+    "GZIP": gzip.compress(ASK),
+    "deflate": zlib.compress(ASK),
+    "identity": ASK,
+}
+BAD = {
+    "not gzip": ("gzip", ASK, 400),
+    "cut off": ("gzip", gzip.compress(ASK)[:-9], 400),
+    "more behind it": ("gzip", gzip.compress(ASK) + b"x", 400),
+    "a bomb": ("gzip", gzip.compress(b" " * (MAX_BODY + 1)), 413),
+    "unknown": ("br", ASK, 415),
+    "twice": ("gzip, gzip", gzip.compress(gzip.compress(ASK)), 415),
+}
+
+
+async def test_compressed_bodies_are_read_within_the_same_bound(lead: Any) -> None:
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
+            for encoding, content in PACKED.items():
+                made = await http.post(PATHS["chat"], content=content, headers={"content-encoding": encoding})
+                assert made.status_code == 200, (encoding, made.text)
+            for name, (encoding, content, status) in BAD.items():
+                made = await http.post(PATHS["chat"], content=content, headers={"content-encoding": encoding})
+                assert made.status_code == status and made.json()["error"]["message"], name
+
+    outcome = await lead(program, script=lambda turn, _: "1")
+    assert outcome.counts["answered"] == len(PACKED)
+
+
+LOCAL = ("127.0.0.1:8790", "localhost", "LOCALHOST:1", "[::1]:80", "gateway:8790", "host.docker.internal", "a.localhost")
+FOREIGN = ("evil.example", "evil.example:8790", "127.0.0.1.evil.example", "localhost.evil.example", "a@127.0.0.1", "1.2.3.4.5")
+
+
+async def test_a_name_of_the_public_internet_is_no_name_of_the_gateways(lead: Any) -> None:
+    """A web page may have its own name resolve to this machine, with or without a key."""
+
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url) as http:
+            for headers in ({"authorization": f"Bearer {key}"}, {}):
+                for host in LOCAL:
+                    made = await http.get("/v1/models", headers={**headers, "host": host})
+                    assert made.status_code == (200 if headers else 401), host
+                    made = await http.get("/v1/models", headers={**headers, "origin": f"http://{host}"})
+                    assert made.status_code == (200 if headers else 401), host
+                for host in FOREIGN:
+                    made = await http.get("/v1/models", headers={**headers, "host": host})
+                    assert made.status_code == 403, host
+                for origin in (*(f"https://{host}" for host in FOREIGN), "null", "chrome-extension://a"):
+                    made = await http.post(PATHS["messages"], content=ASK, headers={**headers, "origin": origin})
+                    assert made.status_code == 403 and made.json()["error"]["type"] == "permission_error", origin
+
+    await lead(program)
+
+
+async def test_no_answer_leads_elsewhere(lead: Any) -> None:
+    async def program(url: str, key: str) -> None:
+        async with httpx.AsyncClient(base_url=url) as http:
+            for path in (*PATHS.values(), "/v1/models"):
+                made = await http.post(f"{path}/", content=ASK, headers={"host": "evil.example"})
+                assert made.status_code in (404, 405) and "location" not in made.headers and made.headers["request-id"]
+
+    await lead(program)
+
+
+async def test_the_small_routes_of_each_protocol(lead: Any) -> None:
+    import anthropic
+    import openai
+
+    async def program(url: str, key: str) -> None:
+        async with client(url, key, max_retries=0) as sdk:
+            assert [one.id async for one in sdk.models.list()] == ["policy"]
+            assert (await sdk.models.retrieve("policy")).id == "policy"
+            with pytest.raises(openai.NotFoundError) as missing:
+                await sdk.models.retrieve("gpt-4")
+            assert missing.value.code == "model_not_found" and missing.value.request_id
+            made = await sdk.responses.create(model="policy", input="one?")
+            assert made._request_id and (await sdk.responses.retrieve(made.id)).model_dump() == made.model_dump()
+            hidden = await sdk.responses.create(model="policy", input="two?", store=False)
+            for name in (hidden.id, "resp_0"):
+                with pytest.raises(openai.NotFoundError):
+                    await sdk.responses.retrieve(name)
+                with pytest.raises(openai.NotFoundError):
+                    await sdk.responses.create(model="policy", input="and?", previous_response_id=name)
+        async with claude(url, key) as other:
+            [model] = [one async for one in other.models.list()]
+            assert (model.type, model.id, model.display_name) == ("model", "policy", "policy") and model.created_at
+            assert (await other.models.retrieve("policy")).type == "model"
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await other.models.retrieve("claude")
+            assert unknown.value.body["error"]["type"] == "not_found_error" and unknown.value.request_id  # type: ignore[index]
+
+    outcome = await lead(program, script=lambda turn, _: "1")
+    assert outcome.counts["answered"] == 2
+
+
+async def test_tokens_are_counted_as_the_policy_would_be_shown_them(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a conversation that goes on from what was sampled; nothing is sampled, and no place in the tree is taken."""
+    import anthropic
+
+    async def program(url: str, key: str) -> None:
+        look: Any = {"name": "look", "input_schema": LOOK["function"]["parameters"]}  # type: ignore[index]
+        async with claude(url, key) as sdk:
+            given: Any = {"model": "policy", "system": "Be brief.", "tools": [look]}
+            messages: list[Any] = [user("one?")]
+            for _ in range(2):
+                counted = await sdk.messages.count_tokens(messages=messages, **given)
+                made = await sdk.messages.create(messages=messages, max_tokens=300, **given)
+                assert counted.input_tokens == made.usage.input_tokens
+                messages.append({"role": "assistant", "content": [one.model_dump() for one in made.content]})
+                uses = [one for one in made.content if one.type == "tool_use"]
+                messages.append(
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": one.id, "content": "seen"} for one in uses]}
+                )
+            with pytest.raises(anthropic.BadRequestError):
+                await sdk.messages.count_tokens(model="policy", messages=[user("x" * 2_000_000)])
+            monkeypatch.setattr("agentrl.gateway.session.MAX_REFUSED", 3)
+            with pytest.raises(anthropic.RateLimitError):
+                await sdk.messages.count_tokens(model="policy", messages=[user("one?")])
+
+    outcome = await lead(program, "Looking." + calls("look"), "done")
+    assert len(outcome.episode.trajectories) == 1 and outcome.trained_once()
