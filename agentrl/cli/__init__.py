@@ -11,6 +11,7 @@ import typer
 from agentrl import __version__
 from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.cli import sample as sampling
+from agentrl.cli.terminal import outlast_readers
 from agentrl.run.ending import explain, stopped
 from agentrl.secrets import Redacting
 
@@ -68,6 +69,7 @@ def run_recipe(file: str) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    outlast_readers()
     shown = logging.StreamHandler()
     shown.setFormatter(Redacting("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[shown])

@@ -15,6 +15,7 @@ import typer
 from agentrl import files
 from agentrl.cli.running import loading
 from agentrl.cli.suites import rates, told
+from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, find_suites
 from agentrl.failure.tell import line
@@ -50,7 +51,10 @@ def hold_to_suites(
         from agentrl.run.measure import judges_spent
         from agentrl.run.regressions import evaluate, exit_code, pin, prepared
 
-    with prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
+    with (
+        outlasting_terminal(),
+        prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given,
+    ):
         folder = given.start.folder
         try:
             done = asyncio.run(evaluate(given, console=not as_json))

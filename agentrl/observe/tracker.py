@@ -77,7 +77,9 @@ class RunTracker(Tracker):
         for tracker in self._trackers:
             try:
                 tell(tracker)
-            except Exception as error:
+            except BaseException as error:  # a library may even raise SystemExit: rich does for a pipe that nobody reads
+                if usercode.interrupted(error):
+                    raise
                 usercode.report(f"tracker {type(tracker).__name__}", error)
 
 

@@ -53,10 +53,11 @@ async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
         raise body
 
 
-def write_down(folder: Path, what: str, error: BaseException) -> Path | None:
-    """Appends an error with its traceback to `logs/driver.log` of a run folder; None when that cannot be written."""
+def write_down(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
+    """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder; None when that cannot be written."""
     path = folder / DRIVER_LOG
-    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{redacted(''.join(traceback.format_exception(error)))}\n"
+    trace = f"{redacted(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"
     try:
         if not path.parent.is_dir():
             return None

@@ -58,8 +58,8 @@ def interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Itera
         nonlocal seen
         seen += 1
         if seen == 1:
-            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
             first()
+            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
         else:
             task.cancel()
 

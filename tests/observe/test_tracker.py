@@ -71,6 +71,20 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog
     assert [event.step for event in found.Tensors("eval/heldout")] == [1]
 
 
+def test_a_tracker_that_wants_to_end_the_program_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Leaving(Tracker):
+        def log(self, step: int, metrics: object) -> None:
+            raise SystemExit(1)
+
+    tracker = RunTracker(tmp_path, [Leaving(), events := TensorBoard(tmp_path)], steps=2)
+    tracker.log(1, STEP)
+    tracker.close()
+    assert "tracker Leaving: SystemExit: 1" in caplog.text
+    found = EventAccumulator(str(events._folder))
+    found.Reload()
+    assert [event.step for event in found.Tensors("eval/heldout")] == [1], "the others hear of the step"
+
+
 def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
