@@ -43,6 +43,7 @@ from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
 from agentrl.reward.together import GroupScorer, load_group_judge
+from agentrl.run.ending import closed_after
 from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_backend, open_sandboxes, select_backend
 from agentrl.scores import alike
@@ -111,7 +112,7 @@ async def check_family(
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
     sandboxes = await open_sandboxes(config.but(warm=0), run_label="check", root=source.root)
-    try:
+    async with closed_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
@@ -131,8 +132,6 @@ async def check_family(
                 together=together,
             )
             proofs += more
-    finally:
-        await sandboxes.close()
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
 
 
@@ -235,10 +234,8 @@ def backend_names(choice: str) -> list[str]:
 async def check_backend(name: str, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
     """Runs the conformance checks on one backend: dictionaries with backend, name, ok, detail and wall_s."""
     backend = open_backend(SandboxConfig(backend=name), run_label="check", root=root)
-    try:
+    async with closed_after(backend.close):
         results = await conformance.check(backend, SandboxSpec(image=image, runtime=runtime), only=only)
-    finally:
-        await backend.close()
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
@@ -248,10 +245,8 @@ async def attack_backend(
     """Runs the attack suite on one backend, calling `report` (backend, result); returns dictionaries with backend and result."""
     backend = select_backend(name, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
-    try:
+    async with closed_after(backend.close):
         results = await attack(backend, spec, only=only, report=lambda result: report(backend.name, result))
-    finally:
-        await backend.close()
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 

@@ -151,5 +151,6 @@ def _report(run: Run) -> Summary:
     backend, stages = run.sandboxes.name, run.clock.wall_s
     summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=run.interrupted)
     summary.write(run.folder)
-    write_report(run.folder)
+    with kept_going(run.folder, f"the report (agentrl report {run.folder} writes it again)"):
+        write_report(run.folder)
     return summary
