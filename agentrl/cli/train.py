@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from agentrl.cli.regressions import hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
+from agentrl.run.folder import finished
 from agentrl.run.policies import find_policy
 
 if TYPE_CHECKING:
@@ -41,10 +43,14 @@ def train(
     root, written = load_recipe(recipe, [])
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
-        with loading():
-            from agentrl.run.loop import train as run_training
+        summary = finished(start.folder, loaded) if resume else None
+        if summary is not None:
+            print(f"{start.folder} is finished; nothing was started. To train further, add steps=N", file=sys.stderr)
+        else:
+            with loading():
+                from agentrl.run.loop import train as run_training
 
-        summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
+            summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
         print(summary.model_dump_json() if as_json else describe(summary, start.folder))
         if summary.interrupted:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
@@ -130,6 +136,7 @@ def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
     from agentrl.observe.left_out import printable
+    from agentrl.observe.stats import difference
     from agentrl.reward.judges import Spent
 
     pairs = (
@@ -138,7 +145,11 @@ def describe(summary: Summary, folder: Path) -> str:
     )
     for name, before, after in pairs:
         if before is not None:
-            then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}]" if after is not None else ""
+            then = ""
+            if after is not None:
+                low, high = difference(before, after)
+                change = f"{after.value - before.value:+.2f} [{low:+.2f}, {high:+.2f}]"
+                then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}], {change}"
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
     broken = f"{summary.tasks_quarantined} broken tasks left out, " if summary.tasks_quarantined else ""
@@ -151,6 +162,11 @@ def describe(summary: Summary, folder: Path) -> str:
         f"{broken}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
+    if len(summary.sessions) > 1:
+        ends = ", ".join(f"after step {later.step}: {one.ended}" for one, later in pairwise(summary.sessions))
+        lines.append(f"{len(summary.sessions) - 1:>8} resumed    {ends}")
+    if summary.attempts_failed:
+        lines.append(f"{summary.attempts_failed:>8} attempts   ended in a fault that was not the policy's; those that were retried are among them")
     lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import files
-from agentrl.errors import RecipeError, RunFolderBusy, UserError
+from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
+from agentrl.observe import Summary, sessions
 from agentrl.recipe import Recipe, load
 from agentrl.runlock import driving, vacant
 from agentrl.section import resumable_keys
@@ -151,6 +152,16 @@ def _started(folder: Path) -> dict[str, Any]:
         ) from None
 
 
+def finished(folder: Path, recipe: Recipe) -> Summary | None:
+    """The summary of a run that has finished under this recipe, so that nothing is left to be done; else None."""
+    starts = sessions.read(folder)
+    if not starts or starts[-1].ended != "finished" or check_same(folder, recipe):
+        return None
+    with suppress(FileNotFoundError, StoreError):
+        return Summary.read(folder)
+    return None
+
+
 def check_same(folder: Path, recipe: Recipe) -> list[str]:
     """The changed keys of a resumed run, one line each. Raises `RecipeError` for a key that is not declared as `agentrl.section.resumable`.
 
@@ -195,6 +206,8 @@ def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
         "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation is made again
     }
     files.write(folder / _STARTED, json.dumps(started, indent=2) + "\n")
+    if start.verb == "train":
+        sessions.begin(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
     files.write(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 
