@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Reinforcement-learning post-training for tool-using language-model agents.",
 )
 EVAL_EXAMPLES = (
@@ -56,10 +57,23 @@ app.add_typer(model.model_app, name="model")
 app.add_typer(tune.tune_app, name="tune")
 
 
-@app.command(hidden=True)
-def version() -> None:
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Reinforcement-learning post-training for tool-using language-model agents."""
+
+
+@app.command("version", hidden=True)
+def version_command() -> None:
     """Print the version."""
-    print(__version__)
+    _version(True)
 
 
 def run_recipe(file: str) -> NoReturn:

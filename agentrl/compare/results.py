@@ -166,6 +166,8 @@ def save(folder: Path, results: Results, episodes: Iterable[Mapping[str, Any]], 
 
 def load(folder: Path) -> Results:
     """Reads an evaluation's folder. Raises `UserError` that says what is wrong with it."""
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}", fix="give one that agentrl eval RECIPE --suite SUITE has written, or RUN@VERSION")
     try:
         about = codec.from_json(About, _bytes(folder / ABOUT))
         _bytes(folder / ATTEMPTS, read=False)

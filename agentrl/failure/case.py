@@ -98,6 +98,7 @@ class Suite:
 
 def load_suite(folder: Path) -> Suite:
     """Reads a suite. Raises `UserError` that names the file and what is wrong with it."""
+    _check_folder(folder)
     settings = _settings(folder / _SETTINGS)
     cases = tuple(_case(path) for path in sorted((folder / "cases").glob("*.json")))
     if not cases:
@@ -107,6 +108,7 @@ def load_suite(folder: Path) -> Suite:
 
 def find_suites(folder: Path) -> tuple[Suite, ...]:
     """The suite in a folder, or all suites in a folder of them, by name. Raises `UserError` where there is none."""
+    _check_folder(folder)
     if (folder / _SETTINGS).is_file():
         return (load_suite(folder),)
     inside = sorted(path.parent for path in folder.glob(f"*/{_SETTINGS}"))
@@ -115,6 +117,11 @@ def find_suites(folder: Path) -> tuple[Suite, ...]:
             f"{folder} is no suite, and holds none: no {_SETTINGS}", fix="promote failures: agentrl failures promote RUN --into SUITE"
         )
     return tuple(map(load_suite, inside))
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that holds suite.toml and cases/")
 
 
 def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
