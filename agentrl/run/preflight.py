@@ -38,6 +38,7 @@ from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.memory import stand_in
 from agentrl.run.models import find_model
 from agentrl.run.practising import open_own_practice
+from agentrl.run.room import check_room
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.usercode import told_as
@@ -79,6 +80,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) ->
         forms.named(recipe.policy.tool_format)
     model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
+    disk = check_room(recipe, model, folder) if training else ()
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
     check_delegation(recipe, root=root)
@@ -105,7 +107,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) ->
         practice=practice,
         judges=judges,
         group_judge=group_judge,
-        notes=notes,
+        notes=(*disk, *notes),
     )
 
 
