@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from agentrl import parts, secrets, section
+from agentrl.foreign import content
 from agentrl.gating import GateConfig
 from agentrl.section import Needs, Section, resumable
 from agentrl.sections.failures import CaptureConfig
@@ -58,6 +59,7 @@ __all__ = [
     "load",
 ]
 
+_LARGEST = 16 << 20  # bytes of a recipe's file
 _LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
 
 
@@ -329,4 +331,4 @@ def build(data: Mapping[str, Any]) -> Recipe:
 
 def load(path: Path) -> Recipe:
     """The recipe saved in a run folder (`recipe.json`)."""
-    return build(json.loads(path.read_text()))
+    return build(json.loads(content(path, most=_LARGEST, inside=path.parent)))

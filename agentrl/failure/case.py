@@ -21,6 +21,7 @@ from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
 from agentrl.fields import Record, Text
 from agentrl.files import write
+from agentrl.foreign import content
 from agentrl.records import EpisodeState, Task
 
 FORMAT = 1
@@ -146,21 +147,21 @@ def save_case(folder: Path, case: Case) -> Path:
 
     Raises `UserError` for a case that is too large to be read again.
     """
-    about, path, content = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
-    if len(content) > _LARGEST:
+    about, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
+    if len(text) > _LARGEST:
         raise UserError(
-            f"case {case.id} has {len(content) >> 20} MiB; at most {_LARGEST >> 20} are kept", fix="give its task smaller files, or none"
+            f"case {case.id} has {len(text) >> 20} MiB; at most {_LARGEST >> 20} are kept", fix="give its task smaller files, or none"
         )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     if not about.exists():
         write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
-    write(path, content, durable=True)
+    write(path, text, durable=True)
     return path
 
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        tables = toml.loads(path.read_text(encoding="utf-8"))
+        tables = toml.loads(content(path, most=_LARGEST, inside=path.parent).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
     except (OSError, ValueError) as error:
@@ -176,9 +177,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _case(path: Path) -> Case:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"is larger than {_LARGEST >> 20} MiB")
-        case = codec.from_json(Case, path.read_bytes())
+        case = codec.from_json(Case, content(path, most=_LARGEST, inside=path.parent.parent))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no case: {error}"[:2000], fix="move it away, or promote the failure again") from None
     if case.id != path.stem:

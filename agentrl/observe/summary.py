@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl import files
 from agentrl.errors import StoreError
+from agentrl.foreign import content
 from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate
 
 FILE = "summary.json"
+_LARGEST = 64 << 20  # bytes
 
 
 class Summary(BaseModel):
@@ -100,6 +102,6 @@ class Summary(BaseModel):
         """Raises `FileNotFoundError` when there is none, `StoreError` when it does not validate."""
         path = run_dir / FILE
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
+            return cls.model_validate_json(content(path, most=_LARGEST, inside=run_dir))
+        except ValueError as error:
             raise StoreError(f"{path} is not a run summary: {error}") from error

@@ -21,6 +21,7 @@ from typing import Any
 
 from agentrl import files
 from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
+from agentrl.foreign import content
 from agentrl.observe import Summary, sessions
 from agentrl.recipe import Recipe, load
 from agentrl.runlock import driving, vacant
@@ -28,6 +29,7 @@ from agentrl.section import resumable_keys
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
+_LARGEST = 16 << 20  # bytes of run.json
 _SANDBOX = "sandbox.backend="
 
 
@@ -140,7 +142,7 @@ def check_verb(folder: Path, verb: str) -> None:
 def _started(folder: Path) -> dict[str, Any]:
     path = folder / _STARTED
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(content(path, most=_LARGEST, inside=folder))
         if not isinstance(found, dict) or not isinstance(found.get("overrides"), list):
             raise ValueError("no overrides")
         return found
