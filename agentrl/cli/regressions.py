@@ -49,8 +49,11 @@ def hold_to_suites(
     with loading():
         from agentrl.run.junit import junit
         from agentrl.run.measure import judges_spent
+        from agentrl.run.policies import root_of
         from agentrl.run.regressions import evaluate, exit_code, pin, prepared
+        from agentrl.run.suite_code import check_project
 
+    check_project(suites, root_of(suites))
     with (
         outlasting_terminal(),
         prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given,

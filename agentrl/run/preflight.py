@@ -39,6 +39,7 @@ from agentrl.run.memory import stand_in
 from agentrl.run.models import find_model
 from agentrl.run.practising import open_own_practice
 from agentrl.run.room import check_room
+from agentrl.run.suite_code import check_confined
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.usercode import told_as
@@ -266,7 +267,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer, declared(recipe.tools, root))
+    check_suite(suite, scorer, declared(recipe.tools, root), root=root)
     most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
     if recipe.gate.confirm and not can_look_worse(most, most):
         raise UserError(
@@ -284,8 +285,10 @@ def measured_with(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
 
 
-def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None) -> None:
-    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve."""
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path) -> None:
+    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve, `UserError` for one that is not the
+    project's."""
+    check_confined(suite, root)
     for case in suite.cases:
         scorer.load(case.task.verifiers)
         load_tools(case.task.tools, None, tools)

@@ -120,7 +120,7 @@ def prepared(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared(recipe.tools, root))
+            preflight.check_suite(suite, scorer, declared(recipe.tools, root), root=root)
         if policy.source is Source.ENDPOINT and begins_late(suites):
             late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
             raise UserError(

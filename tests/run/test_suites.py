@@ -42,7 +42,7 @@ def make_suite(folder: Path) -> Suite:
 
     task = test_gate.make_suite().cases[0].task
     for name in NAMES:
-        save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=(f"{__file__}:judged",))))
+        save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=("tests.run.test_suites:judged",))))
     return load_suite(folder)
 
 
