@@ -95,7 +95,8 @@ async def _pipeline(run: Run) -> None:
     best = result(run)
     if best is None or not measure.learned(run.folder):
         return  # a model that is version 0 under another name would look like a result; the summary says why there is none
-    export_model(run.folder / best.folder, run.folder / "model", base=run.folder / "versions" / "000000")
+    base, sampling = run.folder / "versions" / "000000", run.recipe.evaluation.sampling
+    export_model(run.folder / best.folder, run.folder / "model", base=base, sampling=sampling)
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
