@@ -13,7 +13,7 @@ import typer
 
 from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
-from agentrl.cli.regressions import hold_to_suites
+from agentrl.cli.regressions import evaluate_recipe, hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
@@ -87,8 +87,10 @@ def evaluate(
 
     evaluation.attempts=8 tries each held-out task eight times: pass@k, and success against sampled tokens in the report.
 
-    With --policy the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its attempts
-    reaches its threshold.
+    With --policy a recipe's held-out tasks are tried by a policy that agentrl does not serve: module:attr, or a URL.
+
+    With --policy and suites the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its
+    attempts reaches its threshold.
     """
     if policy is not None:
         if suite is not None:
@@ -97,6 +99,14 @@ def evaluate(
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
         found = find_policy(policy, model_name=model or "", key_env=key_env)
+        if recipe.is_file():
+            if len(named) > 1 or junit is not None or pin:
+                raise UserError(
+                    "--junit, --pin and further suites are for suites", fix=f"agentrl eval {recipe} [KEY=VALUE ...] --policy POLICY"
+                )
+            root, written = load_recipe(recipe, changes)
+            evaluate_recipe(root, written, found, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
+            return
         hold_to_suites(
             named, found, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
         )
@@ -166,7 +176,9 @@ def describe(summary: Summary, folder: Path) -> str:
         ends = ", ".join(f"after step {later.step}: {one.ended}" for one, later in pairwise(summary.sessions))
         lines.append(f"{len(summary.sessions) - 1:>8} resumed    {ends}")
     if summary.attempts_failed:
-        lines.append(f"{summary.attempts_failed:>8} attempts   ended in a fault that was not the policy's; those that were retried are among them")
+        lines.append(
+            f"{summary.attempts_failed:>8} attempts   ended in a fault that was not the policy's; those that were retried are among them"
+        )
     lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")

@@ -285,10 +285,13 @@ def measured_with(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
 
 
-def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path) -> None:
-    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve, `UserError` for one that is not the
-    project's."""
-    check_confined(suite, root)
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
+    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
+
+    `root`: the project whose code and images alone the cases may name, else `UserError`; None: they were made by the recipe's own family.
+    """
+    if root is not None:
+        check_confined(suite, root)
     for case in suite.cases:
         scorer.load(case.task.verifiers)
         load_tools(case.task.tools, None, tools)
