@@ -17,6 +17,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # without the reason
 _LONGEST = 600  # characters of one cause
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # of this environment, and of others that it is stacked on
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parent) + os.sep
 
@@ -83,10 +84,14 @@ def location(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{shown(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    theirs = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, *_LIBRARIES))]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE) and not _of_a_library(frame.filename)]
     ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
     known = theirs or ours
     return f"{shown(known[-1].filename)}:{known[-1].lineno}" if known else ""
+
+
+def _of_a_library(path: str) -> bool:
+    return path.startswith(_LIBRARIES) or not _INSTALLED.isdisjoint(Path(path).parts)
 
 
 def shown(path: str) -> str:

@@ -1,13 +1,23 @@
-"""What our SQLite files have in common: an application id and a schema that are checked, write-ahead logging, whole transactions."""
+"""What our SQLite files have in common: an application id and a schema that are checked, write-ahead logging, whole transactions.
+
+A run folder may be somebody else's, so a file of ours is read as hostile: `protect` it once it is open, and ask it `within` a time.
+"""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import zstandard
+
 _RETRY_S = 0.01
+_STEPS = 20_000  # of SQLite's machine between two looks at the time
+_UNPACKED = 64 << 20
+_RATIO = 256
+"""A body may unpack to `_UNPACKED` bytes, or to `_RATIO` times its size."""
 
 
 @contextmanager
@@ -43,6 +53,53 @@ def make_tables(db: sqlite3.Connection, schema: Sequence[str]) -> None:
         if pragma(db, "user_version") == 0 and not db.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
             for statement in schema:
                 db.execute(statement)
+
+
+def protect(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
+    """Bounds what the file of a connection can do: no functions in its schema, no value of more than `longest` bytes.
+
+    Raises `sqlite3.DatabaseError` for views, triggers, virtual tables and whatever else `schema` does not make.
+    """
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("PRAGMA cell_size_check = ON")
+    ours = {tuple(found.groups()) for one in schema if (found := _MAKES.match(one))}
+    for kind, name, sql in db.execute("SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite~_%' ESCAPE '~'"):
+        made = _MAKES.match(sql if isinstance(sql, str) else "")
+        if made is None or tuple(made.groups()) not in ours or _COMPUTED.search(sql):
+            raise sqlite3.DatabaseError(f"it holds a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
+
+
+_MAKES = re.compile(r"CREATE (TABLE|INDEX) (\w+)(?: ON (\w+))? \(")
+_COMPUTED = re.compile(r"\bAS\s*\(", re.IGNORECASE)  # a generated column
+
+
+@contextmanager
+def within(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
+    """Around queries, which may take so long together. Raises `sqlite3.OperationalError`."""
+    until = time.monotonic() + seconds
+    db.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_INTERRUPT:
+            raise sqlite3.OperationalError(f"a query took longer than {seconds:g} s") from None
+        raise
+    finally:
+        db.set_progress_handler(None, 0)
+
+
+def unpacked(body: object, *, most: int | None = None) -> bytes:
+    """The content of a zstd-compressed column. Raises `ValueError` for more than `most` bytes, and for what is no such content."""
+    if not isinstance(body, bytes):
+        raise ValueError(f"it holds {type(body).__name__} where bytes are due")
+    bound = max(_UNPACKED, _RATIO * len(body)) if most is None else most
+    try:
+        if zstandard.frame_content_size(body) > bound:
+            raise ValueError(f"it unpacks to more than {bound >> 20} MiB")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=bound)
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
 
 
 def damaged(error: sqlite3.Error) -> bool:

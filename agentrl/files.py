@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from agentrl import foreign
+
+_MOST_OF_LINES = 4 << 30  # bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
@@ -154,9 +157,10 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without their ends; none where there is no file. A torn last line is not one."""
+    """The lines of a file, without their ends; none where there is no file. A torn last line is not one. Raises `ValueError` for what is no
+    regular file."""
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        return foreign.content(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
 

@@ -9,13 +9,14 @@ module-level `recipe = Recipe(...)`, or one derived from another recipe: `recipe
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from agentrl import parts, secrets, section
+from agentrl.foreign import content
 from agentrl.gating import GateConfig
 from agentrl.section import Needs, Section, resumable
 from agentrl.sections.failures import CaptureConfig
@@ -58,6 +59,7 @@ __all__ = [
     "load",
 ]
 
+_LARGEST = 16 << 20  # bytes of a recipe's file
 _LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.steps)
 
 
@@ -119,73 +121,86 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _combinations(self) -> Recipe:
+    def _consistent(self) -> Recipe:
+        """Rejects keys that do not go together: all of them at once, since a correction of one may need that of another."""
+        checks = (
+            self._combinations,
+            self._every_key_acts,
+            self._equal_scores_teach_nothing,
+            self._one_way_to_begin_anew,
+            self._sandboxes_suffice,
+            self._memory_is_read,
+            self._learner_parts,
+            self._limits_act,
+            self._ratio_moves,
+            self._objective_acts,
+        )
+        if problems := [problem for check in checks for problem in check()]:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _combinations(self) -> Iterator[str]:
         if self.objective.advantage in ("grpo", "rloo", "reinforce++-baseline") and self.rollout.group_size < 2:
-            raise ValueError(
+            yield (
                 "rollout.group_size must be at least 2: an attempt alone is its own baseline, whatever objective.normalize_std is;"
                 " only objective.advantage=reinforce++ and gae need no group"
             )
         if self.rollout.group_size * self.rollout.groups_per_step < 2:
-            raise ValueError("rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline")
+            yield "rollout.groups_per_step must be at least 2 when rollout.group_size is 1: one score has no baseline"
         if self.tasks.group_judge is not None and self.rollout.group_size < 2:
-            raise ValueError("tasks.group_judge compares the attempts of a group: rollout.group_size must be at least 2")
+            yield "tasks.group_judge compares the attempts of a group: rollout.group_size must be at least 2"
         if self.rollout.min_group_size > self.rollout.group_size:
-            raise ValueError("rollout.min_group_size must not exceed rollout.group_size")
+            yield "rollout.min_group_size must not exceed rollout.group_size"
         if self.rollout.branching is not None and self.rollout.group_size % self.rollout.branching.branches:
-            raise ValueError("rollout.group_size must be a multiple of rollout.branching.branches")
+            yield "rollout.group_size must be a multiple of rollout.branching.branches"
         if self.rollout.spare_attempts and self.rollout.branching is not None:
-            raise ValueError(
+            yield (
                 "rollout.spare_attempts does not go with rollout.branching: a branch begins where its stem stands, so that the first to end"
                 " would be those of the fastest stem; leave one of them out"
             )
         if self.objective.credit == "siblings" and self.rollout.branching is None:
-            raise ValueError("objective.credit=siblings compares attempts that branched, and none do: set rollout.branching")
+            yield "objective.credit=siblings compares attempts that branched, and none do: set rollout.branching"
         compaction, longest = self.rollout.compaction, self.policy.max_model_len
         if compaction is not None and (compaction.tokens or compaction.share * longest) + compaction.summary_tokens >= longest:
-            raise ValueError(
+            yield (
                 "rollout.compaction begins where no summary fits: its tokens (or share of policy.max_model_len) and summary_tokens together"
                 " must be less than policy.max_model_len"
             )
         if self.serving.replicas > self.rollout.concurrency:
-            raise ValueError("serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none")
+            yield "serving.replicas exceeds rollout.concurrency: an episode is on one server, so that some would have none"
         if self.serving.weight_transfer == "nccl" and self.device == "cpu":
-            raise ValueError("serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file")
+            yield "serving.weight_transfer=nccl copies from GPU to GPU; with device=cpu use weight_transfer=file"
         if self.learner.kernels == "liger" and self.device == "cpu":
-            raise ValueError("learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch")
+            yield "learner.kernels=liger are GPU kernels; with device=cpu use kernels=torch"
         if self.learner.keep_versions <= self.max_staleness:
-            raise ValueError("learner.keep_versions must exceed max_staleness: a version is kept at least until it has served")
+            yield "learner.keep_versions must exceed max_staleness: a version is kept at least until it has served"
         if self.learner.max_tokens_per_microbatch * self.learner.sequence_parallel < self.policy.max_model_len:
-            raise ValueError(
+            yield (
                 "learner.max_tokens_per_microbatch times learner.sequence_parallel must be at least policy.max_model_len: an episode is"
                 " split over the ranks of a team, and nowhere else"
             )
         if self.rollout.extra_groups and self.objective.advantage in ("reinforce++", "gae"):
-            raise ValueError(
+            yield (
                 f"rollout.extra_groups replaces groups whose attempts score the same; with objective.advantage={self.objective.advantage},"
                 " which compares a step's attempts with one another, these teach too: set it to 0"
             )
         if self.tasks.weighting is not None and self.objective.advantage in ("reinforce++", "gae"):
-            raise ValueError(
+            yield (
                 "tasks.weighting passes over tasks whose attempts score the same; with objective.advantage="
                 f"{self.objective.advantage} these teach too: leave it out"
             )
         if self.learner.minibatches > self.rollout.groups_per_step:
-            raise ValueError("learner.minibatches must not exceed rollout.groups_per_step")
-        return self
+            yield "learner.minibatches must not exceed rollout.groups_per_step"
 
-    @model_validator(mode="after")
-    def _every_key_acts(self) -> Recipe:
-        if wrong := list(section.keys_without_effect(self)):
-            raise ValueError("\n".join(wrong))
-        return self
+    def _every_key_acts(self) -> Iterator[str]:
+        yield from section.keys_without_effect(self)
 
-    @model_validator(mode="after")
-    def _equal_scores_teach_nothing(self) -> Recipe:
+    def _equal_scores_teach_nothing(self) -> Iterator[str]:
         objective = self.objective
         if not self.rollout.stop_equal_after:
-            return self
+            return
         if self.tasks.group_judge is not None:
-            raise ValueError("rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none")
+            yield "rollout.stop_equal_after needs scores before all attempts have ended, and tasks.group_judge gives none"
         teaching = [
             f"objective.{key}={getattr(objective, key)}"
             for key, teaches in (
@@ -197,20 +212,17 @@ class Recipe(Section):
             if teaches
         ]
         if teaching:
-            raise ValueError(
+            yield (
                 f"rollout.stop_equal_after takes a group whose attempts score the same for one that teaches nothing; with"
                 f" {' and '.join(teaching)} it teaches something: set it to 0"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _one_way_to_begin_anew(self) -> Recipe:
+    def _one_way_to_begin_anew(self) -> Iterator[str]:
         if self.policy.rewritten_context == "restart" and (self.rollout.compaction is not None or self.rollout.agent == "delegating"):
-            raise ValueError(
+            yield (
                 "policy.rewritten_context=restart is for agents with one context at a time: rollout.compaction and"
                 " rollout.agent=delegating need a template that is extended exactly; leave it at refuse"
             )
-        return self
 
     @property
     def judged_apart(self) -> bool:
@@ -222,101 +234,89 @@ class Recipe(Section):
         """Of rollouts; and where the gate has a server of its own, as many attempts beside them."""
         return self.rollout.concurrency * (2 if self.judged_apart else 1)
 
-    @model_validator(mode="after")
-    def _sandboxes_suffice(self) -> Recipe:
+    def _sandboxes_suffice(self) -> Iterator[str]:
         """Whoever delegates keeps a sandbox while it waits for those of others: with too few of them everybody could wait for ever."""
         delegation, most = self.rollout.delegation, self.sandbox.max_open
         if delegation is None or delegation.sandbox == "shared":
-            return self
+            return
         each, beside = 1 + delegation.at_once, self.episodes_at_once // self.rollout.concurrency
         if self.episodes_at_once * each > most:
             fewer = f", or rollout.concurrency={most // each // beside}" if most >= each * beside else ""
             gate = ", with as many attempts of gate.server=own beside them," if beside > 1 else ""
-            raise ValueError(
+            yield (
                 f"rollout.delegation.sandbox=own: an episode may hold {each} sandboxes at once, its own and those of {delegation.at_once}"
                 f" sub-agents, and rollout.concurrency={self.rollout.concurrency} such episodes{gate} would wait for one another with"
                 f" sandbox.max_open={most}: set sandbox.max_open={self.episodes_at_once * each}{fewer}, or a lower"
                 " rollout.delegation.width or total"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _memory_is_read(self) -> Recipe:
+    def _memory_is_read(self) -> Iterator[str]:
         if self.memory is None:
-            return self
+            return
         if self.rollout.agent not in parts.AGENT.shipped:
-            raise ValueError("memory is for the agents that ship: one of your own is not given its tools; leave memory out")
+            yield "memory is for the agents that ship: one of your own is not given its tools; leave memory out"
         if self.memory.heldout_rounds > max(1, self.evaluation.heldout, self.evaluation.heldout_real):
-            raise ValueError("memory.heldout_rounds exceeds the tasks of every evaluation, which has no more parts than tasks")
+            yield "memory.heldout_rounds exceeds the tasks of every evaluation, which has no more parts than tasks"
         if self.steps < self.max_staleness + 2 and self.memory.heldout_rounds == 1:
-            raise ValueError(
+            yield (
                 "memory does nothing: no step is late enough to read what another wrote; set steps to max_staleness + 2 or more, or"
                 " memory.heldout_rounds above 1"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _learner_parts(self) -> Recipe:
+    def _learner_parts(self) -> Iterator[str]:
         learner = self.learner
         if learner.lora is not None and self.serving.weight_transfer in ("delta", "nccl"):
-            raise ValueError("serving.weight_transfer=nccl and delta are of whole models, learner.lora publishes adapters: use file")
+            yield "serving.weight_transfer=nccl and delta are of whole models, learner.lora publishes adapters: use file"
         if learner.ranks % learner.sequence_parallel:
-            raise ValueError("learner.sequence_parallel must divide learner.ranks: ranks form teams of that many")
+            yield "learner.sequence_parallel must divide learner.ranks: ranks form teams of that many"
         if learner.sequence_parallel > 1 and self.critic is not None:
-            raise ValueError("learner.sequence_parallel above 1 has no critic (objective.advantage=gae) yet: choose another advantage")
+            yield "learner.sequence_parallel above 1 has no critic (objective.advantage=gae) yet: choose another advantage"
         if learner.offload == "optimizer" and learner.zero_stage == 0:
-            raise ValueError("learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move")
+            yield "learner.offload=optimizer needs learner.zero_stage 1, 2 or 3: at stage 0 DeepSpeed has no optimizer to move"
         if learner.offload == "parameters" and learner.zero_stage != 3:
-            raise ValueError("learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights")
-        return self
+            yield "learner.offload=parameters needs learner.zero_stage=3: below it every rank computes with whole weights"
 
-    @model_validator(mode="after")
-    def _limits_act(self) -> Recipe:
+    def _limits_act(self) -> Iterator[str]:
         limits = self.learner.limits
         if limits.max_kl_reference is not None and self.objective.kl not in ("k1", "k2", "k3"):
-            raise ValueError("learner.limits.max_kl_reference does nothing: no reference is computed; set objective.kl to k1, k2 or k3")
+            yield "learner.limits.max_kl_reference does nothing: no reference is computed; set objective.kl to k1, k2 or k3"
         if limits.max_grad_norm is not None and limits.max_grad_norm.at <= self.learner.max_grad_norm:
-            raise ValueError("learner.limits.max_grad_norm must exceed learner.max_grad_norm, or no gradient is ever clipped")
+            yield "learner.limits.max_grad_norm must exceed learner.max_grad_norm, or no gradient is ever clipped"
         if limits.max_mismatch_kl is not None and self.max_staleness > 0:
-            raise ValueError(
+            yield (
                 "learner.limits.max_mismatch_kl needs max_staleness=0: it is judged on tokens that the learner's very weights sampled, and"
                 " a step of older ones has none, so that nothing would be held to it. serving.probe_max_abs_diff compares server and"
                 " learner at every swap, whatever the staleness; learner.limits.max_kl bounds age and mismatch together"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ratio_moves(self) -> Recipe:
+    def _ratio_moves(self) -> Iterator[str]:
         objective = self.objective
         if objective.proximal != "recompute" or self.learner.minibatches > 1:
-            return self
+            return
         usual = type(objective).model_fields
         named = [f"objective.{key}" for key in ("clip_low", "clip_high", "dual_clip") if getattr(objective, key) != usual[key].default]
         if self.learner.limits.max_clip_fraction is not None:
             named.append("learner.limits.max_clip_fraction")
         if named:
-            raise ValueError(
+            yield (
                 f"{', '.join(named)}: nothing is ever clipped with objective.proximal=recompute and learner.minibatches=1, since the ratio"
                 " is taken against the very weights that the one optimizer step of a batch begins with; raise learner.minibatches, or"
                 " leave them at their defaults"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _objective_acts(self) -> Recipe:
+    def _objective_acts(self) -> Iterator[str]:
         decoupled = self.objective.recomputes(self.learner.minibatches)
         if not decoupled and (self.objective.correction == "mask" or self.objective.is_level == "sequence"):
-            raise ValueError(
+            yield (
                 "objective.correction=mask and objective.is_level=sequence weigh a proximal policy, and there is none: its logprobs are"
                 " the behaviour policy's; set objective.proximal=recompute"
             )
         if not decoupled and self.objective.loss == "cispo" and self.objective.is_cap != 2.0:
-            raise ValueError("objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute")
+            yield "objective.is_cap does nothing: cispo bounds its own weight; set clip_high, or objective.proximal=recompute"
         if (self.objective.advantage == "gae") != (self.critic is not None):
-            raise ValueError("objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage")
+            yield "objective.advantage=gae and critic go together: write critic=CriticConfig(), or choose another advantage"
         if self.critic is not None and self.critic.minibatches * self.learner.minibatches > self.rollout.groups_per_step:
-            raise ValueError("critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step")
-        return self
+            yield "critic.minibatches times learner.minibatches must not exceed rollout.groups_per_step"
 
 
 def apply_overrides(recipe: Recipe, overrides: list[str]) -> Recipe:
@@ -331,4 +331,4 @@ def build(data: Mapping[str, Any]) -> Recipe:
 
 def load(path: Path) -> Recipe:
     """The recipe saved in a run folder (`recipe.json`)."""
-    return build(json.loads(path.read_text()))
+    return build(json.loads(content(path, most=_LARGEST, inside=path.parent)))

@@ -24,6 +24,7 @@ LEVELS: tuple[frozenset[str], ...] = (
             "errors",
             "destinations",
             "files",
+            "foreign",
             "limits",
             "memo",
             "processes",

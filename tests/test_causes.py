@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +88,19 @@ def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> 
     assert location(caught()).startswith("tests/test_causes.py:") or "/tests/test_causes.py:" in location(caught())
     assert location(KeyError()) == "" and short(KeyError()) == "KeyError"
     assert len(short(caught())) <= 600 and len(clip("line\n" * 99).splitlines()) == 6
+
+
+def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path) -> None:
+    """With one environment stacked on another, a wrong keyword in a recipe was placed in pydantic's main.py."""
+    library = tmp_path / "base" / "lib" / "python3.11" / "site-packages" / "pydantic_like.py"
+    library.parent.mkdir(parents=True)
+    library.write_text("def check(**options):\n    raise TypeError(f'unknown: {options}')\n")
+    scope: dict[str, Any] = {}
+    exec(compile(library.read_text(), str(library), "exec"), scope)
+    try:
+        scope["check"](colour="red")
+    except TypeError as error:
+        assert "test_causes.py:" in location(error)
 
 
 def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:

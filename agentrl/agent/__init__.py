@@ -8,11 +8,12 @@ from agentrl.agent.invoke import call_tool
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import Tool, ToolOutcome
 from agentrl.agent.turns import TurnLoop
-from agentrl.agent.typed import tool
+from agentrl.agent.typed import TaskData, tool
 
 __all__ = [
     "ChatFormat",
     "ParsedCompletion",
+    "TaskData",
     "Tool",
     "ToolOutcome",
     "Toolbox",

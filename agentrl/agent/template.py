@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentrl import foreign
 from agentrl.errors import UserError
 from agentrl.processes import importing_from
 
@@ -54,15 +55,15 @@ def read_template(name: str, root: Path) -> str:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     path = root / name
     try:
-        content = path.read_bytes() if path.stat().st_size <= MAX_BYTES else None
-    except (OSError, ValueError):
+        data = foreign.content(path, most=MAX_BYTES)
+    except OSError:
         raise UserError(
             f"chat template {name!r} is neither one that ships ({', '.join(SHIPPED)}) nor a file", fix=f"name one of them, or make {path}"
         ) from None
-    if content is None:
-        raise UserError(f"{path} is no chat template: it has more than {MAX_BYTES >> 10} KiB", fix="give the template alone")
+    except ValueError as error:  # embedded null bytes included
+        raise UserError(f"{path} is no chat template: {error}", fix="give a file of the template alone") from None
     try:
-        text = content.decode()
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no chat template: {error}", fix="save it as UTF-8") from None
     if not text.strip():

@@ -17,13 +17,13 @@ from agentrl.agent.mcp.servers import NO_TOOLS, PREFIX, Connection, ServerTool, 
 from agentrl.agent.memory import memory_tools
 from agentrl.agent.shipped import SHIPPED
 from agentrl.agent.tools import FREE, Bounds, Tool, ToolOutcome, bounds_of, problem_of, runs_together
-from agentrl.agent.typed import Typed, is_tool, run, typed
+from agentrl.agent.typed import TaskData, Typed, is_tool, run, typed
 from agentrl.agent.wording import Words, worded
 from agentrl.errors import PluginError, TaskError
 from agentrl.fields import json_value
 from agentrl.plugins import resolve
 from agentrl.protocols import EpisodeMemory, Sandbox, ToolSource
-from agentrl.records import Limits
+from agentrl.records import Limits, Task
 
 
 class Toolbox(Mapping[str, Tool]):
@@ -155,6 +155,7 @@ def load_tools(
     saved: Mapping[str, Any] | None = None,
     run: ToolSource | None = None,
     memory: EpisodeMemory | None = None,
+    task: Task | None = None,
 ) -> Toolbox:
     """The tools of one episode. Tools that keep state have a new one in each toolbox, as have MCP servers a connection.
 
@@ -162,6 +163,7 @@ def load_tools(
         saved: what `Toolbox.state` gave, of the episode that this one goes on from.
         run: the MCP servers, bounds and words of the recipe (`LiveEpisode.tools`); None: there are none.
         memory: of the episode (`LiveEpisode.memory`), whose tools come after the others; None: it has none.
+        task: of the episode, for tools that take a `TaskData`; None: what they give is not looked at.
 
     Raises:
         TaskError: a name is neither built in, nor a server of the recipe's, nor a reference, or two tools have one name.
@@ -172,7 +174,7 @@ def load_tools(
     connections: dict[str, Connection] = {}
     run, saved = run or NO_TOOLS, saved or {}
     for name in names:
-        for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved):
+        for tool in _of_server(name, run, connections, saved) if name.startswith(PREFIX) else _loaded(name, kept, saved, task):
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="give each tool a name of its own")
             tools[tool.name] = _of_recipe(tool, run)
@@ -199,7 +201,7 @@ def _of_server(name: str, run: ToolSource, connections: dict[str, Connection], s
     return tuple(ServerTool(offer, connection) for offer in offered(server, one))
 
 
-def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
+def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any], task: Task | None) -> tuple[Tool, ...]:
     """The tools that one name of a task stands for."""
     if name in SHIPPED:
         return (SHIPPED[name],)
@@ -207,10 +209,10 @@ def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any]) -> tuple
         raise TaskError(f"unknown tool {name!r}", fix=f"use {', '.join(SHIPPED)}, or a reference such as mytools:search")
     found = resolve(name)
     if inspect.isfunction(found) and is_tool(found):
-        return (typed(found),)
+        return (_knowing(typed(found), task),)
     if isinstance(found, type) and (methods := _methods(found)):
         kept[name] = Kept(found, saved.get(name), restored=name in saved)
-        return tuple(KeptTool(method, kept[name]) for method in methods)
+        return tuple(KeptTool(_knowing(method, task), kept[name]) for method in methods)
     if problem := _shared(found) or problem_of(found):
         fix = (
             "a tool is a function under @tool, or an object with name, needs_sandbox (True or False), schema and an async "
@@ -218,6 +220,13 @@ def _loaded(name: str, kept: dict[str, Kept], saved: Mapping[str, Any]) -> tuple
         )
         raise PluginError(f"tool {name!r} {problem}", fix=fix)
     return (cast(Tool, found),)
+
+
+def _knowing(one: Typed, task: Task | None) -> Typed:
+    """The tool with what it may know of the task, if it asks."""
+    if task is None or TaskData not in one.given.values():
+        return one
+    return dataclasses.replace(one, task=TaskData.of(task))
 
 
 def _shared(found: Any) -> str:

@@ -46,7 +46,7 @@ class TurnLoop:
 
     async def act(self, episode: LiveEpisode) -> str:
         task = episode.task
-        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory)
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task)
         try:
             line = current(episode)
             prompt = told(line, task, self.instructions)
@@ -272,7 +272,7 @@ class Speaker:
         """Why a sub-agent ended in the episode as it has it; its tools are closed."""
         config = self._loop.delegation
         names = episode.task.tools if config is None or config.tools is None else config.tools
-        tools = load_tools(names, None, episode.tools, episode.memory)
+        tools = load_tools(names, None, episode.tools, episode.memory, episode.task)
         try:
             worker = Speaker(self._loop, episode, opened.line, prompt=opened.prompt, tools=tools, spent=self._spent, depth=self._depth + 1)
             ended = await worker.speak()

@@ -7,7 +7,7 @@ import json
 import re
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar, overload
 
@@ -17,15 +17,34 @@ from pydantic_core import to_json
 from agentrl import usercode
 from agentrl.agent.arguments import example
 from agentrl.agent.tools import FREE, Bounds, NotAnOutcome, ToolOutcome
+from agentrl.contract.leaks import without_truth
 from agentrl.errors import PluginError
 from agentrl.fields import json_object
 from agentrl.protocols import Sandbox
-from agentrl.records import Limits
+from agentrl.records import Limits, Task
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskData:
+    """What a tool may know of the task that it is called in."""
+
+    id: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """`Task.data` without the truth: without keys such as `answer`, `expected` and `target`, at any depth."""
+    seed: int = 0
+    """For whatever the tool draws: the same in all attempts at the task, so that they differ by what the agent does."""
+
+    @classmethod
+    def of(cls, task: Task) -> TaskData:
+        return cls(id=task.id, data=without_truth(task.data), seed=int(task.key[:8], 16))
+
+
+NO_TASK = TaskData(id="")
+
 _MARK, _BOUNDS, _TOGETHER = "__agentrl_tool__", "__agentrl_bounds__", "__agentrl_together__"
-_GIVEN = (Sandbox, Limits)  # parameters of these types are the episode's; the agent is not told of them
+_GIVEN = (Sandbox, Limits, TaskData)  # parameters of these types are the episode's; the agent is not told of them
 _TOLD_ERRORS = 5  # of those that one call's arguments may have
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields):[ \t]*", re.MULTILINE)
 _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
@@ -62,8 +81,9 @@ def tool(
 
     A task names it by reference: `mytools:search`. What the agent is told comes from the function: parameters and their types, the
     docstring before its sections, and the entries of `Args`. Types are those that pydantic can write as JSON schema: str, int, float,
-    bool, Literal, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated
-    `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`, or a value that is shown as JSON. A function
+    bool, Literal, list, dict, Optional, dataclasses. A parameter annotated `Sandbox` gets the episode's sandbox, one annotated `TaskData`
+    what may be known of its task, one annotated `Limits` its limits. It gives the text that the agent is shown, a `ToolOutcome`, or a value
+    that is shown as JSON. A function
     that is not `async` runs in a thread.
 
     With options, `@tool(calls=3, timeout_s=60.0, output_chars=500)`, they take the place of the task's limits for this tool: its calls in
@@ -110,9 +130,10 @@ class Typed:
     function: Callable[..., Any]
     arguments: type[BaseModel]
     names: Mapping[str, str]  # field of `arguments` -> parameter
-    given: Mapping[str, type]  # parameter -> Sandbox or Limits
+    given: Mapping[str, type]  # parameter -> Sandbox, Limits or TaskData
     bounds: Bounds = FREE
     together: bool = False
+    task: TaskData = NO_TASK
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         return await self.call(self.function, arguments, sandbox, limits)
@@ -127,7 +148,8 @@ class Typed:
             told = _told(error) if isinstance(error, ValidationError) else usercode.text_of(error, 300)
             return ToolOutcome(output=f"error: {self.name}: {told}{example(self.schema)}", ok=False)
         taken = {parameter: getattr(values, field) for field, parameter in self.names.items()}
-        taken |= {parameter: sandbox if kind is Sandbox else limits for parameter, kind in self.given.items()}
+        theirs: dict[type, Any] = {Sandbox: sandbox, Limits: limits, TaskData: self.task}
+        taken |= {parameter: theirs[kind] for parameter, kind in self.given.items()}
         return _outcome(await run(lambda: function(**taken), function, what=f"tool {self.name}"))
 
 

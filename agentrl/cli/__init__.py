@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from agentrl import __version__
 from agentrl.cli import failures, fuzz, history, judging, machine, memory, model, practice, prove, runs, sandboxes, suites, train, tune
 from agentrl.cli import sample as sampling
+from agentrl.cli.terminal import outlast_readers
 from agentrl.run.ending import explain, stopped
 from agentrl.secrets import Redacting
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Reinforcement-learning post-training for tool-using language-model agents.",
 )
 EVAL_EXAMPLES = (
@@ -55,10 +57,23 @@ app.add_typer(model.model_app, name="model")
 app.add_typer(tune.tune_app, name="tune")
 
 
-@app.command(hidden=True)
-def version() -> None:
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Reinforcement-learning post-training for tool-using language-model agents."""
+
+
+@app.command("version", hidden=True)
+def version_command() -> None:
     """Print the version."""
-    print(__version__)
+    _version(True)
 
 
 def run_recipe(file: str) -> NoReturn:
@@ -68,6 +83,7 @@ def run_recipe(file: str) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point of the console script."""
+    outlast_readers()
     shown = logging.StreamHandler()
     shown.setFormatter(Redacting("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[shown])

@@ -60,13 +60,14 @@ def list_failures(
     from agentrl.failure.tell import line
 
     with _opened(run) as collection:
-        rows = collection.rows(_wanted(tag=tag, kind=kind, phase=phase, version=version, why=why), most=most, newest=True)[::-1]
+        matching = collection.rows(_wanted(tag=tag, kind=kind, phase=phase, version=version, why=why))
+        rows = matching[max(len(matching) - most, 0) :]
         digest = {key: value for key, value in digest_of(collection).items() if key != "examples"}
         kinds: Counter[str] = Counter()
         for (name, found), times in collection.counts("kind", "tag").items():
             kinds[name] += times if found else 0
     if as_json:
-        print(json.dumps({**digest, "kinds": dict(kinds), "traces": [asdict(row) for row in rows]}))
+        print(json.dumps({**digest, "kinds": dict(kinds), "matching": len(matching), "traces": [asdict(row) for row in rows]}))
         return
     print(
         f"{digest['failures']} failures in {digest['episodes']} episodes; {digest['kept']} traces are kept, {digest['dropped']} made room"
@@ -88,6 +89,8 @@ def list_failures(
         told = f"{line(row.id, 40):14} {line(row.tag, 24):19} {row.why:9} {line(row.phase, 12):6} v{row.version:<3} {score:>5}"
         room = wide - len(told) - 2 if wide else 60
         print(f"{told}  {line(row.question, room)}" if room >= _LEAST_QUESTION else told)
+    if len(rows) < len(matching):
+        print(f"the newest {len(rows)} of {len(matching)} traces; all of them: --most {len(matching)}")
 
 
 @failures_app.command("show", epilog="Example: agentrl failures show runs/quickstart g000012-3-a0")
@@ -264,13 +267,13 @@ def promote_failures(
         raise UserError("which traces?", fix="give their ids, or filters such as --tag misread_output --most 20")
     with _opened(run) as collection:
         wanted = _wanted(tag=tag, kind=kind, phase=phase, version=version, ids=traces)
-        chosen = collection.rows(wanted, most=-1 if most is None else most, newest=True)
+        chosen = selected = collection.rows(wanted, most=-1 if most is None else most, newest=True)
         if not traces:  # of a selection, what cannot be a case is left out; of named traces it is an error
-            chosen = [row for row in chosen if row.why != "fault" and row.task_key]
+            chosen = [row for row in selected if row.why != "fault" and row.task_key]
         _check_all_there(run, wanted.ids, chosen)
         found = [trace for row in chosen[::-1] if (trace := collection.get(row.id)) is not None]
     if not found:
-        raise UserError(f"{run} has no trace that these filters leave", fix=f"agentrl failures list {run} shows what there is")
+        raise _none_chosen(run, selected)
     starts: dict[str, EpisodeState | None] = {}
     if from_turn:
         from agentrl.run.starts import starts_of
@@ -287,6 +290,19 @@ def promote_failures(
     else:
         print("\n".join(one.told for one in done))
         print(f"{written} new cases in {into}; {len(done) - written} were there. Never train on them: tasks.withhold='[\"{into}\"]'")
+
+
+def _none_chosen(run: Path, selected: Sequence[Row]) -> UserError:
+    """Why no case can be made of what the filters leave."""
+    if not selected:
+        return UserError(f"{run} has no trace that these filters leave", fix=f"agentrl failures list {run} shows what there is")
+    faults = sum(row.why == "fault" for row in selected)
+    reasons = {"ended in a fault, which says nothing about the policy": faults, "hold no task to try again": len(selected) - faults}
+    told = ", ".join(f"{times} {why}" for why, times in reasons.items() if times)
+    return UserError(
+        f"of {len(selected)} traces that these filters leave none can be a case: {told}",
+        fix="promote episodes of a run; of an imported trace the tools and the truth are not known",
+    )
 
 
 @failures_app.command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +20,17 @@ def doctor(as_json: JsonFlag = False) -> None:
     raise typer.Exit(0 if all(item.ok or not item.required for item in checks) else 1)
 
 
-def init(target: Annotated[Path, typer.Argument(help="New folder.")]) -> None:
+def init(
+    target: Annotated[Path, typer.Argument(help="New folder.")],
+    empty: Annotated[
+        bool, typer.Option("--empty", help="Without the quickstart: one small task family, its verifier, a recipe and a test, to fill in.")
+    ] = False,
+) -> None:
     """Write a project of your own: task family, verifier, recipe and test, ready to train."""
-    from agentrl.cli.project import init_project
+    from agentrl.cli.project import NEXT, init_project
 
-    for path in init_project(target, target.resolve().name):
+    for path in init_project(target, target.resolve().name, empty=empty):
         print(path)
+    print("\nnext:")
+    for command in (f"cd {shlex.quote(str(target))}", *NEXT[empty]):
+        print(f"  {command}")

@@ -15,6 +15,7 @@ from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.twins import Withheld, withheld
 from agentrl.practice.files import save_practice
 from agentrl.recipe import Recipe
+from agentrl.run.ending import closed_after
 from agentrl.usercode import printable
 
 if TYPE_CHECKING:
@@ -68,13 +69,10 @@ async def _make(suite: Path, cases: Suite, recipe: Recipe, root: Path, *, count:
     suites = dict.fromkeys(path.resolve() for path in (suite, *(root / one for one in (*recipe.tasks.withhold, *gate, *others))))
     measured_with = Withheld([*withheld([str(path) for path in suites], root=root).cases, *measured_tasks(recipe, family)])
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="practice", root=root)
-    try:
-        async with judges_served(recipe, root=root):
-            return await make_practice(
-                cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
-            )
-    finally:
-        await sandboxes.close()
+    async with closed_after(sandboxes.close), judges_served(recipe, root=root):
+        return await make_practice(
+            cases, family, sandboxes, withheld=measured_with, count=count, seed=seed, root=root, parallel=parallel, quiet=quiet
+        )
 
 
 def told(made: Made, path: Path | None) -> str:

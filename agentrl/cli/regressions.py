@@ -15,15 +15,17 @@ import typer
 from agentrl import files
 from agentrl.cli.running import loading
 from agentrl.cli.suites import rates, told
+from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.failure.case import Suite, find_suites
 from agentrl.failure.tell import line
 from agentrl.run.ending import explain, stopped
 
 if TYPE_CHECKING:
+    from agentrl.recipe import Recipe
     from agentrl.run.outcomes import CaseOutcome
     from agentrl.run.policies import NamedPolicy
-    from agentrl.run.regressions import Evaluated
+    from agentrl.run.regressions import Evaluated, Prepared
 
 _SHOWN = 12  # cases that did not pass, told in full
 _LISTED = 40  # rows of the table
@@ -47,26 +49,59 @@ def hold_to_suites(
         raise UserError(f"--junit {junit_file}: no file can be written there", fix="give a file in a folder that exists")
     with loading():
         from agentrl.run.junit import junit
-        from agentrl.run.measure import judges_spent
-        from agentrl.run.regressions import evaluate, exit_code, pin, prepared
+        from agentrl.run.policies import root_of
+        from agentrl.run.regressions import exit_code, pin, prepared
+        from agentrl.run.suite_code import check_project
 
+    check_project(suites, root_of(suites))
     with prepared(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
-        folder = given.start.folder
-        try:
-            done = asyncio.run(evaluate(given, console=not as_json))
-        except BaseException as error:
-            if stopped(error):
-                raise
-            raise typer.Exit(explain(error, folder=folder)) from None
+        done = _evaluated(given, as_json=as_json)
     outcomes = [outcome for one in done for outcome in one.outcomes]
     if junit_file is not None:
-        files.write(junit_file, junit(outcomes, folder=folder, policy=policy.name, at=done[0].results.about.at))
-    asked = judges_spent(folder)
-    print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else told(table(done, folder), asked))
+        files.write(junit_file, junit(outcomes, folder=given.start.folder, policy=policy.name, at=done[0].results.about.at))
     if pinning:
         print(f"{pin(done)} cases have these results as their baseline", file=sys.stderr)
     if code := exit_code(outcomes):
         raise typer.Exit(code)
+
+
+def evaluate_recipe(
+    root: Path, recipe: Recipe, policy: NamedPolicy, *, repeats: int | None, threshold: float, run_dir: Path | None, as_json: bool
+) -> None:
+    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints what came of them.
+
+    Raises `UserError` for a model, which `--model` evaluates.
+    """
+    if policy.served:
+        raise UserError(f"--policy {policy.name} is a model, which agentrl serves", fix=f"agentrl eval RECIPE --model {policy.name}")
+    with loading():
+        from agentrl.run.regressions import held_out, prepared
+
+    own = root, recipe.but({"gate": None, "trackers": ("terminal",), "tracker_options": {}})
+    suites = [held_out(recipe, root)]
+    with prepared(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as given:
+        (done,) = _evaluated(given, as_json=as_json)
+    if done.results.figures().pass_at_1 is None:
+        print("not one attempt was scored", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _evaluated(given: Prepared, *, as_json: bool) -> tuple[Evaluated, ...]:
+    """Runs the evaluation and prints its table, or JSON."""
+    from agentrl.run.measure import judges_spent
+    from agentrl.run.regressions import evaluate
+
+    folder = given.start.folder
+    try:
+        with outlasting_terminal():
+            done = asyncio.run(evaluate(given, console=not as_json))
+    except BaseException as error:
+        if stopped(error):
+            raise
+        raise typer.Exit(explain(error, folder=folder)) from None
+    asked = judges_spent(folder)
+    print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else told(table(done, folder), asked))
+    return done
 
 
 def suites_in(named: Sequence[str]) -> list[Suite]:

@@ -8,15 +8,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from agentrl.cli.terminal import outlasting_terminal
 from agentrl.processes import age_s
 from agentrl.recipe import Recipe, apply_overrides
-from agentrl.run.ending import explain, stopped
+from agentrl.run.ending import explain, stopped, write_down
 from agentrl.run.folder import Start, check_same, check_verb, claimed, given_before, holds_run, merged
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ def undoing() -> Iterator[Callable[[], None]]:
 
 
 def _leave(*_: object) -> NoReturn:
-    os.write(2, b"\nstopped before anything was started\n")
+    with suppress(OSError):
+        os.write(2, b"\nstopped before anything was started\n")
     os._exit(130)
 
 
@@ -83,7 +86,7 @@ def run_folder(
     """Around a run: its folder, held by this process alone, its recipe, and what was found by all the checks that are cheap.
 
     `given` are the overrides on the command line; a resumed run's earlier ones lie below them. An error that leaves this block is
-    told to the person, and ends the command.
+    told to the person, and ends the command. A terminal that closes does not end it.
 
     Args:
         verb: the command, which is `train`, `eval` or `sample`. An evaluation cannot be resumed.
@@ -92,7 +95,10 @@ def run_folder(
     name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
     suffix, evaluating = "" if verb == "train" else f"-{verb}", verb == "eval"
     doing = shlex.join(["agentrl", verb, str(recipe), *given])
-    with claimed(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder:
+    with (
+        claimed(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder,
+        outlasting_terminal(partial(write_down, folder)),
+    ):
         if resume:
             check_verb(folder, verb)
         overrides = merged(given_before(folder) if resume else (), given)

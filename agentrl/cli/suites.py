@@ -77,11 +77,15 @@ def compare_evaluations(
     rate: Annotated[
         float | None, typer.Option(min=0, max=1, help="Plan without an evaluation: the share of attempts that are expected to pass.")
     ] = None,
+    across_sampling: Annotated[
+        bool, typer.Option("--across-sampling", help="Give a verdict although the two were sampled differently.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two policies on the same cases, in pairs: effect with its interval, verdict, and which cases flipped.
 
     better, worse: the difference is significant. same: it is smaller than --margin, whichever way. not enough data: neither.
+    Without --across-sampling there is no verdict on evaluations with different temperature, top_k, top_p or min_p.
 
     With one evaluation, or with --rate alone: how many cases a --difference will need, before anything is asked.
     """
@@ -102,12 +106,15 @@ def compare_evaluations(
     found = compare(ones, others, alpha=alpha, margin=margin)
     if found is None:
         raise UserError("the two evaluations have no scored attempt at the same case", fix="evaluate both on the same suite")
+    apart = first.about.sampling != second.about.sampling and not across_sampling
     needed = found.cases_for(difference, chance=_CHANCE)
     if as_json:
         told = dataclasses.asdict(found) | {"changed_cases": changed, "difference": difference, "cases_for_difference": needed}
+        if apart:
+            told["verdict"] = None
         print(json.dumps(told))
         return
-    print(described(found, first, second, changed))
+    print(described(found, first, second, changed, verdict=not apart))
     print(f"\na difference of {100 * difference:g} points would be seen with {_CHANCE:.0%} chance on {needed} such cases")
 
 
@@ -223,16 +230,18 @@ def rates(figures: Figures) -> list[str]:
     return lines
 
 
-def described(found: Comparison, first: Results, second: Results, changed: list[str]) -> str:
-    """A comparison for a person."""
+def described(found: Comparison, first: Results, second: Results, changed: list[str], *, verdict: bool = True) -> str:
+    """A comparison for a person. `verdict`: whether it has one; evaluations that were sampled differently show no effect of the policy."""
     names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
     test = "exact" if found.exact else "sampled"
+    ways = " and ".join(_sampling(one) for one in (first, second))
+    concluded = found.verdict if verdict else f"none: sampled with {ways}; --across-sampling gives one all the same"
     lines = [
         f"before  {found.before:.3f}  {names[0]}",
         f"after   {found.after:.3f}  {names[1]}",
         f"effect  {100 * found.effect:+.1f} points  95% interval [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
         f"  p = {found.p_value:.3g} ({test})",
-        f"verdict {found.verdict}  ({found.cases} cases, {found.attempts} pairs of attempts, margin {100 * found.margin:g} points)",
+        f"verdict {concluded}  ({found.cases} cases, {found.attempts} pairs of attempts, margin {100 * found.margin:g} points)",
     ]
     if found.unscored:
         lines.append(f"left out {found.unscored} pairs of attempts that one side has no score of")
@@ -262,3 +271,8 @@ def _mean(scores: Sequence[float | None]) -> str:
 
 def _shown(text: str) -> str:
     return " ".join(printable(text, _NAME).split())
+
+
+def _sampling(found: Results) -> str:
+    settings = found.about.sampling
+    return _shown(", ".join(f"{name} {value}" for name, value in settings.items() if name in ("temperature", "top_k", "top_p", "min_p")))

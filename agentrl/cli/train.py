@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,11 @@ import typer
 
 from agentrl.cli.options import JsonFlag, SandboxChoice, model_override
 from agentrl.cli.recipes import load_recipe
-from agentrl.cli.regressions import hold_to_suites
+from agentrl.cli.regressions import evaluate_recipe, hold_to_suites
 from agentrl.cli.running import loading, run_folder
 from agentrl.cli.suites import evaluate_suite, open_suite
 from agentrl.errors import UserError
+from agentrl.run.folder import finished
 from agentrl.run.policies import find_policy
 
 if TYPE_CHECKING:
@@ -41,10 +43,14 @@ def train(
     root, written = load_recipe(recipe, [])
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
-        with loading():
-            from agentrl.run.loop import train as run_training
+        summary = finished(start.folder, loaded) if resume else None
+        if summary is not None:
+            print(f"{start.folder} is finished; nothing was started. To train further, add steps=N", file=sys.stderr)
+        else:
+            with loading():
+                from agentrl.run.loop import train as run_training
 
-        summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
+            summary = asyncio.run(run_training(loaded, start, checked, root=root, console=not as_json))
         print(summary.model_dump_json() if as_json else describe(summary, start.folder))
         if summary.interrupted:
             print(f"interrupted; continue with: {start.command(resume=True)}", file=sys.stderr if as_json else sys.stdout)
@@ -81,8 +87,10 @@ def evaluate(
 
     evaluation.attempts=8 tries each held-out task eight times: pass@k, and success against sampled tokens in the report.
 
-    With --policy the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its attempts
-    reaches its threshold.
+    With --policy a recipe's held-out tasks are tried by a policy that agentrl does not serve: module:attr, or a URL.
+
+    With --policy and suites the exit code is 0 where every case passes, and 1 where some do not. A case passes when the mean score of its
+    attempts reaches its threshold.
     """
     if policy is not None:
         if suite is not None:
@@ -91,6 +99,14 @@ def evaluate(
         named = [str(recipe), *(item for item in more if "=" not in item)]
         changes = [item for item in more if "=" in item]
         found = find_policy(policy, model_name=model or "", key_env=key_env)
+        if recipe.is_file():
+            if len(named) > 1 or junit is not None or pin:
+                raise UserError(
+                    "--junit, --pin and further suites are for suites", fix=f"agentrl eval {recipe} [KEY=VALUE ...] --policy POLICY"
+                )
+            root, written = load_recipe(recipe, changes)
+            evaluate_recipe(root, written, found, repeats=repeats, threshold=threshold, run_dir=run_dir, as_json=as_json)
+            return
         hold_to_suites(
             named, found, changes, repeats=repeats, threshold=threshold, run_dir=run_dir, junit_file=junit, pinning=pin, as_json=as_json
         )
@@ -130,6 +146,7 @@ def describe(summary: Summary, folder: Path) -> str:
     """The result of a run for a person: before and after, what it took, where to look."""
     lines = []
     from agentrl.observe.left_out import printable
+    from agentrl.observe.stats import difference
     from agentrl.reward.judges import Spent
 
     pairs = (
@@ -138,7 +155,11 @@ def describe(summary: Summary, folder: Path) -> str:
     )
     for name, before, after in pairs:
         if before is not None:
-            then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}]" if after is not None else ""
+            then = ""
+            if after is not None:
+                low, high = difference(before, after)
+                change = f"{after.value - before.value:+.2f} [{low:+.2f}, {high:+.2f}]"
+                then = f" -> {after.value:.2f} [{after.ci_low:.2f}, {after.ci_high:.2f}], {change}"
             lines.append(f"{name:12} {before.value:.2f} [{before.ci_low:.2f}, {before.ci_high:.2f}]{then}  (95% intervals)")
     stall = f", median stall {summary.swap_stall_ms_p50:.0f} ms" if summary.swap_stall_ms_p50 is not None else ""
     broken = f"{summary.tasks_quarantined} broken tasks left out, " if summary.tasks_quarantined else ""
@@ -151,6 +172,13 @@ def describe(summary: Summary, folder: Path) -> str:
         f"{broken}"
         f"{summary.tokens_trained:,} tokens trained, {summary.weight_swaps} weight swaps{stall}, {minutes:.1f} minutes"
     )
+    if len(summary.sessions) > 1:
+        ends = ", ".join(f"after step {later.step}: {one.ended}" for one, later in pairwise(summary.sessions))
+        lines.append(f"{len(summary.sessions) - 1:>8} resumed    {ends}")
+    if summary.attempts_failed:
+        lines.append(
+            f"{summary.attempts_failed:>8} attempts   ended in a fault that was not the policy's; those that were retried are among them"
+        )
     lines += [f"{count:>8} left out  {reason}" for reason, count in list(summary.left_out_reasons.items())[:_REASONS_SHOWN]]
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} and for other reasons: left_out_reasons in {folder / 'summary.json'}")

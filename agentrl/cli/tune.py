@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from agentrl import recipe
+from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 from agentrl.experience import open_store
 from agentrl.plugins import add_project_root
@@ -35,6 +36,7 @@ Seed = Annotated[int, typer.Option(min=0)]
 
 
 @tune_app.command("sft", epilog="Example: agentrl tune sft runs/quickstart --out models/imitated")
+@outlasting_terminal()
 def sft(
     run: Run,
     out: Out,
@@ -56,6 +58,7 @@ def sft(
 
 
 @tune_app.command("dpo", epilog="Example: agentrl tune dpo runs/quickstart --out models/preferred --beta 0.1")
+@outlasting_terminal()
 def dpo(
     run: Run,
     out: Out,
@@ -81,6 +84,7 @@ def dpo(
     epilog="Examples: agentrl tune reward runs/quickstart --out models/reward; "
     "agentrl tune reward --labels labels/anna.jsonl --model models/small --out models/reward",
 )
+@outlasting_terminal()
 def reward(
     out: Out,
     run: Annotated[Path | None, typer.Argument(help="Run folder whose scored episodes are used.")] = None,

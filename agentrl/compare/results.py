@@ -23,7 +23,8 @@ from agentrl.compare.passes import mean_pass_at_k
 from agentrl.compare.rule import passes
 from agentrl.errors import UserError
 from agentrl.fields import JsonObject, Record, Text
-from agentrl.files import commit_folder, json_line, part_folder, whole_lines
+from agentrl.files import commit_folder, json_line, part_folder
+from agentrl.foreign import content
 
 FORMAT = 1
 ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
@@ -159,17 +160,19 @@ def save(folder: Path, results: Results, episodes: Iterable[Mapping[str, Any]], 
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
     (part / ATTEMPTS).write_bytes(b"".join(codec.to_json(one) + b"\n" for one in results.attempts))
     (part / EPISODES).write_bytes(b"".join(json_line(dict(one)) for one in episodes))
-    for name, content in (more or {}).items():
-        (part / name).write_bytes(content)
+    for name, data in (more or {}).items():
+        (part / name).write_bytes(data)
     commit_folder(part, folder)
 
 
 def load(folder: Path) -> Results:
     """Reads an evaluation's folder. Raises `UserError` that says what is wrong with it."""
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}", fix="give one that agentrl eval RECIPE --suite SUITE has written, or RUN@VERSION")
     try:
-        about = codec.from_json(About, _bytes(folder / ABOUT))
-        _bytes(folder / ATTEMPTS, read=False)
-        attempts = tuple(codec.from_json(Attempt, line) for line in whole_lines(folder / ATTEMPTS))
+        about = codec.from_json(About, content(folder / ABOUT, most=_LARGEST, inside=folder))
+        lines = content(folder / ATTEMPTS, most=_LARGEST, inside=folder).split(b"\n")[:-1]
+        attempts = tuple(codec.from_json(Attempt, line) for line in lines)
         _check(attempts)
     except FileNotFoundError as error:
         raise UserError(
@@ -192,9 +195,3 @@ def _check(attempts: Iterable[Attempt]) -> None:
         if not (0 <= one.tokens < LARGEST_COUNT and 0 <= one.turns < LARGEST_COUNT and 0 <= one.wall_s < LARGEST_COUNT):
             raise ValueError(f"attempt {one.number} at {one.case!r} took {one.tokens} tokens, {one.turns} turns and {one.wall_s:g} s")
         seen.add((one.case, one.number))
-
-
-def _bytes(path: Path, *, read: bool = True) -> bytes:
-    if path.stat().st_size > _LARGEST:
-        raise ValueError(f"{path.name} is larger than {_LARGEST >> 20} MiB")
-    return path.read_bytes() if read else b""

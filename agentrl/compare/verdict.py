@@ -11,6 +11,7 @@ from agentrl.compare.results import Figures
 from agentrl.compare.rule import Judgement
 from agentrl.errors import StoreError
 from agentrl.fields import Record, Text
+from agentrl.foreign import content
 
 FOLDER, FILE = "gate", "verdict.json"
 _LARGEST = 16 << 20
@@ -69,9 +70,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
     """The verdict on a version, or None where there is none. Raises `StoreError` for one that cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"larger than {_LARGEST >> 20} MiB")
-        found = codec.from_json(GateVerdict, path.read_bytes())
+        found = codec.from_json(GateVerdict, content(path, most=_LARGEST, inside=run_dir))
         if found.version != version:
             raise ValueError(f"it is on version {found.version}")
         return found

@@ -168,3 +168,11 @@ def _begins(rest: str, wanted: str) -> bool:
         return False
     after = rest[len(wanted) : len(wanted) + 2]
     return not re.match(r"\w|[.,]\d", after)
+
+
+def without_truth(value: Any) -> Any:
+    """JSON data without what is under keys that are named like an answer, and without tests and solution: what may be told of a task."""
+    if isinstance(value, Mapping):
+        kept = ((str(key), one) for key, one in value.items() if key != KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2]))
+        return {key: without_truth(one) for key, one in kept}
+    return [without_truth(one) for one in value] if isinstance(value, list | tuple) else value

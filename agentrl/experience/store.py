@@ -19,7 +19,7 @@ from typing import Any
 import zstandard
 
 from agentrl import codec, parts
-from agentrl.database import enter_wal, make_tables, pragma, transaction
+from agentrl.database import enter_wal, make_tables, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError
 from agentrl.protocols import ExperienceStore
 from agentrl.recipe import Recipe
@@ -34,6 +34,7 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
+_QUERY_S = 300.0
 _POLL_FIRST_S, _POLL_LAST_S = 0.005, 0.1
 _NAMED = 8  # indices named in an error message
 
@@ -130,8 +131,8 @@ class SqliteStore:
 
     def _decode(self, index: int, body: bytes) -> Group:
         try:
-            return codec.from_json(Group, zstandard.ZstdDecompressor().decompress(body))
-        except (zstandard.ZstdError, ValueError) as error:
+            return codec.from_json(Group, unpacked(body))
+        except ValueError as error:
             raise StoreError(f"group {index} in {self.path} is damaged: {error}") from error
 
     def _missing(self, indices: Sequence[int]) -> list[int]:
@@ -139,7 +140,7 @@ class SqliteStore:
             return _absent(self._connection, indices)
 
     def _rows(self, query: str, *values: object) -> list[Any]:
-        with self._lock, _translated(self.path):
+        with self._lock, _translated(self.path), within(self._connection, _QUERY_S):
             return self._connection.execute(query, values).fetchall()
 
     @contextmanager
@@ -149,6 +150,7 @@ class SqliteStore:
 
     def _prepare(self) -> None:
         db = self._connection
+        protect(db, _SCHEMA)
         if (mode := enter_wal(db, timeout_s=self._busy_timeout_s)) != "wal":
             raise StoreError(
                 f"{self.path} lies on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"

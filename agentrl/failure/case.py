@@ -21,6 +21,7 @@ from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
 from agentrl.fields import Record, Text
 from agentrl.files import write
+from agentrl.foreign import content
 from agentrl.records import EpisodeState, Task
 
 FORMAT = 1
@@ -98,6 +99,7 @@ class Suite:
 
 def load_suite(folder: Path) -> Suite:
     """Reads a suite. Raises `UserError` that names the file and what is wrong with it."""
+    _check_folder(folder)
     settings = _settings(folder / _SETTINGS)
     cases = tuple(_case(path) for path in sorted((folder / "cases").glob("*.json")))
     if not cases:
@@ -107,6 +109,7 @@ def load_suite(folder: Path) -> Suite:
 
 def find_suites(folder: Path) -> tuple[Suite, ...]:
     """The suite in a folder, or all suites in a folder of them, by name. Raises `UserError` where there is none."""
+    _check_folder(folder)
     if (folder / _SETTINGS).is_file():
         return (load_suite(folder),)
     inside = sorted(path.parent for path in folder.glob(f"*/{_SETTINGS}"))
@@ -115,6 +118,11 @@ def find_suites(folder: Path) -> tuple[Suite, ...]:
             f"{folder} is no suite, and holds none: no {_SETTINGS}", fix="promote failures: agentrl failures promote RUN --into SUITE"
         )
     return tuple(map(load_suite, inside))
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}", fix="give the folder of a suite: one that holds suite.toml and cases/")
 
 
 def find_case(folder: Path, name: str) -> tuple[Suite, Case]:
@@ -139,21 +147,21 @@ def save_case(folder: Path, case: Case) -> Path:
 
     Raises `UserError` for a case that is too large to be read again.
     """
-    about, path, content = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
-    if len(content) > _LARGEST:
+    about, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
+    if len(text) > _LARGEST:
         raise UserError(
-            f"case {case.id} has {len(content) >> 20} MiB; at most {_LARGEST >> 20} are kept", fix="give its task smaller files, or none"
+            f"case {case.id} has {len(text) >> 20} MiB; at most {_LARGEST >> 20} are kept", fix="give its task smaller files, or none"
         )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     if not about.exists():
         write(about, f'name = "{folder.name}"\nrepeats = 1\n', durable=True)
-    write(path, content, durable=True)
+    write(path, text, durable=True)
     return path
 
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        tables = toml.loads(path.read_text(encoding="utf-8"))
+        tables = toml.loads(content(path, most=_LARGEST, inside=path.parent).decode("utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is no suite: it has no {path.name}", fix="give a folder that holds suite.toml and cases/") from None
     except (OSError, ValueError) as error:
@@ -169,9 +177,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _case(path: Path) -> Case:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"is larger than {_LARGEST >> 20} MiB")
-        case = codec.from_json(Case, path.read_bytes())
+        case = codec.from_json(Case, content(path, most=_LARGEST, inside=path.parent.parent))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is no case: {error}"[:2000], fix="move it away, or promote the failure again") from None
     if case.id != path.stem:

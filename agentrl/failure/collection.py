@@ -21,8 +21,8 @@ from typing import Any
 
 import zstandard
 
-from agentrl import codec
-from agentrl.database import enter_wal, make_tables, pragma, transaction
+from agentrl import codec, foreign
+from agentrl.database import enter_wal, make_tables, pragma, protect, transaction, unpacked, within
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.rows import Count, Row, Wanted, count_of, kind_of, newest_version
 from agentrl.failure.trace import FORMAT, Tag, Trace
@@ -49,6 +49,15 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
+_NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "seq": int,
+    "step": int,
+    "version": int,
+    "bytes": int,
+    "n": int,
+    "score": (int, float),
+}  # of all columns
+_QUERY_S = 60.0
 _COLUMNS = "seq, id, phase, step, version, why, tag, kind, task_id, task_key, score, question, bytes"
 
 
@@ -80,13 +89,17 @@ class Collection:
         self._busy_timeout_s = busy_timeout_s
         if not make and not self.path.is_file():
             raise UserError(f"{folder} has no captured failures", fix="give the folder of a run, such as runs/quickstart")
+        if not make:
+            with _translated(self.path), foreign.opened(self.path, inside=folder):
+                pass
         with _translated(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             reads_only = not make and _unchangeable(self.path)
             name = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1" if reads_only else self.path
             self._db = sqlite3.connect(name, timeout=busy_timeout_s, isolation_level=None, uri=reads_only)
         try:
-            with _translated(self.path):
+            with self._asked():
+                protect(self._db, _SCHEMA, longest=4 * LARGEST)
                 if not reads_only:
                     self._prepare()
                 self._check()
@@ -105,7 +118,7 @@ class Collection:
         self.close()
 
     def __len__(self) -> int:
-        with _translated(self.path):
+        with self._asked():
             return int(self._db.execute("SELECT COUNT(*) FROM traces").fetchone()[0])
 
     def add(self, traces: Iterable[Trace], *, counts: Iterable[Count] | None = None, passed: Iterable[tuple[str, str]] = ()) -> int:
@@ -129,9 +142,10 @@ class Collection:
         """What lists say of the traces, oldest first."""
         where, values = (wanted or Wanted()).where()
         order = "DESC" if newest else "ASC"
-        with _translated(self.path):
+        with self._asked():
             found = self._db.execute(f"SELECT {_COLUMNS} FROM traces{where} ORDER BY seq {order} LIMIT ?", (*values, most))
-            return [Row(**dict(zip(Row.__slots__, line, strict=True))) for line in found]
+            names = tuple(Row.__slots__)
+            return [Row(**dict(zip(names, self._typed(names, line), strict=True))) for line in found]
 
     def traces(self, wanted: Wanted | None = None, *, most: int = -1) -> Iterator[Trace]:
         """The traces themselves, oldest first, one in memory at a time. One that is damaged raises `StoreError` with its id."""
@@ -141,7 +155,7 @@ class Collection:
 
     def get(self, trace_id: str) -> Trace | None:
         """A trace by its id; None when it is not there."""
-        with _translated(self.path):
+        with self._asked():
             found = self._db.execute(
                 "SELECT body, tags, (SELECT body FROM tasks WHERE key = task_key) FROM traces WHERE id = ?", (trace_id,)
             ).fetchone()
@@ -149,11 +163,11 @@ class Collection:
             return None
         body, tags, task = found
         try:
-            text = _unpacked(body)[:-1] + b',"tags":' + tags.encode()
+            text = unpacked(body, most=4 * LARGEST)[:-1] + b',"tags":' + str(tags).encode()
             if task is not None:
-                text += b',"task":' + _unpacked(task)
+                text += b',"task":' + unpacked(task, most=4 * LARGEST)
             return codec.from_json(Trace, text + b"}")
-        except (zstandard.ZstdError, ValueError) as error:
+        except ValueError as error:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
@@ -175,14 +189,14 @@ class Collection:
         if unknown := set(by) - set(Count.__slots__):
             raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
         names = ", ".join(by)
-        with _translated(self.path):
+        with self._asked():
             found = self._db.execute(f"SELECT {names}, SUM(n) FROM counts GROUP BY {names} HAVING SUM(n) > 0 ORDER BY {names}")
-            return {tuple(line[:-1]): line[-1] for line in found}
+            return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in found}
 
     def dropped(self) -> dict[str, int]:
         """Phase -> traces that are not kept, or no longer."""
-        with _translated(self.path):
-            return dict(self._db.execute("SELECT phase, n FROM dropped"))
+        with self._asked():
+            return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
     def forget(self, phase: str, *, step: int | None = None, place: str = "") -> None:
         """Removes all there is of a phase, or of one step of it, which is about to be made again; what others passed stays.
@@ -201,9 +215,21 @@ class Collection:
 
     def passed_in(self, task_key: str, *, but: str) -> str:
         """The first phase in which a task was passed; empty when in none, or in `but`."""
-        with _translated(self.path):
+        with self._asked():
             found = self._db.execute("SELECT phase FROM passed WHERE task_key = ? AND phase != ?", (task_key, but)).fetchone()
         return "" if found is None else str(found[0])
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        with _translated(self.path), within(self._db, _QUERY_S):
+            yield
+
+    def _typed(self, names: Sequence[str], line: Sequence[Any]) -> Sequence[Any]:
+        """The values of columns, once each has its column's type: SQLite keeps whatever it is given."""
+        for name, value in zip(names, line, strict=True):
+            if not isinstance(value, _NUMBERS.get(name, str)) and not (name == "score" and value is None):
+                raise StoreError(f"{self.path} is damaged: {type(value).__name__} is in the column {name}")
+        return line
 
     def _new(self, trace: Trace) -> bool:
         return self._db.execute("SELECT 1 FROM traces WHERE id = ?", (trace.id,)).fetchone() is None
@@ -269,7 +295,7 @@ class Collection:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with _translated(self.path):
+        with self._asked():
             try:
                 with transaction(self._db) as db:
                     yield db
@@ -336,12 +362,6 @@ def _compressed(text: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
 
 
-def _unpacked(body: bytes) -> bytes:
-    if zstandard.frame_content_size(body) > 4 * LARGEST:
-        raise ValueError("it is larger than any trace that was written")
-    return zstandard.ZstdDecompressor().decompress(body, max_output_size=4 * LARGEST)
-
-
 def _add_count(db: sqlite3.Connection, count: Count) -> None:
     db.execute(
         "INSERT INTO counts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET n = n + excluded.n",
@@ -363,5 +383,5 @@ def _unchangeable(path: Path) -> bool:
 def _translated(path: Path) -> Iterator[None]:
     try:
         yield
-    except (sqlite3.Error, OSError, UnicodeEncodeError) as error:  # the last: half of a surrogate pair, from a command line
+    except (sqlite3.Error, OSError, ValueError) as error:  # the last: no file of ours; half of a surrogate pair, from a command line
         raise StoreError(f"{path}: {error}") from error

@@ -12,6 +12,7 @@ There is no pointer to the newest one: it is the highest number whose files matc
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 from collections.abc import Collection, Mapping
@@ -32,6 +33,8 @@ from agentrl.learner.guard import Counts
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.reshape import layout, layout_of, load_reshaped
 from agentrl.learner.tensor_files import read, tensors_only
+
+log = logging.getLogger(__name__)
 
 _MANIFEST, _META, _STATE, _CRITIC = "manifest.json", "meta.json", "state", "critic"
 
@@ -73,6 +76,7 @@ def save(
     part = final.with_name(f".{final.name}.part")
     with writing(f"checkpoint {final}"):
         if ranks.first:
+            _make_room(root, spare)
             part_folder(final)
         ranks.barrier()
         engine.deepspeed.save_checkpoint(str(part), tag=_STATE, save_latest=False, exclude_frozen_parameters=True)
@@ -172,6 +176,17 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
     for folder in _folders(root)[:-keep]:
         if int(folder.name) not in spare:
             shutil.rmtree(folder)
+
+
+def _make_room(root: Path, spare: Collection[int]) -> None:
+    """Removes all but the newest checkpoint, and those numbered `spare`, if the disk has no room for another of its size."""
+    folders = _folders(root)
+    if len(folders) < 2:
+        return
+    size = sum(path.stat().st_size for path in folders[-1].rglob("*") if path.is_file())
+    if shutil.disk_usage(root).free < size and _intact(folders[-1]):
+        log.warning("%s: the disk is nearly full, so that only the newest checkpoint is kept while the next is written", root)
+        _prune(root, 1, spare)
 
 
 def _rng_name(rank: int) -> str:

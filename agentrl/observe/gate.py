@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.foreign import content
 from agentrl.observe.charts import Chart, Series, line_chart
 from agentrl.observe.rundata import parse
 from agentrl.observe.transcripts import Attempt, shown_between
@@ -147,7 +148,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[Line]:
     if path.stat().st_size > _LARGEST:
         notes.append(f"{path.parent.name}/{path.name} is larger than {_LARGEST >> 20} MiB and left out")
         return
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for text in content(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace").split("\n"):
         if (line := parse(text)) is not None:
             yield line
 

@@ -19,13 +19,14 @@ from agentrl.observe.gate import read_gate
 from agentrl.observe.left_out import printable
 from agentrl.observe.markup import render
 from agentrl.observe.rundata import RunData, read_run
-from agentrl.observe.stats import Rate
+from agentrl.observe.stats import Rate, difference
 from agentrl.observe.summary import Summary
 from agentrl.observe.taught import taught_tables
 from agentrl.observe.transcripts import Attempt, choose_pairs, shown_alone, shown_pair
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
+_WHY_SHOWN = 600  # characters
 _PARTS_SHOWN = _LINES_SHOWN = 4  # as many as there are colours
 _WIDE, _NARROW, _SMALL = (1030, 300), (330, 240), (300, 150)
 
@@ -42,6 +43,14 @@ class Head:
     def gain(self) -> float | None:
         """Percentage points."""
         return 100 * (self.after.value - self.before.value) if self.before and self.after else None
+
+    @property
+    def gain_interval(self) -> tuple[float, float] | None:
+        """95% interval of `gain`."""
+        if self.before is None or self.after is None:
+            return None
+        low, high = difference(self.before, self.after)
+        return 100 * low, 100 * high
 
     @property
     def now(self) -> str:
@@ -93,6 +102,7 @@ def write_report(run_dir: Path) -> Path:
         facts=_facts(run),
         status=("evaluated", "good") if run.evaluated and summary is None else _status(summary),
         notes=[*(summary.problems if summary else ()), *run.notes, *gate.notes],
+        sessions=_sessions(summary) if summary else [],
         gate=gate,
         heads=_heads(summary) if summary else _evaluated(run),
         tiles=_tiles(summary) if summary else [],
@@ -133,11 +143,20 @@ def _status(summary: Summary | None) -> tuple[str, str]:
     """What became of the run, and the style of the chip that says so."""
     if summary is None:
         return "no summary yet", ""
-    if summary.problems:
-        return "finished without a result" if summary.finished else "no result", "part"
     if summary.finished:
-        return "finished", "good"
+        return ("finished without a result", "part") if summary.problems else ("finished", "good")
+    if summary.problems and not summary.interrupted:
+        return "no result", "part"
     return "interrupted" if summary.interrupted else "not finished", "part"
+
+
+def _sessions(summary: Summary) -> list[tuple[str, ...]]:
+    """The starts of a run that had several: number, time, steps done by then, and how each ended."""
+    rows: list[tuple[str, ...]] = [
+        (str(number), one.began, str(one.step), one.ended, printable(one.why)[:_WHY_SHOWN])
+        for number, one in enumerate(summary.sessions, 1)
+    ]
+    return rows if len(rows) > 1 else []
 
 
 def _heads(summary: Summary) -> list[Head]:
@@ -159,6 +178,7 @@ def _tiles(summary: Summary) -> list[tuple[str, str]]:
         (f"{summary.steps:,}", "learner steps"),
         (f"{summary.episodes:,}", "training episodes"),
         (f"{summary.episodes_left_out:,}", "left out"),
+        *([(f"{summary.attempts_failed:,}", "attempts failed by faults")] if summary.attempts_failed else []),
         (f"{summary.tasks_quarantined:,}", "tasks in quarantine"),
         *([(f"{summary.tasks_withheld:,}", "training tasks withheld")] if summary.tasks_withheld else []),
         *([(f"{summary.attempts_cancelled:,}", "attempts cancelled")] if summary.attempts_cancelled else []),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
+from agentrl.foreign import content
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
 from agentrl.observe.taught import REQUIRED
@@ -17,6 +18,7 @@ from agentrl.observe.taught import REQUIRED
 Line = dict[str, Any]
 
 _DIGITS = 18
+_LARGEST = 1 << 30  # bytes of a file
 _EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
@@ -153,8 +155,11 @@ def _read_lines(path: Path, required: Mapping[str, type], notes: list[str]) -> l
 def _text(path: Path, notes: list[str]) -> str | None:
     """What a file holds; None where there is none, or none that can be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return content(path, most=_LARGEST, inside=path.parent).decode("utf-8", "replace")
     except FileNotFoundError:
+        return None
+    except ValueError as error:
+        notes.append(f"{path.name} cannot be read: it {error}")
         return None
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")

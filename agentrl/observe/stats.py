@@ -45,3 +45,14 @@ class Rate:
         n, mean = len(scores), statistics.fmean(scores)
         half = student_t(n - 1) * statistics.stdev(scores) / math.sqrt(n) if n > 1 else 0.0
         return cls(value=mean, ci_low=mean - half, ci_high=mean + half, n=n)
+
+
+def difference(before: Rate, after: Rate) -> tuple[float, float]:
+    """95% interval of `after.value - before.value` from the intervals of both, whatever their n (MOVER, Zou and Donner 2008).
+
+    It takes the two as independent, so that for the same tasks it is too wide rather than too narrow.
+    """
+    change = after.value - before.value
+    low = math.hypot(after.value - after.ci_low, before.ci_high - before.value)
+    high = math.hypot(after.ci_high - after.value, before.value - before.ci_low)
+    return change - low, change + high

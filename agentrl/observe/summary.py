@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl import files
 from agentrl.errors import StoreError
+from agentrl.foreign import content
+from agentrl.observe.sessions import Session
 from agentrl.observe.stats import Rate
 
 FILE = "summary.json"
+_LARGEST = 64 << 20  # bytes
 
 
 class Summary(BaseModel):
@@ -24,9 +27,12 @@ class Summary(BaseModel):
     finished: bool
     """All steps were done and the evaluation after them was made; `problems` says whether they were worth anything."""
     problems: tuple[str, ...] = ()
-    """Why the outcome is worth nothing: no episode was scored, nothing was learned, or an evaluation has no score. Exit code 1 if any."""
+    """Why there is no outcome: no episode was scored, nothing was learned, an evaluation has no score, or a fault ended the run early.
+    Exit code 1 if any."""
     interrupted: bool = False
     """A person or a fault ended the run early; `--resume` goes on."""
+    sessions: tuple[Session, ...] = ()
+    """The starts of the run, the first and every `--resume`, and how each ended."""
     heldout_before: Rate | None = None
     """Mean score on held-out tasks, version 0."""
     heldout_after: Rate | None = None
@@ -38,9 +44,11 @@ class Summary(BaseModel):
     steps: int = Field(ge=0)
     """Learner steps done."""
     episodes: int = Field(ge=0)
-    """Training episodes in those steps."""
+    """Training episodes that are stored, those of a step that was not finished included."""
     episodes_left_out: int = Field(ge=0)
     """Of them, left out of the loss: a task or infrastructure failure, or a verifier that gave no score."""
+    attempts_failed: int = Field(0, ge=0)
+    """Attempts that ended in a fault not caused by the policy, those that were retried included."""
     left_out_reasons: dict[str, int] = {}
     """Reason -> episodes left out for it, the most frequent first; names of single episodes and sandboxes are `*`."""
     attempts_cancelled: int = Field(0, ge=0)
@@ -94,6 +102,6 @@ class Summary(BaseModel):
         """Raises `FileNotFoundError` when there is none, `StoreError` when it does not validate."""
         path = run_dir / FILE
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except ValidationError as error:
+            return cls.model_validate_json(content(path, most=_LARGEST, inside=run_dir))
+        except ValueError as error:
             raise StoreError(f"{path} is not a run summary: {error}") from error

@@ -47,14 +47,14 @@ class Progress:
     heldout: dict[str, float] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
-    step_times: list[float] = field(default_factory=list)
+    training: bool = False
+    first_step: int = 0  # that this driver made
+    step_times: list[float] = field(default_factory=list)  # when training began, and when each step that this driver made ended
 
     def begin_stage(self, name: str, detail: str) -> None:
         self.stage, self.detail, self.counted = name, detail, None
-        if not self.step_times:
-            self.step_times.append(time.monotonic())
-        if self.step == 0:  # until a first step is done, the clock of the steps starts with the newest stage
-            self.step_times[-1] = time.monotonic()
+        if name == "train" and not self.training:
+            self.training, self.step_times = True, [time.monotonic()]
 
     def finished_group(self, group: records.Group) -> list[str]:
         """Counts a group; returns what a person should hear of it: reasons for leaving episodes out that are new."""
@@ -70,7 +70,12 @@ class Progress:
     def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
         """Takes the figures of a step in; returns what a person should hear of it: that it changed nothing, the first time one does."""
         self.step, self.metrics = step, dict(metrics)
-        self.step_times.append(time.monotonic())
+        if self.training:  # else an earlier driver made the step, and this one only records it
+            self.step_times.append(time.monotonic())
+            if not self.first_step:
+                self.first_step = step
+                if step > 1:  # of a resumed run, which may have had the groups already
+                    del self.step_times[0]
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:
             self.rewards.append(metrics["reward_mean"])

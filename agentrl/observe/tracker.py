@@ -77,7 +77,9 @@ class RunTracker(Tracker):
         for tracker in self._trackers:
             try:
                 tell(tracker)
-            except Exception as error:
+            except BaseException as error:  # a library may even raise SystemExit: rich does for a pipe that nobody reads
+                if usercode.interrupted(error):
+                    raise
                 usercode.report(f"tracker {type(tracker).__name__}", error)
 
 
@@ -141,12 +143,16 @@ class TensorBoard(Tracker):
 
 
 class TerminalTracker(Tracker):
-    """Progress on standard output: live in a terminal, otherwise one line for each event."""
+    """Progress on standard output: live in a terminal, otherwise one line for each event.
 
-    def __init__(self, name: str, *, steps: int = 0) -> None:
-        """`steps`: of the whole run, for the progress bar and the estimate of the time left; 0: unknown."""
+    Args:
+        steps: of the whole run, for the progress bar and the estimate of the time left; 0: unknown.
+        stderr: print to standard error, because standard output is for a program.
+    """
+
+    def __init__(self, name: str, *, steps: int = 0, stderr: bool = False) -> None:
         self._progress = Progress(name=name, steps=steps)
-        self._terminal = Terminal(self._progress, Console())
+        self._terminal = Terminal(self._progress, Console(stderr=stderr))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._progress.finished_step(step, metrics)
@@ -214,14 +220,16 @@ def open_tensorboard(run_dir: Path, recipe: Recipe) -> TensorBoard:
 
 
 def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Tracker]:
-    """The trackers that a recipe names, all or none of them open; the terminal only where `console` says that a person watches.
+    """The trackers that a recipe names, all or none of them open; without `console` the terminal's progress goes to standard error.
 
     Raises `PluginError` for one that cannot be opened.
     """
     opened: list[Tracker] = []
     try:
         for name in recipe.trackers:
-            if console or name != "terminal":
+            if name == "terminal" and not console:
+                opened.append(TerminalTracker(run_dir.name, steps=recipe.steps, stderr=True))
+            else:
                 opened.append(parts.make(parts.TRACKER, name, recipe.tracker_options.get(name), run_dir, recipe))
     except (AgentRLError, OSError):
         for tracker in reversed(opened):

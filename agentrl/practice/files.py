@@ -18,6 +18,7 @@ from agentrl.failure.case import Case
 from agentrl.failure.twins import Withheld
 from agentrl.fields import Record
 from agentrl.files import write
+from agentrl.foreign import content
 from agentrl.records import Split, Task
 
 FILE = "practice.jsonl"
@@ -56,12 +57,10 @@ def load_practice(suite: Path, *, withheld: Withheld | None = None, file: Path |
     """
     path = file or suite / FILE
     try:
-        if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path} is larger than {_LARGEST >> 20} MiB", fix="make fewer tasks of each case, with --count")
-        head, *lines = path.read_bytes().splitlines() or [b""]
+        head, *lines = content(path, most=_LARGEST).splitlines() or [b""]
     except FileNotFoundError:
         raise UserError(f"suite {suite} has no practice", fix=f"make some: agentrl practice {suite} RECIPE") from None
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}", fix=_MAKE) from None
     _check_head(path, head)
     found = tuple(_practiced(f"{path}, line {number}", line, withheld) for number, line in enumerate(lines, 2))

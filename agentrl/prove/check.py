@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +30,7 @@ from agentrl.observe.left_out import printable
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.prove import cheats, conformance
 from agentrl.prove.attacks import ATTACK_SPEC, AttackResult, attack
-from agentrl.prove.findings import Proof, plural
+from agentrl.prove.findings import Proof, examples, plural, unique
 from agentrl.prove.image_files import ImageFiles, image_files
 from agentrl.prove.leaks import findings_of
 from agentrl.prove.null_answers import prove_null_answers
@@ -43,6 +45,7 @@ from agentrl.records import Episode, SandboxSpec, Split, Task
 from agentrl.reward import TaskScorer
 from agentrl.reward.asking import prepare
 from agentrl.reward.together import GroupScorer, load_group_judge
+from agentrl.run.ending import closed_after
 from agentrl.run.toolsource import declared, pinned
 from agentrl.sandbox import open_backend, open_sandboxes, select_backend
 from agentrl.scores import alike
@@ -111,7 +114,7 @@ async def check_family(
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
     sandboxes = await open_sandboxes(config.but(warm=0), run_label="check", root=source.root)
-    try:
+    async with closed_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
             bar = progress.add_task("tasks and splits", total=None)
             proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
@@ -131,8 +134,6 @@ async def check_family(
                 together=together,
             )
             proofs += more
-    finally:
-        await sandboxes.close()
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
 
 
@@ -235,10 +236,8 @@ def backend_names(choice: str) -> list[str]:
 async def check_backend(name: str, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
     """Runs the conformance checks on one backend: dictionaries with backend, name, ok, detail and wall_s."""
     backend = open_backend(SandboxConfig(backend=name), run_label="check", root=root)
-    try:
+    async with closed_after(backend.close):
         results = await conformance.check(backend, SandboxSpec(image=image, runtime=runtime), only=only)
-    finally:
-        await backend.close()
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
@@ -248,10 +247,8 @@ async def attack_backend(
     """Runs the attack suite on one backend, calling `report` (backend, result); returns dictionaries with backend and result."""
     backend = select_backend(name, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
-    try:
+    async with closed_after(backend.close):
         results = await attack(backend, spec, only=only, report=lambda result: report(backend.name, result))
-    finally:
-        await backend.close()
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
@@ -306,12 +303,26 @@ def _figures(proof: Proof) -> Table:
 
 
 def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
+    """A row for each cause. Cases without a score have one if they say the same; cases with a wrong score, if the same score was due."""
     wrong = [case for case in cases if not case.ok]
     title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
-    table = Table("task", "case", "due", "scored", "why", title=title)
-    for item in wrong:
-        table.add_row(item.task, item.case, f"{item.wanted:g}", "-" if item.value is None else f"{item.value:g}", printable(item.detail))
+    table = Table("tasks", "cases", "due", "scored", "why", title=title)
+    causes: dict[tuple[float, str | None], list[CaseResult]] = {}
+    for case in wrong:
+        causes.setdefault((case.wanted, _cause(case) if case.value is None else None), []).append(case)
+    for (due, _), some in sorted(causes.items(), key=lambda item: -len(item[1])):
+        values = [case.value for case in some if case.value is not None]
+        scored = "-" if not values else f"{min(values):g}" if min(values) == max(values) else f"{min(values):g} to {max(values):g}"
+        kinds = [f"{name} ({times})" if times > 1 else name for name, times in Counter(case.case for case in some).most_common()]
+        whys = list({_cause(case): case.detail for case in reversed(some)}.values())[::-1]
+        row = (examples(unique(case.task for case in some)), examples(kinds), f"{due:g}", scored, examples(whys))
+        table.add_row(*map(printable, row))
     return table
+
+
+def _cause(case: CaseResult) -> str:
+    """What a case says, without what differs from task to task: its name, and numbers."""
+    return re.sub(r"\d[\d.,]*", "#", case.detail.replace(case.task, "*"))
 
 
 def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:

@@ -66,6 +66,8 @@ def audit(run: Path, *, telling: Callable[[int, int], None] = lambda done, total
 
     Raises `UserError` for a folder that holds no such run, and `StoreError`.
     """
+    if not run.is_dir():
+        raise UserError(f"no run folder {run}", fix="give the folder of a run, such as runs/archive")
     try:
         recipe = load(run / "recipe.json")
     except (OSError, ValueError) as error:

@@ -66,7 +66,7 @@ def _clashes(tasks: Sequence[Task], run: ToolSource | None) -> list[Finding]:
 
 async def _prove(reference: str, task: Task, sandboxes: SandboxBackend, run: ToolSource | None) -> list[Finding]:
     try:
-        tools = load_tools([reference], None, run)
+        tools = load_tools([reference], None, run, task=task)
         wrong = {tool.name: _wrong_schema(tool) for tool in tools.values()}
     except (UserError, AttributeError) as error:
         return [Finding(severity="failure", what=f"tool {reference} does not load: {error}")]

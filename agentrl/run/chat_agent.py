@@ -97,7 +97,7 @@ class ChatAgent:
                 f"task {episode.task.id!r}: nobody can end the thinking of a model behind an endpoint, as limits.thinking_tokens asks",
                 fix="leave the limit out",
             )
-        tools = load_tools(episode.task.tools, None, episode.tools)
+        tools = load_tools(episode.task.tools, None, episode.tools, task=episode.task)
         try:
             return await self._turns(episode, tools)
         finally:

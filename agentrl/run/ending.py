@@ -6,11 +6,12 @@ What fails while another failure is being dealt with is written down there too, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from agentrl import usercode
 from agentrl.causes import disk_full, first, leaves, location, short
 from agentrl.errors import AgentRLError, UserError
 from agentrl.secrets import redacted
+
+log = logging.getLogger(__name__)
 
 DRIVER_LOG = "logs/driver.log"
 _MOST_TOLD = 100_000  # characters
@@ -27,16 +30,18 @@ _CROWDED = 16 << 20
 
 @contextmanager
 def kept_going(folder: Path, doing: str) -> Iterator[None]:
-    """For steps on the way out of a failure: an error in them goes to the driver's log."""
+    """Around a step that no result depends on: an error in it is a warning, and its traceback goes to the driver's log."""
     try:
         yield
     except Exception as second:
         write_down(folder, f"a further error, in {doing}", second)
+        log.warning("%s: %s", doing, short(second))
 
 
 @asynccontextmanager
 async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
-    """An exit stack whose own errors go to the driver's log when it closes because of another error; else the first of them is raised."""
+    """An exit stack whose errors on closing go to the driver's log. If nothing else went wrong, they are a warning: what the block made is
+    there, and only what was open may be left behind. A cancellation is raised."""
     body: BaseException | None = None
     try:
         async with AsyncExitStack() as stack:
@@ -46,17 +51,36 @@ async def closing_in_turn(folder: Path) -> AsyncIterator[AsyncExitStack]:
                 body = error
                 raise
     except BaseException as last:
-        if body is None or last is body:
+        if last is body or (body is None and not isinstance(last, Exception)):
             raise
         write_down(folder, "a further error, in closing what was open", last)
+        if body is None:
+            _left(last)
     if body is not None:
         raise body
 
 
-def write_down(folder: Path, what: str, error: BaseException) -> Path | None:
-    """Appends an error with its traceback to `logs/driver.log` of a run folder; None when that cannot be written."""
+@asynccontextmanager
+async def closed_after(close: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Calls `close` after the block, however that ends; an error in closing is a warning."""
+    try:
+        yield
+    finally:
+        try:
+            await close()
+        except Exception as error:
+            _left(error)
+
+
+def _left(error: BaseException) -> None:
+    log.warning("not everything could be closed, and sandboxes may be left (agentrl sandbox prune removes them): %s", short(first(error)))
+
+
+def write_down(folder: Path, what: str, error: BaseException | None = None) -> Path | None:
+    """Appends an event, or an error with its traceback, to `logs/driver.log` of a run folder; None when that cannot be written."""
     path = folder / DRIVER_LOG
-    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{redacted(''.join(traceback.format_exception(error)))}\n"
+    trace = f"{redacted(''.join(traceback.format_exception(error)))}\n" if error is not None else ""
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what}\n{trace}"
     try:
         if not path.parent.is_dir():
             return None
@@ -81,13 +105,13 @@ def explain(error: BaseException, *, folder: Path | None = None, go_on: str = ""
     """
     cause = first(error)
     plain = isinstance(cause, UserError) and cause is error
-    log = write_down(folder, "the run failed", error) if folder is not None and not plain else None
+    written = write_down(folder, "the run failed", error) if folder is not None and not plain else None
     lines = _words(cause, folder)
     if go_on:
         lines.append(f"  continue with: {go_on}")
-    if log is not None and not isinstance(cause, UserError):
-        lines.append(f"  traceback: {log}")
-    elif log is None and not isinstance(cause, AgentRLError | OSError) and not disk_full(cause):  # what the system refuses is no bug
+    if written is not None and not isinstance(cause, UserError):
+        lines.append(f"  traceback: {written}")
+    elif written is None and not isinstance(cause, AgentRLError | OSError) and not disk_full(cause):  # what the system refuses is no bug
         print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     told = usercode.printable(
         redacted("\n".join(lines)).expandtabs(4), _MOST_TOLD

@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import files
-from agentrl.errors import RecipeError, RunFolderBusy, UserError
+from agentrl.errors import RecipeError, RunFolderBusy, StoreError, UserError
+from agentrl.foreign import content
+from agentrl.observe import Summary, sessions
 from agentrl.recipe import Recipe, load
 from agentrl.runlock import driving, vacant
 from agentrl.section import resumable_keys
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
+_LARGEST = 16 << 20  # bytes of run.json
 _SANDBOX = "sandbox.backend="
 
 
@@ -139,7 +142,7 @@ def check_verb(folder: Path, verb: str) -> None:
 def _started(folder: Path) -> dict[str, Any]:
     path = folder / _STARTED
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(content(path, most=_LARGEST, inside=folder))
         if not isinstance(found, dict) or not isinstance(found.get("overrides"), list):
             raise ValueError("no overrides")
         return found
@@ -149,6 +152,16 @@ def _started(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is damaged ({error})", fix=f"remove it, and give the run's overrides again: {folder / _RECIPE} has them"
         ) from None
+
+
+def finished(folder: Path, recipe: Recipe) -> Summary | None:
+    """The summary of a run that has finished under this recipe, so that nothing is left to be done; else None."""
+    starts = sessions.read(folder)
+    if not starts or starts[-1].ended != "finished" or check_same(folder, recipe):
+        return None
+    with suppress(FileNotFoundError, StoreError):
+        return Summary.read(folder)
+    return None
 
 
 def check_same(folder: Path, recipe: Recipe) -> list[str]:
@@ -195,6 +208,8 @@ def write_start(folder: Path, recipe: Recipe, start: Start) -> None:
         "resume": start.command(resume=True) if start.verb != "eval" else None,  # an evaluation is made again
     }
     files.write(folder / _STARTED, json.dumps(started, indent=2) + "\n")
+    if start.verb == "train":
+        sessions.begin(folder)  # before the recipe: what an earlier start has finished, it has not finished under this one
     files.write(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 

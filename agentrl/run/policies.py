@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +10,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from agentrl import parts
+from agentrl import foreign, parts
+from agentrl.causes import short
 from agentrl.errors import PluginError, RecipeError, UserError
 from agentrl.failure.case import Suite
 from agentrl.plugins import project_root
 from agentrl.recipe import Recipe, build, load
 from agentrl.reward.judges.endpoint import checked_url
 from agentrl.run import suite_tasks
+from agentrl.run.models import CARRIED, SAMPLING
 from agentrl.weights.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
+_LARGEST = 1 << 20  # bytes of a record of sampling
 _OF_HELD_OUT = ("attempts", "thinking_tokens", "every")  # of `evaluation`: what a suite of cases has no use for
 _PART = parts.Kind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
 _FIX = "give a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr that makes a policy"
@@ -97,7 +101,8 @@ def root_of(suites: Sequence[Suite]) -> Path:
 
 
 def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence[str] = ()) -> Recipe:
-    """How a policy is evaluated on suites. A version is served, sampled and put in sandboxes as its run says; else defaults hold.
+    """How a policy is evaluated on suites. A version is served, sampled and put in sandboxes as its run says, and the model that a run left
+    is sampled so; else defaults hold.
 
     Raises `RecipeError` for an override that is none, `UserError` for a run whose recipe cannot be read.
     """
@@ -111,6 +116,8 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
     data["tasks"] = {"family": suite_tasks.REFERENCE, "options": suite_tasks.options(suites)}
     sampled = {key: value for key, value in data.get("evaluation", {}).items() if key not in _OF_HELD_OUT}
+    if policy.source is Source.FOLDER:
+        sampled |= carried(Path(policy.model))
     data |= {"evaluation": {**sampled, "heldout": 0, "heldout_real": 0}, "gate": None}
     data |= {"trackers": ["terminal"], "tracker_options": {}}
     recipe = build(data).but(*overrides)
@@ -165,3 +172,20 @@ def _longest(model: Path) -> int:
     except (OSError, ValueError):
         return _LONGEST_CONTEXT
     return found if type(found) is int and found >= 16 else _LONGEST_CONTEXT
+
+
+def carried(model: Path) -> dict[str, Any]:
+    """The settings of `evaluation` that a model folder was evaluated with: its own record of them, or the recipe of the run that it lies
+    in. Empty for a model of another origin. Raises `UserError` for a record that cannot be read.
+    """
+    path = model / SAMPLING
+    try:
+        if path.is_file():
+            found = json.loads(foreign.content(path, most=_LARGEST, inside=model))
+        elif model.parent.name == "versions" and (model.parent.parent / "recipe.json").is_file():
+            found = load(model.parent.parent / "recipe.json").evaluation.model_dump(mode="json")
+        else:
+            return {}
+        return {name: found[name] for name in CARRIED}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} does not say how the model is sampled: {short(error)}", fix="delete it, and set evaluation.*") from None

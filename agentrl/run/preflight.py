@@ -38,6 +38,8 @@ from agentrl.run.judges import check_named, check_tokens, declare
 from agentrl.run.memory import stand_in
 from agentrl.run.models import find_model
 from agentrl.run.practising import open_own_practice
+from agentrl.run.room import check_room
+from agentrl.run.suite_code import check_confined
 from agentrl.run.toolsource import declared
 from agentrl.task import open_family
 from agentrl.usercode import told_as
@@ -79,6 +81,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) ->
         forms.named(recipe.policy.tool_format)
     model = find_model(recipe.policy.model, root, chat_template=named is None)
     check_model(model, recipe)
+    disk = check_room(recipe, model, folder) if training else ()
     _check_known(str(read_json(model / "config.json")["model_type"]))
     check_parts(recipe)
     check_delegation(recipe, root=root)
@@ -105,7 +108,7 @@ def check(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) ->
         practice=practice,
         judges=judges,
         group_judge=group_judge,
-        notes=notes,
+        notes=(*disk, *notes),
     )
 
 
@@ -264,7 +267,7 @@ def open_gate(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None
             fix="set serving.weight_transfer=file or delta",
         )
     suite = load_suite(root / recipe.gate.suite)
-    check_suite(suite, scorer, declared(recipe.tools, root))
+    check_suite(suite, scorer, declared(recipe.tools, root), root=root)
     most = max((recipe.gate.repeats if case.repeats is None else case.repeats for case in suite.cases), default=0)
     if recipe.gate.confirm and not can_look_worse(most, most):
         raise UserError(
@@ -282,8 +285,13 @@ def measured_with(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys([*tasks.withhold, *gate, *practice]))
 
 
-def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None) -> None:
-    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve."""
+def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
+    """Resolves verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
+
+    `root`: the project whose code and images alone the cases may name, else `UserError`; None: they were made by the recipe's own family.
+    """
+    if root is not None:
+        check_confined(suite, root)
     for case in suite.cases:
         scorer.load(case.task.verifiers)
         load_tools(case.task.tools, None, tools)

@@ -24,7 +24,7 @@ from agentrl.plugins import add_project_root
 from agentrl.processes import age_s
 from agentrl.protocols import Agent, Policy, SandboxBackend, Tracker
 from agentrl.recipe import Recipe
-from agentrl.records import PolicyVersion, ScoredEpisode
+from agentrl.records import PolicyVersion, ScoredEpisode, Split
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.run import preflight
@@ -39,6 +39,7 @@ from agentrl.run.starts import begins_late, check_starts
 from agentrl.run.suites import FOLDER, Broken, Tried, about, evaluation_runner, not_asked, prepare, tried, tries, words_of
 from agentrl.run.toolsource import declared, pinned, with_sub_agents
 from agentrl.sandbox import open_sandboxes
+from agentrl.task import make_task, open_family
 
 PHASE = "eval"
 SEVERAL = "suites"
@@ -99,8 +100,12 @@ def prepared(
     repeats: int | None = None,
     threshold: float = 1.0,
     run_dir: Path | None = None,
+    own: tuple[Path, Recipe] | None = None,
 ) -> Iterator[Prepared]:
     """Around an evaluation: its run folder, held by this process alone, and all the checks that are cheap.
+
+    Args:
+        own: the project and the recipe that the cases are of (`held_out`), whose settings are used; None: cases of suites.
 
     Raises `UserError` for whatever these checks tell, such as a verifier that does not resolve or a model folder that is none.
     """
@@ -108,9 +113,8 @@ def prepared(
     names = [suite.name for suite in suites]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"two suites are called {twice[0]!r}", fix="change the name in one suite.toml")
-    root = root_of(suites)
+    root, recipe = own or (root_of(suites), recipe_for(policy, suites, overrides))
     add_project_root(root)
-    recipe = recipe_for(policy, suites, overrides)
     typed = [str(suite.folder) for suite in suites]
     doing = shlex.join(["agentrl", "eval", *typed, "--policy", policy.name])
     with claimed(run_dir, root / "runs", f"{recipe.name}-eval", resume=False, resumable=False, command=doing) as folder:
@@ -120,7 +124,7 @@ def prepared(
             preflight.check_parts(recipe)
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
-            preflight.check_suite(suite, scorer, declared(recipe.tools, root))
+            preflight.check_suite(suite, scorer, declared(recipe.tools, root), root=root if own is None else None)
         if policy.source is Source.ENDPOINT and begins_late(suites):
             late = next(case.id for suite in suites for case in suite.cases if case.start is not None)
             raise UserError(
@@ -140,6 +144,18 @@ def prepared(
             checked=checked,
             scorer=scorer,
         )
+
+
+def held_out(recipe: Recipe, root: Path) -> Suite:
+    """The recipe's held-out tasks, and those on real data, as cases. Raises `UserError` where it has none."""
+    family = open_family(recipe.tasks, seed=recipe.seed, root=root)
+    counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
+    cases = [
+        Case(id=f"{split}-{index:04d}", task=make_task(family, split, index)) for split, count in counts.items() for index in range(count)
+    ]
+    if not cases:
+        raise UserError("the recipe evaluates no held-out task", fix="set evaluation.heldout")
+    return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))
 
 
 async def evaluate(

@@ -26,6 +26,7 @@ from agentrl.protocols import Agent, SandboxBackend, ToolSource
 from agentrl.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.rollout import Capture, EpisodeRunner, Forgotten
+from agentrl.run.ending import closed_after
 from agentrl.run.memory import Replayed
 from agentrl.run.policies import NamedPolicy, Source, make_part
 from agentrl.run.preflight import open_chat
@@ -178,12 +179,10 @@ async def stage_of(run: Path, tasks: Iterable[Task]) -> AsyncIterator[Stage]:
     chat = _chat(run, recipe)
     agent: Agent = parts.make(parts.AGENT, recipe.rollout.agent, recipe.rollout.agent_settings, chat=chat)
     sandboxes = await open_sandboxes(recipe.sandbox.but(warm=0), run_label="promote", root=root)
-    try:
+    async with closed_after(sandboxes.close):
         users = with_sub_agents(tasks, recipe.rollout.delegation)
         tools = await pinned(declared(recipe.tools, root), users, sandboxes, folder=run, every=False, idle_words=True, words=chat.defang)
         yield Stage(agent=agent, sandboxes=sandboxes, max_model_len=recipe.policy.max_model_len, tools=tools)
-    finally:
-        await sandboxes.close()
 
 
 def _chat(run: Path, recipe: Recipe) -> ChatFormat:

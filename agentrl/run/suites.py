@@ -187,7 +187,7 @@ async def evaluate_suite(
 
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
-    check_suite(suite, checked.scorer, declared(recipe.tools, root))
+    check_suite(suite, checked.scorer, declared(recipe.tools, root), root=root)
     async with opened(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = run.registry.get(0)

@@ -6,7 +6,7 @@ import time
 
 from agentrl.records import Group, PolicyVersion, SwapReport
 from agentrl.run import measure, memory
-from agentrl.run.held_out import evaluate_served
+from agentrl.run.held_out import evaluated_once
 from agentrl.run.opening import Run
 from agentrl.serving.served import to_serve
 
@@ -30,9 +30,10 @@ async def finish_step(run: Run, version: PolicyVersion, report: SwapReport | Non
     metrics = _figures(run, version, report)
     every = run.recipe.evaluation.every
     if every and version.number % every == 0 and version.number < run.recipe.steps:
-        metrics |= await evaluate_served(run, f"step{version.number}", step=version.number)
+        metrics |= await evaluated_once(run, f"step{version.number}", step=version.number)
         run.tracker.stage("train", f"{run.stop_at} steps")
-        run.last_step_at = time.monotonic()
+        if run.last_step_at is not None:
+            run.last_step_at = time.monotonic()
     _record(run, version, metrics)
     run.registry.prune(run.recipe.learner.keep_versions)
 
@@ -57,11 +58,13 @@ def _figures(run: Run, version: PolicyVersion, report: SwapReport | None) -> dic
     step = version.number - 1
     groups: tuple[Group, ...] = run.store.groups(index for index in run.step_groups.indices(step) if run.store.has(index))
     now = time.monotonic()
-    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=now - run.last_step_at)
+    wall_s = None if run.last_step_at is None else now - run.last_step_at
+    metrics = measure.step_metrics(groups, run.folder / version.folder, report, step=step, wall_s=wall_s)
     if run.step_groups.extra:
         metrics["groups_extra"] = len(groups) - run.step_groups.per_step
     measure.keep_left_out(run.folder, version.number, groups)
-    run.last_step_at = now
+    if wall_s is not None:
+        run.last_step_at = now
     return metrics | memory.figures(groups) | run.faults.figures() | run.faults.suspects() | run.served.figures()
 
 

@@ -32,12 +32,14 @@ from pathlib import Path
 from agentrl import codec
 from agentrl.errors import StoreError
 from agentrl.files import sha256_file, sync, write
+from agentrl.foreign import content
 from agentrl.records import ADAPTER, PolicyVersion, VersionState
 from agentrl.version import rollback
 from agentrl.weights import deltas
 
 _RECORD = "version.json"
 _HELD = "held"
+_LARGEST = 1 << 20  # bytes of a record
 _LEGAL = {
     VersionState.CANDIDATE: {VersionState.SERVING, VersionState.PROMOTED, VersionState.ROLLED_BACK},
     VersionState.SERVING: {VersionState.SERVED, VersionState.PROMOTED, VersionState.ROLLED_BACK},
@@ -195,7 +197,7 @@ class FolderRegistry:
     def _held(self) -> set[int]:
         path = self.folder / _HELD
         try:
-            return {int(path.read_text())}
+            return {int(content(path, most=64, inside=self.folder))}
         except FileNotFoundError:
             return set()
         except (OSError, ValueError) as error:
@@ -221,10 +223,10 @@ class FolderRegistry:
         """The record, or None when the folder is missing or still being written."""
         path = self._home(number) / _RECORD
         try:
-            data = path.read_bytes()
+            data = content(path, most=_LARGEST, inside=self.folder)
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise StoreError(f"{path}: {error}") from error
         try:
             version = codec.from_json(PolicyVersion, data)

@@ -16,9 +16,11 @@ from agentrl import codec
 from agentrl.errors import StoreError
 from agentrl.fields import Record, Text
 from agentrl.files import write
+from agentrl.foreign import content
 from agentrl.protocols import VersionRegistry
 from agentrl.records import VersionState
 
+_LARGEST = 1 << 20  # bytes
 FILE = "rollback.json"
 
 
@@ -50,7 +52,7 @@ def read(versions: Path) -> Request | None:
     """The last request, answered or not; None where there was none. Raises `StoreError` where it cannot be read."""
     path = versions / FILE
     try:
-        return codec.from_json(Request, path.read_bytes())
+        return codec.from_json(Request, content(path, most=_LARGEST, inside=versions))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import operator
+import os
 import re
 import shutil
 import struct
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl import files
+from agentrl import files, foreign
 from agentrl.errors import UserError
 from agentrl.recipe import Recipe
 from agentrl.sampling import TIES
@@ -21,6 +22,7 @@ T = TypeVar("T")
 _MOST_GROWTH = 64  # characters of one
 _DEEPEST_RULES = 16
 _HEADER_LIMIT = 100 << 20  # bytes of a safetensors header, safetensors' own bound
+_LARGEST_JSON = 256 << 20  # bytes of a file of JSON
 _INDEX = "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
 _SAVE_MODEL = "save it with save_pretrained for the model and for its tokenizer"
@@ -111,15 +113,18 @@ def _matches_nothing(expression: str) -> bool:
 def check_safetensors(path: Path) -> None:
     """Raises `UserError` unless the file has the length in its header, unlike a broken download or copy."""
     again = "download or copy it again, or save the model again with save_pretrained"
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if prefix == b"version ":
-            raise UserError(f"{path} is a Git LFS pointer, not the weights", fix="git lfs pull")
-        if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-            raise UserError(f"{path} is not a safetensors file, or cut off: it has {size} bytes", fix=again)
-        text = file.read(length)
+    try:
+        with foreign.opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            text = file.read(length) if 2 <= length <= min(_HEADER_LIMIT, size - 8) else b""
+    except ValueError as error:
+        raise UserError(f"{path} {error}", fix=again) from None
+    if prefix == b"version ":
+        raise UserError(f"{path} is a Git LFS pointer, not the weights", fix="git lfs pull")
+    if not text:
+        raise UserError(f"{path} is not a safetensors file, or cut off: it has {size} bytes", fix=again)
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(text).items() if name != "__metadata__"]
         wanted = 8 + length + max(map(operator.index, ends), default=0)
@@ -244,7 +249,7 @@ def _largest_token(path: Path) -> int | None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a model folder. Raises `UserError`."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(foreign.content(path, most=_LARGEST_JSON))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}", fix=_SAVE_AGAIN) from None
     if not isinstance(content, dict):

@@ -385,3 +385,17 @@ async def test_the_tools_of_the_documentation_work(tmp_path: Path, tokenizer: An
         '["four"]',
         "4",
     ]
+
+
+async def test_the_user_of_the_documentation_answers_from_the_task_and_remembers(
+    tmp_path: Path, tokenizer: Any, task: Task, make_runner: Any
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "task-families.md").read_text(encoding="utf-8")
+    (tmp_path / "users.py").write_text("\n\n".join(re.findall(r"```python\n(# mytools\.py.*?)```", page, re.DOTALL)), encoding="utf-8")
+    data = {"user": {"order number": "4711", "colour": "blue"}, "answer": "4711"}
+    mine = replace(using(task), tools=(f"{tmp_path}/users.py:User", "submit"), data=data)
+    asked = ("Your order number?", "And the weather?", "The order number, please.")
+    said = (*(saying("ask_user", question=one) for one in asked), saying("submit", answer="4711"))
+    for name in ("a", "b"):
+        episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id=name)
+        assert outputs(episode)[:3] == ["4711", "I do not know what you mean.", "You asked that already: 4711"]

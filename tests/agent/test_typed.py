@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.agent import ToolOutcome, load_tools, tool
+from agentrl.agent import TaskData, ToolOutcome, load_tools, tool
 from agentrl.agent.invoke import call_tool
 from agentrl.errors import PluginError
 from agentrl.protocols import Sandbox
@@ -344,3 +345,31 @@ def test_a_docstring_may_be_short(text: str) -> None:
     schema = typed(made()).schema["function"]
     told = schema["parameters"]["properties"]["query"].get("description")
     assert (schema["description"], told) == (("Say.", "what") if "\n" in text else (text, None))
+
+
+@tool
+async def tells_of_its_task(task: TaskData) -> dict[str, Any]:
+    """Tell what it knows of its task."""
+    return {"id": task.id, "data": dict(task.data), "seed": task.seed}
+
+
+async def test_a_tool_may_know_its_task_and_never_the_truth(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """And draw from a seed that all attempts at the task share."""
+    data = {
+        "answer": "412",
+        "kind": "sum",
+        "user": {"colour": "blue", "expected_total": 412, "targets": ["412"]},
+        "rows": [{"name": "a", "label": "412"}, 3],
+        "data.truth": "412",
+    }
+    mine = replace(task, tools=(f"{__file__}:tells_of_its_task", "submit"), data=data)
+    said = ['<tool_call>\n{"name": "tells_of_its_task", "arguments": {}}\n</tool_call>', "done"]
+    told = []
+    for name in ("a", "b"):
+        episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id=name)
+        told.append(json.loads(episode.trajectories[0].turns[0].tool_results[0].output))
+    assert told[0] == told[1] and "412" not in json.dumps(told[0])
+    assert told[0]["data"] == {"kind": "sum", "user": {"colour": "blue"}, "rows": [{"name": "a"}, 3]} and told[0]["id"] == task.id
+    assert told[0]["seed"] == int(mine.key[:8], 16) != int(replace(mine, id="another").key[:8], 16)
+    (schema,) = [one.schema for one in load_tools([f"{__file__}:tells_of_its_task"]).values()]
+    assert schema["function"]["parameters"]["properties"] == {}, "the agent is not told of it"

@@ -60,6 +60,15 @@ def test_list_counts_and_filters(run: Path) -> None:
     assert json.loads(call("list", str(run), "--why", "limit", "--json"))["traces"] == []
 
 
+def test_a_list_that_is_cut_says_so(run: Path) -> None:
+    assert "newest" not in call("list", str(run))
+    told = call("list", str(run), "--most", "2")
+    assert "the newest 2 of 3 traces; all of them: --most 3" in told and "g000000-0-a0" not in told and "g000002-0-a0" in told
+    assert "the newest 0 of 1 traces" in call("list", str(run), "--most", "0", "--tag", "wrong_tool")
+    found = json.loads(call("list", str(run), "--most", "2", "--json"))
+    assert (len(found["traces"]), found["matching"]) == (2, 3)
+
+
 def test_show_marks_the_failing_turn(run: Path) -> None:
     lines = call("show", str(run), "g000000-0-a0").splitlines()
     assert [line for line in lines if line.startswith(">>")] == [">> turn 2"]
@@ -98,7 +107,8 @@ def test_a_person_and_rules_name_failures(run: Path, tmp_path: Path) -> None:
         (("promote", "{run}", "--into", "{run}/s"), "which traces"),
         (("promote", "{run}", "nobody", "--into", "{run}/s"), "has no trace nobody"),
         (("promote", "{run}", "g000002-0-a0", "--into", "{run}/s"), "is a fault"),
-        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "no trace that these filters leave"),
+        (("promote", "{run}", "--tag", "infrastructure", "--into", "{run}/s"), "none can be a case: 1 ended in a fault"),
+        (("promote", "{run}", "--tag", "looped", "--into", "{run}/s"), "no trace that these filters leave"),
         (("promote", "{run}", "g000000-0-a0", "--into", "{run}/s", "--threshold", "nan"), "--threshold nan"),
         (("list", "{run}/failures"), "no captured failures"),
         (("list", "{run}/nowhere"), "no folder"),
@@ -142,6 +152,8 @@ def test_traces_of_others_come_in_named_and_go_out_again(run: Path, tmp_path: Pa
     assert "no such tool" in call("show", str(into), row["id"])
     assert call("import", str(into), str(given)) and len(json.loads(call("list", str(into), "--json"))["traces"]) == 1, "once"
     assert "holds no task" in call("promote", str(into), row["id"], "--into", str(tmp_path / "s"), wrong=True)
+    selected = call("promote", str(into), "--tag", "wrong_tool", "--into", str(tmp_path / "s"), wrong=True)
+    assert "of 1 traces that these filters leave none can be a case: 1 hold no task to try again" in selected, selected
     out = tmp_path / "out.jsonl"
     assert json.loads(call("export", str(run), str(out), "--tag", "misread_output", "--json")) == {"documents": 1}
     assert "421" in out.read_text()

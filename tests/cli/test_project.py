@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from agentrl.cli import app
 from agentrl.cli.project import init_project
 from agentrl.errors import UserError
 from agentrl.plugins import CONTENT, content_root
@@ -98,3 +101,38 @@ def test_a_name_without_letters_is_refused_before_anything_is_written(tmp_path: 
     with pytest.raises(UserError, match="not a project name"):
         init_project(tmp_path / "new", "--")
     assert not (tmp_path / "new").exists()
+
+
+def test_every_new_project_ends_with_the_commands_that_come_next(tmp_path: Path) -> None:
+    for arguments, file in (([], "recipes/quickstart.py"), (["--empty"], "recipes/mine.py")):
+        target = tmp_path / f"new one {len(arguments)}"
+        done = CliRunner().invoke(app, ["init", str(target), *arguments])
+        assert done.exit_code == 0, done.output
+        first, *rest = done.output[done.output.index("next:") :].splitlines()[1:]
+        assert first.strip() == f"cd '{target}'" and [line.strip() for line in rest][-2:] == [
+            f"agentrl check {file}",
+            f"agentrl train {file}",
+        ]
+        assert (target / file).is_file()
+
+
+def test_an_empty_project_is_whole_and_holds_nothing_of_the_quickstart(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    written = [path.relative_to(target).as_posix() for path in init_project(target, "mine", empty=True)]
+    assert len(written) < 15 and not [name for name in written if "tables" in name or "quickstart" in name or name.endswith(".in")]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    code = "from agentrl.cli.recipes import load_recipe; from pathlib import Path; print(load_recipe(Path('recipes/mine.py'), [])[1].name)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=target, env=env, capture_output=True, text=True, check=True).stdout == "mine\n"
+
+
+@pytest.mark.bubblewrap
+@pytest.mark.slow
+def test_an_empty_project_passes_its_own_proof(tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    init_project(target, "mine", empty=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "agentrl", "check", "recipes/mine.py", "--count", "3", "--backend", "bubblewrap"]
+    done = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "FAIL" not in done.stdout, done.stdout + done.stderr

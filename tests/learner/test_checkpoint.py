@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from agentrl import codec
 from agentrl.errors import LearnerError
 from agentrl.files import folder_manifest
+from agentrl.learner import checkpoint
 from agentrl.learner.checkpoint import CheckpointMeta, newest, numbered
 from tests import strategies
 
@@ -59,6 +61,22 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before_it(tmp_path: Path, 
     TORN[what](tmp_path / "000004")
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged; move that folder away"):
         newest(tmp_path)
+
+
+@pytest.mark.parametrize(("free", "kept"), [(0, ["000001", "000004"]), (10**9, ["000001", "000002", "000003", "000004"])])
+def test_on_a_full_disk_older_checkpoints_make_room_for_the_next(
+    free: int, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2, 3, 4):
+        _write(tmp_path, number)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    checkpoint._make_room(tmp_path, {1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert ("nearly full" in caplog.text) is (free == 0)
+    TORN["a file"](tmp_path / "000004")
+    _write(tmp_path, 3) if not (tmp_path / "000003").exists() else None
+    checkpoint._make_room(tmp_path, ())
+    assert (tmp_path / "000003").exists(), "the newest is damaged, and the one before it is what a run goes on from"
 
 
 def test_a_run_that_has_made_no_checkpoint_has_none(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 from jinja2 import UndefinedError
 
+from agentrl.cli.train import describe
 from agentrl.errors import StoreError
-from agentrl.observe import write_report
+from agentrl.observe import Summary, write_report
 from agentrl.observe.charts import Series, line_chart
 from agentrl.observe.failures import told as of_failures
 from agentrl.observe.markup import environment, render
 from agentrl.observe.rundata import parse, read_run
+from agentrl.observe.sessions import Session
 from agentrl.observe.transcripts import choose_pairs, shown_alone
 
 from .conftest import HOSTILE, evaluation, step_line, transcript, write_lines
@@ -81,7 +83,7 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
     page = Page(path)
-    for told in ("43.8%", "95.6%", "+51.9 points", "n = 160", "81.2%", "131 ms", "144k", "7 min 44 s", "join total"):
+    for told in ("43.8%", "95.6%", "+51.9 points [+43.0, +59.7]", "n = 160", "81.2%", "131 ms", "144k", "7 min 44 s", "join total"):
         assert told in page.shown, told
     for section in (
         "Learning",
@@ -97,6 +99,23 @@ def test_a_whole_run_is_told(run_dir: Path) -> None:
     assert "learner.max_grad_norm" in page.shown and "2.13.0+cpu" in page.shown
     assert sum(tag == "details" and attrs.get("class") == "episode" for tag, attrs in page.tags) == 6
     assert path.stat().st_size < 1_000_000
+
+
+def test_pauses_and_resumes_are_told(run_dir: Path) -> None:
+    summary = Summary.read(run_dir)
+    assert "Starts" not in Page(write_report(run_dir)).shown
+    starts = (
+        Session(began="2026-11-25T10:00:00+00:00", step=0, ended="failed", why="the run pauses: 40 of the newest 64 attempts failed"),
+        Session(began="2026-11-25T11:00:00+00:00", step=3, ended="finished"),
+    )
+    summary.model_copy(update={"sessions": starts, "attempts_failed": 40}).write(run_dir)
+    shown = Page(write_report(run_dir)).shown
+    assert "Starts" in shown and "the run pauses: 40 of the newest 64" in shown and "40 attempts failed by faults" in shown
+    assert "1 resumed    after step 3: failed" in describe(Summary.read(run_dir), run_dir)
+    paused = summary.model_copy(update={"finished": False, "interrupted": True, "problems": ("the run ended early: it pauses",)})
+    paused.write(run_dir)
+    shown = Page(write_report(run_dir)).shown
+    assert "interrupted" in shown and "the run ended early: it pauses" in shown and "no result" not in shown
 
 
 def test_several_servers_are_drawn_side_by_side_and_restarts_only_where_there_were_some(run_dir: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from agentrl.observe import Rate, RunTracker, StageClock
+from agentrl.observe import Rate, RunTracker, StageClock, terminal
 from agentrl.observe.tracker import TensorBoard, TerminalTracker
 from agentrl.protocols import Tracker
 from agentrl.records import Blame, Episode, Failure, Group, Score, ScoredEpisode
@@ -69,6 +69,20 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog
     found = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     found.Reload()
     assert [event.step for event in found.Tensors("eval/heldout")] == [1]
+
+
+def test_a_tracker_that_wants_to_end_the_program_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Leaving(Tracker):
+        def log(self, step: int, metrics: object) -> None:
+            raise SystemExit(1)
+
+    tracker = RunTracker(tmp_path, [Leaving(), events := TensorBoard(tmp_path)], steps=2)
+    tracker.log(1, STEP)
+    tracker.close()
+    assert "tracker Leaving: SystemExit: 1" in caplog.text
+    found = EventAccumulator(str(events._folder))
+    found.Reload()
+    assert [event.step for event in found.Tensors("eval/heldout")] == [1], "the others hear of the step"
 
 
 def test_tensorboard_is_written_without_torch(tmp_path: Path) -> None:
@@ -150,6 +164,28 @@ def test_where_there_is_no_terminal_each_event_is_one_plain_line(tmp_path: Path,
     assert len(lines) == 8
     assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[6]
     assert [bool(re.search(r"  about \d+:\d\d left$", line)) for line in lines[5:]] == [True, True, False]
+
+
+def test_the_time_left_after_a_resume_is_that_of_the_steps_made_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
+    progress = terminal.Progress(name="r", steps=10)
+    progress.begin_stage("start", "")
+    now += 50
+    for late in (5, 3):  # which the driver that died had made, and had not recorded
+        progress.finished_step(late, {})
+    assert progress.left_s is None
+    now += 30
+    progress.begin_stage("train", "")
+    now += 1  # its groups were there already
+    progress.finished_step(6, {})
+    assert progress.left_s is None
+    now += 40
+    progress.finished_step(7, {})
+    assert progress.left_s == 120
+    progress.begin_stage("evaluate step7", "")
+    progress.begin_stage("train", "")
+    assert progress.left_s == 120
 
 
 def test_without_a_terminal_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

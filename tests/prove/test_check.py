@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from agentrl.cli import app
 from agentrl.errors import SandboxError
 from agentrl.prove import cheats
-from agentrl.prove.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, check_family, render
+from agentrl.prove.check import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, _Prover, _retried, _wrong_cases, check_family, render
 from agentrl.prove.findings import Finding, Proof
 from agentrl.prove.source import FamilySource
 from agentrl.recipe import SandboxConfig, TasksConfig
@@ -74,6 +74,23 @@ def by_task(report: CheckReport) -> dict[str, dict[str, CaseResult]]:
     for result in report.cases:
         found.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
     return found
+
+
+def test_what_is_wrong_is_a_row_for_each_cause() -> None:
+    """48 tasks without a file and a verifier that gives 20 tasks' cheats 1: 188 cases, two causes."""
+    gone = [
+        CaseResult(task=f"t-{n}", case=GOLD, wanted=1.0, value=None, detail=f"t-{n}: no file data/{n}.csv", wall_s=0.1) for n in range(48)
+    ]
+    cheated = [
+        CaseResult(task=f"u-{n}", case=case, wanted=0.0, value=value, detail=f"prints {n}", wall_s=0.1)
+        for n in range(20)
+        for case, value in (*((f"cheat {k}", 1.0) for k in range(6)), (NOTHING, 0.5))
+    ]
+    table = _wrong_cases((*gone, *cheated))
+    assert table.title == "68 of 68 tasks are wrong"
+    first, second = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert first[:4] == ("u-0, u-1, u-2, and 17 more", "cheat 0 (20), cheat 1 (20), cheat 2 (20), and 4 more", "0", "0.5 to 1")
+    assert second == ("t-0, t-1, t-2, and 45 more", f"{GOLD} (48)", "1", "-", "t-0: no file data/0.csv")
 
 
 @pytest.mark.parametrize("backend", BOTH)

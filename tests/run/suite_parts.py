@@ -68,7 +68,7 @@ def make_case(
         prompt=(Message(role="user", content=f"What is case {name}?"),),
         tools=("python", "submit"),
         sandbox=SandboxSpec(image=image),
-        verifiers=(f"{HERE}:verdict",),
+        verifiers=("tests.run.suite_parts:verdict",),
         data={"answer": "pass"},
         split=Split.HELDOUT,
     )

@@ -17,6 +17,7 @@ from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import Message, Split, Task
 from agentrl.run.models import export_model, find_model, place_base_version
 from agentrl.run.preflight import check, check_prompt, open_chat
+from agentrl.sampling import Sampling
 from sandboxes.tables import Tables
 
 MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tables-base"
@@ -66,7 +67,7 @@ def test_the_template_of_the_recipe_goes_into_every_version_and_into_the_result(
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "the model's own"}))
     base = tmp_path / "versions" / "000000"
     place_base_version(bare, base, template=HERMES)
-    export_model(base, tmp_path / "model", base=base)
+    export_model(base, tmp_path / "model", base=base, sampling=Sampling(temperature=0.5))
     task = Tables(seed=0).task(Split.TRAIN, 0)
     wanted = open_chat(bare, HERMES).opening(task.prompt, [TOOL])
     for folder in (base, tmp_path / "model"):

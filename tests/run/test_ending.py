@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentrl.errors import LearnerError, StoreError, UserError
+from agentrl.errors import LearnerError, SandboxError, StoreError, UserError
 from agentrl.learner.exit_reason import ExitReason, Mailbox, send
-from agentrl.run.ending import closing_in_turn, explain, kept_going, stopped
+from agentrl.run.ending import closed_after, closing_in_turn, explain, kept_going, stopped
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -115,13 +115,48 @@ async def test_errors_on_the_way_out_never_take_the_place_of_the_first(run: Path
     assert "a further error, in closing what was open" in log and "No space left" in log
 
 
-async def test_an_error_in_closing_alone_is_raised(run: Path) -> None:
-    async def closed_badly() -> None:
-        raise StoreError("not closed")
+async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[str] = []
 
-    with pytest.raises(StoreError, match="not closed"):
+    async def closed_badly() -> None:
+        raise SandboxError("Docker daemon: connection refused")
+
+    async with closing_in_turn(run) as stack:
+        stack.callback(closed.append, "the first to be opened")
+        stack.push_async_callback(closed_badly)
+        stack.callback(closed.append, "the last")
+    assert closed == ["the last", "the first to be opened"]
+    assert "sandboxes may be left (agentrl sandbox prune removes them): SandboxError: Docker daemon: connection refused" in caplog.text
+    log = (run / "logs" / "driver.log").read_text()
+    assert "in closing what was open" in log and "Traceback" in log
+
+    async with closed_after(closed_badly):
+        closed.append("made")
+    assert closed[-1] == "made" and caplog.text.count("connection refused") == 2
+    with pytest.raises(KeyError, match="the first"):
+        async with closed_after(closed_badly):
+            raise KeyError("the first")
+
+
+async def test_a_person_who_does_not_wait_for_closing_is_obeyed(run: Path) -> None:
+    async def never() -> None:
+        await asyncio.sleep(3600)
+
+    async def closing() -> None:
         async with closing_in_turn(run) as stack:
-            stack.push_async_callback(closed_badly)
+            stack.push_async_callback(never)
+
+    task = asyncio.create_task(closing())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_step_that_no_result_depends_on_is_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with kept_going(run, "the report"):
+        raise KeyError("a template")
+    assert "the report: KeyError: 'a template'" in caplog.text and "Traceback" in (run / "logs" / "driver.log").read_text()
 
 
 def test_a_person_who_stopped_it_is_no_error() -> None:

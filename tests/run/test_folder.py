@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import RecipeError, UserError
+from agentrl.observe import Summary, sessions
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig, apply_overrides
-from agentrl.run.folder import Start, check_same, claimed, given_before, merged, write_start
+from agentrl.run.folder import Start, check_same, claimed, finished, given_before, merged, write_start
 from agentrl.runlock import DRIVER
 from agentrl.section import Section, named_section_of, resumable_keys, section_of
 
@@ -42,6 +43,26 @@ def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_o
     (tmp_path / "q-3" / DRIVER).write_text("")  # of one that was stopped before it started
     assert folder_for(tmp_path, resume=True) == tmp_path / "q-2"
     assert folder_for(tmp_path) == tmp_path / "q-3"
+
+
+def test_a_finished_run_is_finished_under_its_own_recipe_alone(tmp_path: Path) -> None:
+    """Else `--resume` starts a server, evaluates and exports everything a second time."""
+    hold_run(tmp_path)
+    assert finished(tmp_path, RECIPE) is None, "the driver was killed"
+    sessions.end(tmp_path, "finished")
+    assert finished(tmp_path, RECIPE) is None, "there is no summary"
+    made = Summary(
+        name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0
+    )
+    made.write(tmp_path)
+    assert finished(tmp_path, RECIPE) == made
+    further = RECIPE.but({"steps": RECIPE.steps + 1})
+    assert finished(tmp_path, further) is None, "more steps are to be made"
+    hold_run(tmp_path, recipe=further)
+    assert finished(tmp_path, further) is None, "and this start has not ended yet"
+    sessions.end(tmp_path, "failed", why="no model")
+    assert finished(tmp_path, further) is None and finished(tmp_path, RECIPE) is None
+    assert [one.ended for one in sessions.read(tmp_path)] == ["finished", "failed"]
 
 
 def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:

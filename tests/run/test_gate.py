@@ -58,7 +58,7 @@ def make_suite() -> Suite:
             prompt=(Message(role="user", content=f"case {name}"),),
             tools=("submit",),
             sandbox=SandboxSpec(image="none"),
-            verifiers=(f"{__file__}:verdict",),
+            verifiers=("tests.run.test_gate:verdict",),
             data={},
             split=Split.HELDOUT,
         )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from agentrl.errors import InfrastructureError, SandboxError
 from agentrl.objective import assemble
-from agentrl.observe import Summary
+from agentrl.observe import Summary, sessions
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Episode, Score, Task
 from agentrl.reward import TaskScorer
 from agentrl.run import held_out, loop, measure
+from agentrl.run.folder import Start
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
@@ -147,3 +149,68 @@ async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: 
 class Registry:
     def set_evals(self, number: int, evals: dict[str, float]) -> None:
         assert evals == {}
+
+
+async def test_an_evaluation_that_is_complete_is_not_made_again(tmp_path: Path) -> None:
+    """Of the same weights, under the same settings. A stop in the first step would repeat the one before training."""
+    recipe = make_recipe(max_retries=0).but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
+
+    async def evaluated(**changes: Any) -> int:
+        policy = Journaled(tmp_path / "j")
+        now = recipe.but({name: value for name, value in changes.items() if "." in name})
+        async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), now, judged_by(same_for_all)) as run:
+            run.groups = replace(run.groups, score=TaskScorer())
+            run.registry = Rates()  # type: ignore[assignment]
+            run.served.sha256 = changes.get("sha256", "a" * 64)  # type: ignore[misc]
+            before = len((tmp_path / "j").read_text().splitlines()) if (tmp_path / "j").exists() else 0
+            assert await held_out.evaluated_once(run, "before", step=0) == {"heldout": 1.0}
+            assert run.registry.rates == {"heldout": 1.0}  # type: ignore[attr-defined]
+        return len((tmp_path / "j").read_text().splitlines()) - before
+
+    assert await evaluated() > 0
+    assert await evaluated() == 0
+    assert await evaluated(**{"evaluation.every": 2}) == 0, "which is not about this one"
+    assert await evaluated(sha256="b" * 64) > 0, "other weights"
+    assert await evaluated(**{"sha256": "b" * 64, "evaluation.heldout": 4}) > 0, "other settings"
+
+
+class Rates:
+    rates: dict[str, float] | None = None
+
+    def set_evals(self, number: int, evals: dict[str, float]) -> None:
+        self.rates = evals
+
+
+async def test_a_fault_that_ends_a_run_is_in_its_summary_and_what_was_begun_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(max_retries=0)
+
+    @asynccontextmanager
+    async def fake(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        sessions.begin(tmp_path)
+        async with opened(tmp_path, Journaled(tmp_path / "j"), Dead(printing("3")), recipe, judged_by(same_for_all)) as run:
+            yield run
+
+    async def pipeline(run: Any) -> None:
+        await loop._roll_out(run)
+        raise ExceptionGroup("parts", [InfrastructureError("the run pauses: too many faults")])
+
+    monkeypatch.setattr(loop, "opened", fake)
+    monkeypatch.setattr(loop, "_pipeline", pipeline)
+    start = Start(recipe=Path("r.py"), folder=tmp_path, overrides=())
+    with pytest.raises(ExceptionGroup):
+        await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
+    summary = Summary.read(tmp_path)
+    assert summary.interrupted and not summary.finished
+    assert summary.problems[0] == "the run ended early: InfrastructureError: the run pauses: too many faults"
+    assert (summary.steps, summary.episodes, summary.episodes_left_out, summary.attempts_failed) == (0, 6, 6, 6)
+    assert [one.ended for one in summary.sessions] == ["failed"]
+
+    async def nothing(run: Any) -> None:
+        return None
+
+    monkeypatch.setattr(loop, "_pipeline", nothing)
+    summary = await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
+    assert [one.ended for one in summary.sessions] == ["failed", "finished"] and not summary.interrupted
+    assert not any("ended early" in problem for problem in summary.problems)

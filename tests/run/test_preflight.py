@@ -21,8 +21,9 @@ from agentrl.errors import UserError
 from agentrl.gating import GateConfig
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.reward import TaskScorer
-from agentrl.run.models import export_model, find_model, place_base_version
+from agentrl.run.models import SAMPLING, export_model, find_model, place_base_version
 from agentrl.run.preflight import check, open_gate, open_tasks
+from agentrl.sampling import Sampling
 from agentrl.serving import server
 from agentrl.weights.model_folder import check_model, check_safetensors
 from tests.run.suite_parts import make_case, make_suite
@@ -257,8 +258,8 @@ def test_base_version_is_a_copy_and_the_export_a_clean_model_folder(tmp_path: Pa
     assert (base / "model.safetensors").read_bytes() == SAFETENSORS
     (base / "probe.json").write_text("{}")
     for _ in range(2):
-        export_model(base, tmp_path / "run" / "model", base=base)
-    assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == sorted([*MODEL_FILES, "probe.json"])
+        export_model(base, tmp_path / "run" / "model", base=base, sampling=Sampling())
+    assert sorted(p.name for p in (tmp_path / "run" / "model").iterdir()) == sorted([*MODEL_FILES, "probe.json", SAMPLING])
 
 
 def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ scripted = test_gate.scripted
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pyproject.toml").write_text("")
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

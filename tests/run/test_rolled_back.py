@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -92,7 +93,7 @@ async def opened(run_dir: Path) -> Any:
     registry.set_state(0, VersionState.SERVING)
     return SimpleNamespace(
         **{"recipe": RECIPE, "folder": run_dir, "tracker": Alerts(run_dir), "store": store, "registry": registry, "served": policy},
-        **{"stop_at": 4, "last_step_at": 0.0, "faults": FaultRate(0.5, concurrency=16), "suite": None},
+        **{"stop_at": 4, "last_step_at": time.monotonic(), "faults": FaultRate(0.5, concurrency=16), "suite": None},
         **{"gate_server": None, "interrupted": False},
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         step_groups=StepGroups.of(RECIPE.rollout),

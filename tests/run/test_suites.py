@@ -42,7 +42,7 @@ def make_suite(folder: Path) -> Suite:
 
     task = test_gate.make_suite().cases[0].task
     for name in NAMES:
-        save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=(f"{__file__}:judged",))))
+        save_case(folder, Case(id=name, task=replace(task, id=name, verifiers=("tests.run.test_suites:judged",))))
     return load_suite(folder)
 
 
@@ -214,5 +214,5 @@ def test_suites_are_told_over_versions_with_a_plot(tmp_path: Path) -> None:
     shown += CliRunner().invoke(app, ["compare", *[str(tmp_path / "hostile")] * 2]).stdout
     assert "verdict" in shown and not {"\x1b", "\x07"} & set(shown)
     wrong = CliRunner().invoke(app, ["history", str(tmp_path / "nothing")])
-    assert isinstance(wrong.exception, UserError) and "no evaluation" in str(wrong.exception)
+    assert isinstance(wrong.exception, UserError) and "no folder" in str(wrong.exception)
     assert isinstance(CliRunner().invoke(app, [*asked, "--out", str(tmp_path)]).exception, UserError)

@@ -32,7 +32,7 @@ async def test_an_evaluation_that_was_under_way_is_made_again(
     monkeypatch.setattr(versions.measure, "recorded", lambda folder: set(lines))
     monkeypatch.setattr(versions, "_figures", lambda run, version, report: {"reward_mean": 1.0})
     monkeypatch.setattr(versions, "_record", lambda run, version, metrics: lines.__setitem__(version.number, metrics))
-    monkeypatch.setattr(versions, "evaluate_served", evaluate)
+    monkeypatch.setattr(versions, "evaluated_once", evaluate)
     run: Any = SimpleNamespace(
         folder="f",
         registry=SimpleNamespace(get=version, prune=lambda keep: None),
@@ -40,6 +40,7 @@ async def test_an_evaluation_that_was_under_way_is_made_again(
         recipe=SimpleNamespace(steps=4, evaluation=SimpleNamespace(every=every), learner=SimpleNamespace(keep_versions=2)),
         tracker=SimpleNamespace(stage=lambda *_: None),
         stop_at=4,
+        last_step_at=None,
     )
     await versions.finish_serving(run)
     versions.record_missing(run)

@@ -17,6 +17,7 @@ from agentrl.errors import StoreError
 from agentrl.files import sha256_file
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.run.models import export_model, find_model, place_base_version
+from agentrl.sampling import Sampling
 from agentrl.version import FolderRegistry
 from agentrl.weights import deltas
 from agentrl.weights.files import WeightCopy
@@ -208,7 +209,7 @@ def test_an_export_and_an_evaluation_get_a_whole_model(registry: FolderRegistry,
     for name in (*kept, "update.json"):
         if name != deltas.WEIGHTS:
             (home / name).write_text("{}")
-    export_model(home, tmp_path / "model", base=registry.folder / "000000")
+    export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=Sampling())
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == kept
     assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from agentrl.errors import UserError
+from agentrl.foreign import opened
 from agentrl.usercode import printable
 
 LARGEST = 32 << 20
@@ -76,6 +77,8 @@ def documents(path: Path) -> Iterator[Document | Unreadable]:
             yield from _of_file(place)
         except OSError as error:
             yield place.unreadable(ValueError(f"cannot be read: {error.strerror}"), fix="make it readable")
+        except ValueError as error:  # it was a file a moment ago
+            yield place.unreadable(error, fix="give a file")
 
 
 def _below(folder: Path) -> list[Path]:
@@ -91,7 +94,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _of_file(place: Place) -> Iterator[Document | Unreadable]:
-    with place.path.open("rb") as file:
+    with opened(place.path) as file:
         if _has_lines(place, file):
             file.seek(0)
             yield from _lines(place, file)

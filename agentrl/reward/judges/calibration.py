@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import UserError
 from agentrl.files import write
+from agentrl.foreign import content
 from agentrl.usercode import printable
 
 FORMAT = 1
@@ -83,9 +84,7 @@ def load(path: Path) -> Calibration:
     """Reads a calibration. Raises `UserError` when there is none, or the file is something else."""
     fix = f"agentrl judge calibrate JUDGE LABELS --out {path}"
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"larger than {_LARGEST >> 20} MiB")
-        return _ADAPTER.validate_json(path.read_bytes())
+        return _ADAPTER.validate_json(content(path, most=_LARGEST))
     except FileNotFoundError:
         raise UserError(f"no calibration {path}", fix=fix) from None
     except ValidationError as error:

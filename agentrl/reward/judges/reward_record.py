@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import UserError
 from agentrl.files import sha256_file, write
+from agentrl.foreign import content
 from agentrl.records import Episode, Task
 from agentrl.reward.judges.quoting import neutral
 from agentrl.reward.judges.showing import Shown, shown
@@ -96,9 +97,7 @@ def load(folder: Path) -> RewardRecord:
     """Reads a model's record. Raises `UserError` where there is none, or it is not of the weights beside it."""
     path, fix = folder / FILE, "make the model with agentrl tune reward, or name the folder that it has written"
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"larger than {_LARGEST >> 10} KiB")
-        made = _ADAPTER.validate_json(path.read_bytes())
+        made = _ADAPTER.validate_json(content(path, most=_LARGEST))
     except FileNotFoundError:
         raise UserError(f"{folder} holds no {FILE}, so that nobody can tell what this model reads", fix=fix) from None
     except ValidationError as error:

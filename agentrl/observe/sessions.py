@@ -1,0 +1,68 @@
+"""The starts of a run: when each driver began and how it ended. `sessions.jsonl` has a line for each beginning and each end.
+
+A driver that was killed leaves no second line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agentrl.files import append_lines, json_line, read_json_lines, whole_lines
+from agentrl.usercode import printable
+
+FILE = "sessions.jsonl"
+_WHY = 2000  # characters
+Ended = Literal["finished", "interrupted", "failed", "killed"]
+
+
+class Session(BaseModel):
+    """One start of a run, the first or a `--resume`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    began: str
+    """Time in UTC."""
+    step: int = Field(ge=0)
+    """Learner steps done by then."""
+    ended: Ended = "killed"
+    """`interrupted`: by a person; `failed`: by a fault; `killed`: without a word. The newest may still run."""
+    why: str = ""
+    """Of one that failed."""
+    attempts_failed: int = Field(0, ge=0)
+    """Attempts that ended in a fault not caused by the policy, since the last step that was recorded."""
+
+
+def begin(folder: Path) -> None:
+    """Notes that a driver begins, and how many learner steps are done."""
+    steps = {line["step"] for line in read_json_lines(folder / "metrics.jsonl")}
+    append_lines(folder / FILE, [json_line({"began": datetime.now(UTC).isoformat(timespec="seconds"), "step": len(steps)})])
+
+
+def end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Notes how the driver ended, once. `figures`: of `agentrl.failure.rate.FaultRate`, since the last step."""
+    if not any(b'"began"' in line for line in whole_lines(folder / FILE)[-1:]):
+        return
+    failed = int(figures.get("attempts_failed", 0))
+    append_lines(folder / FILE, [json_line({"ended": how, "why": printable(why, _WHY), "attempts_failed": failed})])
+
+
+def read(folder: Path) -> tuple[Session, ...]:
+    """The starts of a run, the oldest first; none without the file. What is no such line is ignored."""
+    found: list[Session] = []
+    for text in whole_lines(folder / FILE):
+        try:
+            line = json.loads(text)
+            if "began" in line:
+                found.append(Session.model_validate(line))
+            elif found:
+                found[-1] = Session.model_validate(found[-1].model_dump() | line)
+        except (ValueError, TypeError, RecursionError, ValidationError):
+            continue
+    return tuple(found)

@@ -1,0 +1,57 @@
+"""Which code and images the cases of a suite may name: those of the project that they are evaluated in, and nothing that came with them.
+
+A suite is data, and may be somebody else's. Its verifiers and tools run with the rights of whoever evaluates it, so it only chooses among
+what the project, and the packages installed for it, have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from agentrl.errors import UserError
+from agentrl.failure.case import Case, Suite
+from agentrl.plugins import project_root
+from agentrl.usercode import printable
+
+_SHOWN = 200  # characters of a reference
+
+
+def check_project(suites: Sequence[Suite], root: Path) -> None:
+    """Raises `UserError` for suites of another project than that of the current directory: evaluating them would run its code.
+
+    Args:
+        root: the project that the suites belong to.
+    """
+    here = Path.cwd().resolve()
+    if root.resolve() not in (here, project_root(here / "x").resolve()):
+        raise UserError(
+            f"suite {suites[0].folder} belongs to another project, {root}, whose code would run with your rights",
+            fix=f"if you trust that code: cd {root}, and evaluate the suite there",
+        )
+
+
+def check_confined(suite: Suite, root: Path) -> None:
+    """Raises `UserError` for a case that names a file outside of the project `root`, code that lies in the suite, or such an image."""
+    for case in suite.cases:
+        for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
+            raise UserError(
+                f"case {case.id} of suite {suite.folder} names {printable(wrong, _SHOWN)!r}, {where}",
+                fix="a suite may name code and images of the project alone: copy them there once you have read them",
+            )
+
+
+def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
+    for reference in (*case.task.verifiers, *case.task.tools):
+        module, colon, _ = reference.rpartition(":")
+        if module.endswith(".py"):
+            code = [Path(module).resolve()]
+            if not code[0].is_relative_to(root):
+                yield reference, f"which is outside of the project {root}"
+        else:
+            code = [(root / module.replace(".", "/")).with_suffix(end).resolve() for end in (".py", "")] if colon else []
+        if suite != root and any(path.is_relative_to(suite) for path in code):
+            yield reference, "which is code that came with the suite"
+    image = case.task.sandbox.image
+    if not (root / image).resolve().is_relative_to(root):
+        yield image, f"an image outside of the project {root}"

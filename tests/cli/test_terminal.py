@@ -1,0 +1,132 @@
+"""A reader or a terminal that goes away ends no command: the work is finished, the results are written, the exit code is the command's."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+# `agentrl train` around a loop that only prints: through the terminal's tracker, rich, print, the log and descriptor 1.
+_TRAIN = """
+import logging, os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+
+from agentrl.observe import RunTracker, Summary
+from agentrl.observe.tracker import TerminalTracker
+from agentrl.run import loop, preflight
+from agentrl.run.folder import write_start
+
+preflight.check = lambda recipe, folder, **_: SimpleNamespace()
+
+
+async def train(recipe, start, checked, *, root, console):
+    write_start(start.folder, recipe, start)
+    (start.folder / "driver.pid").write_text(str(os.getpid()))
+    tracker = RunTracker(start.folder, [TerminalTracker("t", steps=STEPS)], steps=STEPS)
+    for step in range(1, STEPS + 1):
+        tracker.log(step, {"episodes": 1.0, "reward_mean": 0.5})
+        print("a line", flush=True)
+        print("of two", file=sys.stderr, flush=True)
+        logging.getLogger("x").warning("and a log")
+        os.path.exists(start.folder / "go") or time.sleep(PAUSE)
+    tracker.close()
+    summary = Summary(name="t", finished=True, steps=STEPS, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=0,
+                      sandbox_backend="none", seed=0, problems=PROBLEMS)
+    summary.write(start.folder)
+    return summary
+
+loop.train = train
+from agentrl.cli import main
+
+main(["train", "recipes/quickstart.py", "--run-dir", sys.argv[1]])
+"""
+
+
+def command(run: Path, *, steps: int = 60, pause: float = 0.0, problems: tuple[str, ...] = ()) -> list[str]:
+    text = _TRAIN.replace("STEPS", str(steps)).replace("PAUSE", str(pause)).replace("PROBLEMS", repr(problems))
+    return [sys.executable, "-c", text, str(run)]
+
+
+def assert_finished(run: Path, steps: int = 60) -> None:
+    assert (run / "summary.json").is_file()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == steps
+
+
+@pytest.mark.parametrize("end", ["| head -1", "2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str, tmp_path: Path) -> None:
+    shell = f'set -o pipefail; "$@" {end}'
+    done = subprocess.run(["bash", "-c", shell, "bash", *command(tmp_path / "run", pause=0.01)], capture_output=True, timeout=120)
+    assert_finished(tmp_path / "run")
+    assert done.returncode == 0 and b"Broken pipe" not in done.stderr and b"Traceback" not in done.stderr, done.stderr.decode()
+
+
+def test_a_run_without_a_result_still_exits_with_1_when_nobody_reads(tmp_path: Path) -> None:
+    shell = 'set -o pipefail; "$@" | true'
+    args = command(tmp_path / "run", pause=0.01, problems=("nothing was scored",))
+    assert subprocess.run(["bash", "-c", shell, "bash", *args], capture_output=True, timeout=120).returncode == 1
+
+
+def started(args: list[str], run: Path) -> tuple[int, int]:
+    """A command in a terminal of its own, once its run goes: its process, and the terminal's other end."""
+    child, terminal = pty.fork()
+    if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test that runs under nohup ignores it, and so would the command
+        os.execv(args[0], args)
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return child, terminal
+
+
+def test_a_terminal_that_is_closed_ends_no_run(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and every later write fails with EIO, those of the live panel's thread too."""
+    run = tmp_path / "run"
+    child, terminal = started(command(run, pause=0.1), run)
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert_finished(run)
+    assert f"the terminal was closed (SIGHUP); process {child} continues" in (run / "logs" / "driver.log").read_text()
+
+
+def test_after_it_a_run_is_still_ended_by_a_person_who_wants_that(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    child, terminal = started(command(run, steps=10_000, pause=0.1), run)
+    os.close(terminal)
+    time.sleep(0.3)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_result_that_a_full_disk_loses_is_no_success() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl", "version"], stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60
+        )
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_the_signal_is_as_it_was_afterwards_and_ignored_under_nohup(before: signal.Handlers) -> None:
+    code = f"""
+        import os, signal
+        from agentrl.cli.terminal import outlasting_terminal
+        signal.signal(signal.SIGHUP, signal.{before.name})
+        heard = []
+        with outlasting_terminal(heard.append):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert len(heard) == {int(before is signal.SIG_DFL)}, heard
+        assert signal.getsignal(signal.SIGHUP) is signal.{before.name}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
