@@ -70,7 +70,12 @@ LAWS = {
     ),
     "swap": Law(
         files=("agentrl/serving/swap.py", "agentrl/serving/probe.py", "agentrl/serving/weights.py"),
-        tests=("tests/serving/test_swap.py", "tests/serving/test_served.py", "tests/serving/test_probed_starts.py"),
+        tests=(
+            "tests/serving/test_swap.py",
+            "tests/serving/test_served.py",
+            "tests/serving/test_probed_starts.py",
+            "tests/serving/test_client.py",
+        ),
     ),
     "gate": Law(
         files=("agentrl/compare/rule.py", "agentrl/compare/exact.py", "agentrl/compare/sequential.py", "agentrl/run/gate.py"),

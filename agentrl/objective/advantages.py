@@ -80,7 +80,7 @@ def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) 
     return [found if any(before) else [0.0] * len(before) for before, found in zip(centred, made, strict=True)]
 
 
-def rewards_for_a_critic(groups: Groups, *, normalize_std: bool) -> list[list[float]]:
+def rewards_for_a_critic(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
     """The scores themselves: a critic supplies the baseline, token by token, and whitening is its own (`agentrl.learner.critic`)."""
     return [list(scores) for scores in groups]
 

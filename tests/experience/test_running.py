@@ -115,6 +115,17 @@ async def test_a_damaged_file_is_put_aside_with_a_warning(
     assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for whoever looks into it"
 
 
+async def test_a_changed_byte_is_damage_wherever_it_is(keeper: RunningEpisodes, tmp_path: Path) -> None:
+    """Letters of a text as well, which decode to another text."""
+    await keeper.keep(0, 0, STATE)
+    path = tmp_path / "running" / "000000" / "0.state"
+    body = path.read_bytes()
+    for at in range(0, len(body), 3):
+        path.write_bytes(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
+        assert await keeper.find(0, 0) in (None, STATE), f"byte {at} of {len(body)}"
+    assert zstandard.get_frame_parameters(body).has_checksum
+
+
 async def test_the_bound_on_a_file_holds_for_writing_and_reading(
     keeper: RunningEpisodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

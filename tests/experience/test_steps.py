@@ -121,6 +121,7 @@ def test_a_policy_that_does_not_learn_has_one_step_without_end() -> None:
     assert [steps.step_of(index) for index in (0, 5, 10_000_000)] == [0, 0, 0]
     assert [steps.position(index) for index in (0, 5, 10_000_000)] == [0, 5, 10_000_000]
     assert steps.min_group_size == 4 and StepGroups(1).min_group_size == 2
+    assert len(steps.indices(0)) == steps.per_step, "without extra groups"
 
 
 def test_what_is_known_of_a_group_is_not_in_what_is_printed() -> None:

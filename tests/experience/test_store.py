@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
@@ -138,15 +137,29 @@ def test_what_is_stored_survives_a_power_cut(store: SqliteStore) -> None:
 @pytest.mark.parametrize("ending", ["close", "failed start"])
 def test_no_file_stays_open(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "experience.sqlite"
+    alive: object  # what holds the connection, so that no collection closes it
     if ending == "close":
-        SqliteStore(path).close()
+        store = alive = SqliteStore(path)
+        store.close()
     else:
         path.write_bytes(b"no database" * 1000)
-        with pytest.raises(StoreError):
+        with pytest.raises(StoreError) as alive:
             SqliteStore(path)
-    gc.collect(0)
     held = [os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{entry}")]
     assert not [name for name in held if name.startswith(str(path))]
+    del alive
+
+
+def test_a_store_is_used_by_any_thread_and_waits_for_another_process_that_writes(store: SqliteStore) -> None:
+    other = sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    threading.Timer(1.0, lambda: other.execute("COMMIT")).start()
+    stored: list[bool] = []
+    writer = threading.Thread(target=lambda: stored.append(store.put(make_group(0))))
+    writer.start()
+    writer.join(30)
+    other.close()
+    assert stored == [True] and store.has(0)
 
 
 def test_a_file_system_without_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,18 @@ async def test_a_refused_version_may_try_again() -> None:
     assert weights.number == 3
 
 
+async def test_each_version_on_probation_is_waited_for() -> None:
+    weights = WeightsInService(2)
+    for number in (3, 4):
+        weights.begin_probation(number)
+        waiting = asyncio.create_task(weights.settle({number, 2}))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        weights.accept(number)
+        await asyncio.wait_for(waiting, timeout=5)
+        await asyncio.wait_for(weights.settle({number, 2}), timeout=5)
+
+
 def test_every_swap_makes_old_cached_prefixes_unreachable() -> None:
     weights = WeightsInService(0)
     salts = [weights.cache_salt]

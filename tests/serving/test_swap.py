@@ -3,21 +3,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from agentrl.errors import SwapError
+from agentrl.errors import ServingError, SwapError
 from agentrl.recipe import PolicyConfig, Recipe, TasksConfig
 from agentrl.records import PolicyVersion, Probe
 from agentrl.sampling import Sampling
 from agentrl.serving import FileWeightChannel, VLLMServer
 from agentrl.serving.control import ControlPlane
-from agentrl.serving.probe import next_differences
+from agentrl.serving.probe import disagreement, disagreement_of_judge, next_differences, parse_prompt_logprobs
 from agentrl.serving.swap import HotSwap
+from agentrl.weights import deltas
 from tests.serving.scripted_server import HANG, Call, ScriptedServer, generated, scripted_server
 
 PROBE = Probe(token_ids=((1, 2, 3),), logprobs=((-1.0, -2.0),))
@@ -141,6 +146,10 @@ def test_what_follows_a_row_is_compared_over_the_support_that_the_server_answers
     assert max(next_differences(after(theirs), OURS, sampling, 5)) == pytest.approx(worst, abs=1e-9)
 
 
+def test_tokens_that_are_next_to_impossible_are_compared_too() -> None:
+    assert next_differences(after({4: 0.0, 5: -2000.0, 6: -9999.0}), {4: 0.0, 5: -2000.0}, TOP_2, 5) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("answer", [{}, after(), after({4: 0.0, 5: -9999.0}, {4: 0.0}), after({4: 0.0}), after({4: -1.0, 5: -9999.0})])
 def test_a_support_that_is_none_refuses_the_version(answer: Any) -> None:
     with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
@@ -166,6 +175,7 @@ async def test_the_probe_is_taken_at_the_setting_of_the_rollouts(tmp_path: Path)
         assert report.probe_max_abs_diff < 1e-9
         asked = script.calls[-1].body["sampling_params"]
         assert (asked["temperature"], asked["top_k"], asked["max_tokens"], asked["prompt_logprobs"]) == (0.5, 2, 1, 0)
+        assert asked["detokenize"] is False
         tables.append({4: math.log(0.8), 5: math.log(0.2), 6: -9999.0})  # at a temperature of 1/4
         with pytest.raises(SwapError, match=r"differ by 0\.511 nats"):
             await to.swap(version, tmp_path / version.folder, probe, max_abs_diff=1e-3, timeout_s=60)
@@ -181,6 +191,14 @@ async def test_a_failed_load_resumes_with_the_old_version_and_aborts_nothing(tmp
         assert script.paths()[-6:] == AFTER_A_BROKEN_LOAD
         assert all(call.query != "mode=abort" for call in script.calls)
         assert (server.weights.number, engine.version) == (0, "0")
+
+
+async def test_a_server_that_does_not_pause_had_no_update_to_end(tmp_path: Path) -> None:
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, Engine(pause=(500, {"error": "busy"}))) as (to, _, script):
+        with pytest.raises(SwapError, match="busy"):
+            await swap(to, tmp_path, version)
+        assert script.paths() == ["/pause", *EXCHANGE]
 
 
 async def test_a_load_past_its_deadline_is_undone(tmp_path: Path) -> None:
@@ -238,3 +256,164 @@ async def test_a_folder_outside_the_versions_folder_never_reaches_the_server(tmp
         with pytest.raises(SwapError, match="not below"):
             await to.swap(version, tmp_path / "elsewhere/versions/5", PROBE, max_abs_diff=1e-3, timeout_s=60)
         assert script.calls == []
+
+
+async def test_a_difference_of_exactly_the_limit_passes(tmp_path: Path) -> None:
+    engine, version = Engine(), publish(tmp_path, 5)
+    engine.logprobs = (-1.0, -2.25)
+    async with channel(tmp_path, engine) as (to, _, _):
+        report = await to.swap(version, tmp_path / version.folder, PROBE, max_abs_diff=0.25, timeout_s=60)
+        assert report.probe_max_abs_diff == 0.25
+
+
+async def test_the_report_is_in_milliseconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a quarter of a second after the one before: two for the stall within two for all."""
+    now = iter(number / 4 for number in range(400, 500))
+    monkeypatch.setattr("agentrl.serving.swap.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    version = publish(tmp_path, 5)
+    async with channel(tmp_path, Engine()) as (to, _, _):
+        report = await to.swap(version, tmp_path / version.folder, PROBE, max_abs_diff=1e-3, timeout_s=60)
+        assert (report.stall_ms, report.total_ms) == (250.0, 750.0)
+
+
+async def test_what_refused_weights_sampled_is_void_also_if_the_server_cannot_go_back(tmp_path: Path) -> None:
+    """Requests that wait for the verdict on version 5 fail, and the error says why the server counts as lost."""
+    engine, version = Engine(), publish(tmp_path, 5)
+    engine.logprobs = (-1.0, -9.0)
+
+    def breaking(call: Call) -> Any:
+        if call.path == "/update_weights" and call.body["update_info"]["folder"].endswith("/0"):
+            return 500, {"error": "gone"}
+        return engine(call)
+
+    async with channel(tmp_path, breaking) as (to, server, _):
+        with pytest.raises(SwapError, match=r"must be restarted: .*gone"):
+            await swap(to, tmp_path, version)
+        assert server.weights.on_probation is None
+        with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
+            await asyncio.wait_for(server.weights.settle([5]), timeout=5)
+        await server.weights.settle([0])
+        assert not await server.alive()
+
+
+async def test_what_refused_weights_sampled_is_void_and_new_requests_share_no_prefix_with_it(tmp_path: Path) -> None:
+    engine, version = Engine(), publish(tmp_path, 5)
+    engine.logprobs = (-1.0, -9.0)
+    async with channel(tmp_path, engine) as (to, server, _):
+        before = server.weights.cache_salt
+        with pytest.raises(SwapError, match="differ by 7 nats"):
+            await swap(to, tmp_path, version)
+        with pytest.raises(ServingError, match=r"refused after the swap .version 5."):
+            await asyncio.wait_for(server.weights.settle([5, 0]), timeout=5)
+        assert server.weights.cache_salt.startswith("v0-") and server.weights.cache_salt != before
+
+
+def delta(run_dir: Path, number: int, parent: int) -> PolicyVersion:
+    """A version that is a delta of its parent, which is whole."""
+    folder, base = run_dir / "versions" / str(number), run_dir / "versions" / f"{parent:06d}"
+    folder.mkdir(parents=True)
+    base.mkdir(exist_ok=True)
+    save_file({"a": np.arange(64, dtype=np.float32)}, base / deltas.WEIGHTS)
+    changed = run_dir / "whole.safetensors"
+    save_file({"a": np.arange(64, dtype=np.float32) + (np.arange(64) == 7)}, changed)
+    made = deltas.encode(base / deltas.WEIGHTS, changed, folder, number=parent)
+    assert made is not None
+    return PolicyVersion(number=number, parent=parent, folder=f"versions/{number}", sha256=made.sha256)
+
+
+async def test_a_delta_is_loaded_as_one_and_a_whole_file_beside_it_is_preferred(tmp_path: Path) -> None:
+    version = delta(tmp_path, 5, 4)
+    folder = tmp_path / version.folder
+    frames = (folder / deltas.FRAMES).stat().st_size
+    async with channel(tmp_path, Engine()) as (to, server, script):
+        await swap(to, tmp_path, version)
+        assert script.paths() == [*EXCHANGE, "/inference/v1/generate"]
+        assert script.calls[2].body["update_info"] == {"folder": str(folder.resolve()), "files": {deltas.FRAMES: frames}}
+        assert not (folder / deltas.WEIGHTS).exists()
+        deltas.materialize(folder)
+        await swap(to, tmp_path, version)
+        assert script.calls[8].body["update_info"]["files"] == {deltas.WEIGHTS: (folder / deltas.WEIGHTS).stat().st_size}
+        assert server.weights.number == 5
+
+
+async def test_a_delta_that_the_server_refuses_is_loaded_whole(tmp_path: Path) -> None:
+    version = delta(tmp_path, 5, 4)
+    async with channel(tmp_path, Engine(update_weights=(500, {"error": "it does not fit"}))) as (to, server, script):
+        await swap(to, tmp_path, version)
+        assert [*script.calls[5].body["update_info"]["files"]] == [deltas.WEIGHTS]
+        assert server.weights.number == 5
+
+
+async def test_a_delta_that_cannot_be_made_whole_leaves_the_old_version(tmp_path: Path) -> None:
+    version = delta(tmp_path, 5, 4)
+    shutil.rmtree(tmp_path / "versions" / "000004")
+    async with channel(tmp_path, Engine(update_weights=(500, {"error": "it does not fit"}))) as (to, server, _):
+        with pytest.raises(SwapError, match="version 5: "):
+            await swap(to, tmp_path, version)
+        assert server.weights.number == 0 and await server.alive() is not None
+
+
+@pytest.mark.parametrize("what", ["frames", "record", "missing", "another"])
+async def test_a_delta_that_is_not_the_published_one_never_reaches_the_server(tmp_path: Path, what: str) -> None:
+    version = delta(tmp_path, 5, 4)
+    folder = tmp_path / version.folder
+    if what == "frames":
+        (folder / deltas.FRAMES).write_bytes(b"X" + (folder / deltas.FRAMES).read_bytes()[1:])
+    elif what == "record":
+        (folder / deltas.RECORD).write_text("{")
+    elif what == "missing":
+        (folder / deltas.FRAMES).unlink()
+    else:
+        version = PolicyVersion(number=5, parent=4, folder=version.folder, sha256="0" * 64)
+    async with channel(tmp_path, Engine()) as (to, _, script):
+        with pytest.raises(SwapError, match=r"version 5: .*(sha256 differs|cannot read its weights)"):
+            await swap(to, tmp_path, version)
+        assert script.calls == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_an_adapter_is_checked_against_its_own_file(tmp_path: Path, there: bool) -> None:
+    folder = tmp_path / "versions" / "5"
+    folder.mkdir(parents=True)
+    data = b"adapter"
+    if there:
+        (folder / "adapter_model.safetensors").write_bytes(data)
+    version = PolicyVersion(
+        number=5, parent=0, folder="versions/5", sha256=hashlib.sha256(data).hexdigest(), weights="adapter_model.safetensors"
+    )
+    async with channel(tmp_path, Engine()) as (to, server, script):
+        if there:
+            await swap(to, tmp_path, version)
+            assert server.weights.number == 5
+        else:
+            with pytest.raises(SwapError, match="cannot read its weights"):
+                await swap(to, tmp_path, version)
+            assert script.calls == []
+
+
+async def test_an_empty_probe_differs_by_nothing_and_equal_logprobs_too(tmp_path: Path) -> None:
+    async with channel(tmp_path, Engine()) as (_, server, _):
+        assert await disagreement(server, 0, Probe(token_ids=(), logprobs=())) == 0.0
+        assert await disagreement(server, 0, PROBE) == 0.0
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{"weight_versions": [{}]}], "prompt_logprobs": [None]}])
+def test_an_answer_without_logprobs_refuses_the_version(answer: Any) -> None:
+    with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
+        parse_prompt_logprobs(answer, (1, 2), 5)
+
+
+async def test_a_judge_is_probed_as_far_as_its_context_goes() -> None:
+    def answer(call: Call) -> Any:
+        ids = call.body["prompt"]
+        return {"choices": [{"prompt_logprobs": [None, *({str(token): {"logprob": -1.0}} for token in ids[1:])]}]}
+
+    probe = Probe(token_ids=((1, 2, 3, 4, 5, 6), (7, 8)), logprobs=((-1.0, -1.25, -9.0, -9.0, -9.0), (-1.0,)))
+    async with scripted_server(answer) as script:
+        control = ControlPlane(script.url)
+        assert await disagreement_of_judge(control, "judge", probe, max_model_len=4, timeout_s=5) == 0.25
+        empty = Probe(token_ids=(), logprobs=())
+        assert await disagreement_of_judge(control, "judge", empty, max_model_len=4, timeout_s=5) == 0.0
+        await control.close()
+        asked = {"model": "judge", "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        assert [call.body for call in script.calls] == [{**asked, "prompt": [1, 2, 3]}, {**asked, "prompt": [7, 8]}]
