@@ -106,7 +106,7 @@ def elsewhere(names: Sequence[str]) -> set[str]:
     for seed in ("1", "2"):
         command = [sys.executable, __file__, "--digests", "--only", *names]
         done = subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
-        seen.append(json.loads(done.stdout.splitlines()[-1]))
+        seen.append(json.loads(done.stdout))
     return {name for name in seen[0] if seen[0][name] != seen[1][name]}
 
 
@@ -192,7 +192,7 @@ async def _marks(judged: Sequence[Problem], scorer: TaskScorer) -> AsyncIterator
     for one in judged:
         echoes = {"the question": one.question, "half of the question": one.question[: len(one.question) // 2]}
         echoes["nan for every number"] = re.sub(r"-?\d+(?:\.\d+)?", "NaN", one.answer) if re.search(r"\d", one.answer) else "NaN"
-        if one.source.name in catalogue.NO_LONGER:
+        if one.source.name not in catalogue.SEVERAL:
             echoes["the answer, and more"] = f"{one.answer} {one.answer}"
         others = {f"the answer to problem {place}": other.answer for place, other in enumerate(judged) if other is not one}
         for what, answer in {**NOTHING, **echoes, **others, **{text: text for text in CONSTANTS}}.items():
@@ -272,7 +272,10 @@ def main() -> int:
     parser.add_argument("--digests", action="store_true", help="only print a hash of some problems of each")
     arguments = parser.parse_args()
     if arguments.digests:
-        print(json.dumps(digests(arguments.only)))
+        report = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # datasets print too, some of them when the process ends
+        json.dump(digests(arguments.only), report)
+        report.close()
         return 0
     found = asyncio.run(_all(arguments.only or package.names(), bool(arguments.only)))
     faults = list(_faults(found))

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from datetime import date, time
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -30,6 +32,7 @@ class JsonSchema(Configured):
 
     The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth, where whole numbers equal
     floats of the same value, and the parts `fits` and `equal` tell the two apart. NaN, Infinity and repeated keys are no JSON here.
+    Formats are checked, and one that cannot be checked is the task's fault; patterns mean what they do in ECMAScript.
     A form alone says nothing of what is right: it is a part or a gate of a rubric, unless the schema leaves one answer.
     """
 
@@ -129,8 +132,12 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
     told = {"schema": "", "misfit": "", "equal": False}
     try:
         kind.check_schema(schema)
+        checker = _checker(kind.FORMAT_CHECKER)
+        if unknown := sorted(set(_formats(schema)) - set(checker.checkers)):
+            return told | {"schema": f"format {unknown[0][:80]!r} cannot be checked: use a pattern, or leave it out"}
         value = strict_json(request["text"])
-        error = next(iter(kind(schema, registry=Registry()).iter_errors(value)), None)
+        strict = jsonschema.validators.extend(kind, {"pattern": _pattern})
+        error = next(iter(strict(schema, registry=Registry(), format_checker=checker).iter_errors(value)), None)
     except jsonschema.SchemaError as problem:
         return told | {"schema": str(problem.message)[:300]}
     except Unresolvable as problem:
@@ -140,6 +147,76 @@ def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
     misfit = "" if error is None else f"at {error.json_path[:100]}: {error.message[:200]}"
     equal = bool(request["truth"]) and same_json(value, request["truth"][0])
     return told | {"misfit": misfit, "equal": equal}
+
+
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"enum", "const", "default", "examples"})
+
+
+def _formats(schema: Any) -> Iterator[str]:
+    """The values of `format` in a schema and in the schemas in it."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _formats(one)
+    elif isinstance(schema, dict):
+        for key, inner in schema.items():
+            if key == "format" and isinstance(inner, str):
+                yield inner
+            elif key in _BY_NAME and isinstance(inner, dict):
+                yield from _formats(list(inner.values()))
+            elif key not in _DATA:
+                yield from _formats(inner)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+    """`pattern` as in ECMAScript: `$` is the end of the text and not also the place before a last line break, and \\d is an ASCII digit."""
+    from jsonschema import ValidationError
+
+    if validator.is_type(instance, "string") and not re.search(_END.sub(_to_the_end, pattern), instance, re.ASCII):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+_END = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\$", re.DOTALL)
+_EMAIL = re.compile(r"[^@\s]+@[^@\s]+")
+_TIME = re.compile(r"\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[+-]\d\d:\d\d)", re.ASCII | re.IGNORECASE)
+
+
+def _to_the_end(match: re.Match[str]) -> str:
+    return r"\Z" if match[0] == "$" else match[0]
+
+
+def _checker(known: Any) -> Any:
+    """A checker of formats: the package's, with e-mail addresses, and dates and times of RFC 3339."""
+    from jsonschema import FormatChecker
+
+    checker = FormatChecker(formats=())
+    checker.checkers = dict(known.checkers) | {
+        "email": (_is_email, ()),
+        "idn-email": (_is_email, ()),
+        "time": (_is_time, ValueError),
+        "date-time": (_is_moment, ValueError),
+    }
+    return checker
+
+
+def _is_email(text: object) -> bool:
+    return not isinstance(text, str) or _EMAIL.fullmatch(text) is not None
+
+
+def _is_time(text: object) -> bool:
+    return not isinstance(text, str) or (_TIME.fullmatch(text) is not None and bool(time.fromisoformat(text.upper()[:8])))
+
+
+def _is_moment(text: object) -> bool:
+    if not isinstance(text, str):
+        return True
+    day, _, hour = text[:10], text[10:11], text[11:]
+    return (
+        text[10:11] in ("T", "t")
+        and re.fullmatch(r"\d{4}-\d\d-\d\d", day, re.ASCII) is not None
+        and bool(date.fromisoformat(day))
+        and _is_time(hour)
+    )
 
 
 _worker = Worker(verdict, prepare=prepare, deadline_s=DEADLINE_S, memory=1 << 30, processes=2)

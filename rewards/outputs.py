@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from agentrl.contract.outputs import matches
 from agentrl.contract.values import number, same_number
 from agentrl.errors import TaskError
 from agentrl.records import Episode, Score, Task
@@ -27,6 +28,7 @@ from rewards import bags
 from rewards.json_schema import strict_json
 
 MAX_CELLS = 200_000
+OUT_OF_TIME, REFUSED, CUT = "wall_limit", "outputs_refused", 2000  # as `agentrl.rollout` reports them; characters of a message
 KINDS = ("text", "json", "has", "table", "absent")
 
 
@@ -34,7 +36,8 @@ class Outputs(Configured):
     """1 when every path holds what the truth says, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
 
     Text is UTF-8; a byte order mark, line ends and white space at the end of the file play no part. In tables the order of columns plays no
-    part, nor that of rows unless `row_order`; cells that are numbers are compared as numbers.
+    part, nor that of rows unless `row_order`; cells that are numbers are compared as numbers. Nothing may be at an absent path, also no
+    folder or link: what could not be taken is not absent, and neither is anything when the episode ran out of time.
     """
 
     name: ClassVar[str] = "outputs"
@@ -51,13 +54,20 @@ class Outputs(Configured):
         truth = rules.wanted(task)
         if not isinstance(truth, Mapping) or not truth:
             raise TaskError(f"task {task.id}: the truth of its outputs is no object of paths")
-        told = await asyncio.to_thread(rules._problems, task.id, truth, episode.outputs)  # a large table takes a while to compare
+        for path, due in truth.items():
+            if not any(matches(pattern, path) for pattern in task.outputs):
+                raise TaskError(f"task {task.id}: its truth has {path}, which is none of its outputs", fix="add the path to Task.outputs")
+            if isinstance(due, Mapping) and "absent" in due and path not in task.outputs:
+                raise TaskError(
+                    f"task {task.id}: {path} must be absent", fix="add the path itself to Task.outputs: * shows no folder there"
+                )
+        told = await asyncio.to_thread(rules._problems, task.id, truth, episode)  # a large table takes a while to compare
         wrong = {path: problem for path, problem in told.items() if problem}
         share = 1 - len(wrong) / len(told)
         evidence = "; ".join(f"{path}: {problem}" for path, problem in wrong.items())
         return Score(value=float(not wrong), parts={"files": share}, evidence=evidence[:2000])
 
-    def _problems(self, task_id: str, truth: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, str]:
+    def _problems(self, task_id: str, truth: Mapping[str, Any], episode: Episode) -> dict[str, str]:
         """Path -> what is wrong with the file there; empty when it is right. Raises `TaskError`."""
         told: dict[str, str] = {}
         for path, due in truth.items():
@@ -65,15 +75,13 @@ class Outputs(Configured):
                 raise TaskError(f"task {task_id}: the truth of {path} is none of {', '.join(KINDS)}")
             ((kind, content),) = due.items()
             try:
-                told[path] = self._problem(kind, content, files.get(path))
+                told[path] = _not_absent(episode, path) if kind == "absent" else self._problem(kind, content, episode.outputs.get(path))
             except _BadTruth as error:
                 raise TaskError(f"task {task_id}: the truth of {path}: {error}") from None
         return told
 
     def _problem(self, kind: str, due: Any, data: bytes | None) -> str:
         """What is wrong with a file; empty when it is right."""
-        if kind == "absent":
-            return "" if data is None else "it is there"
         written = due if isinstance(due, str) else json.dumps(due, ensure_ascii=False, separators=(",", ":"))
         if (least := len(written.encode("utf-8", "replace"))) > self.longest:
             raise _BadTruth(f"{least} bytes, more than an output may have (longest={self.longest})")
@@ -154,6 +162,18 @@ def table(text: str) -> list[list[str]]:
     if len(rows) * len(rows[0]) > MAX_CELLS:
         raise ValueError(f"a table of more than {MAX_CELLS:,} cells")
     return rows
+
+
+def _not_absent(episode: Episode, path: str) -> str:
+    """Why it is not known that nothing is at a path; empty if it is. A folder or a link there is refused, and is no output."""
+    if path in episode.outputs:
+        return "it is there"
+    if episode.stop_reason == OUT_OF_TIME:
+        return "the episode ended before its files were looked at"
+    refused = [failure.message for failure in episode.failures if failure.kind == REFUSED]
+    if any(f"{path}: " in message or "cannot be listed" in message or len(message) >= CUT for message in refused):
+        return "something other than a file is there, or the files could not be listed"
+    return ""
 
 
 def _lines(text: str) -> str:

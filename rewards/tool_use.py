@@ -66,13 +66,30 @@ class ToolUse(Configured):
 
 
 def _calls(episode: Episode, *, succeeded: bool) -> Iterator[str]:
-    """Names of the tools that were called, in order; of the calls that gave a result that is ok, where `succeeded`."""
-    for trajectory in episode.trajectories:
-        for turn in trajectory.turns:
-            if succeeded:
-                yield from (result.name for result in turn.tool_results if result.ok)
-            else:
-                yield from (call.name for call in turn.message.tool_calls)
+    """Names of the tools that were called, in order; of the calls that gave a result that is ok, where `succeeded`.
+
+    A sub-agent's calls come after the call that started it, and those of a restarted context after the turn that it comes from.
+    """
+    children: dict[tuple[int, int, int | None], list[int]] = {}
+    for index, trajectory in enumerate(episode.trajectories):
+        if (parent := trajectory.parent) is not None:
+            children.setdefault((parent.trajectory, parent.turn, parent.call), []).append(index)
+    pending: list[int | str] = [index for index, one in reversed(list(enumerate(episode.trajectories))) if one.parent is None]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            yield item
+            continue
+        found: list[int | str] = []
+        for number, turn in enumerate(episode.trajectories[item].turns):
+            for place in range(max(len(turn.message.tool_calls), len(turn.tool_results))):
+                if succeeded:
+                    found += [result.name for result in turn.tool_results[place : place + 1] if result.ok]
+                else:
+                    found += [call.name for call in turn.message.tool_calls[place : place + 1]]
+                found += children.get((item, number, place), [])
+            found += children.get((item, number, None), [])
+        pending += reversed(found)
 
 
 def _in_order(names: Sequence[str], made: Sequence[str]) -> bool:

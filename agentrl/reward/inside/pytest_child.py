@@ -3,7 +3,8 @@
 python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported, and comes last on the path
 
 The code under test shares this process. After every test, this module checks what such code can easily change: functions and classes of
-pytest, unittest and builtins, and new classes whose instances are equal to anything. Any difference fails the test.
+pytest, unittest, builtins and common modules, the tests' own code, trace functions, and new classes whose instances are equal to different
+things. Any difference fails the test.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import builtins
 import gc
 import hashlib
 import hmac
+import importlib
 import json
 import os
 import sys
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 TESTS, WORK = "/home/agent/tests", "/home/agent/work"
+OF_TESTS = ("pytest", "_pytest", "pluggy", "unittest")
+COMMON = "operator json math re collections functools itertools decimal fractions statistics string copy pathlib os io csv datetime random"
 
 
 def reporter() -> Callable[[str, str], None]:
@@ -45,9 +49,12 @@ def reporter() -> Callable[[str, str], None]:
 
 def guard() -> Callable[[], str]:
     """Returns a function that describes what the code under test has changed, or returns "". It uses no name that such code can replace."""
-    listed, sort, function_type, text = list, type, type(guard), str
+    listed, sort, function_type, text, size, get = list, type, type(guard), str, len, getattr
     objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
-    missing = object()
+    traced, profiled, nothing = sys.gettrace, sys.getprofile, NotImplemented
+    makers = (int, float, str, bytes, list, tuple, dict, set, object)
+    missing, proxy = object(), unittest.mock.MagicProxy
+    samples = (missing, 7919, -1, 0.5, "a text", b"bytes", [1], (2,), {"a": 3}, {4})
 
     def parts(module: ModuleType) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
         for owner in (module, *(one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__)):
@@ -55,22 +62,44 @@ def guard() -> Callable[[], str]:
                 if callable(value) and name not in ("_", "_getini_unknown_type"):  # a prompt's, and one that pytest replaces itself
                     yield vars(owner), name, value, getattr(value, "__code__", None)
 
-    watched = [
-        module for name, module in sorted(sys.modules.items()) if name.partition(".")[0] in ("pytest", "_pytest", "pluggy", "unittest")
-    ]
-    before = [part for module in (builtins, *watched) for part in parts(module)]
+    common = [importlib.import_module(name) for name in COMMON.split()]
+    watched = [module for name, module in sorted(sys.modules.items()) if name.partition(".")[0] in OF_TESTS]
+    before = [part for module in (builtins, *common, *watched) for part in parts(module)]
+
+    def equals(kind: type, compare: Any) -> bool:
+        """Whether an instance is equal to several different things, or to a new object."""
+        blanks: list[Any] = [None]
+        for maker in makers:
+            try:
+                blanks.append(maker.__new__(kind))
+                break
+            except BaseException:  # of another base, or not to be made
+                continue
+        for blank in blanks:
+            equal = []
+            for sample in samples:
+                try:
+                    said = compare(None, sample) if blank is None else blank == sample
+                    if said is not nothing and said:
+                        equal.append(sample)
+                except BaseException:  # it compares nothing with this
+                    continue
+            if size(equal) > 1 or (equal and equal[0] is missing):
+                return True
+        return False
 
     def changed() -> str:
         for owner, name, value, code in before:
             if owner.get(name, missing) is not value or (sort(value) is function_type and value.__code__ is not code):
                 return f"{name} of pytest or Python was replaced during the tests"
+        if traced() is not None or profiled() is not None:
+            return "the tests are traced"
         for one in listed(objects()):
-            if sort(one) is sort and id_of(one) not in known and "__eq__" in one.__dict__:
-                try:
-                    if one.__dict__["__eq__"](None, missing) is True:
-                        return f"instances of {text(one.__qualname__)} are equal to everything"
-                except BaseException:  # it compares nothing with None
-                    pass
+            if sort in sort(one).__mro__ and id_of(one) not in known and "__eq__" in one.__dict__:  # a class, also of another metaclass
+                compare = one.__dict__["__eq__"]
+                of_tests = text(get(get(compare, "__code__", None), "co_filename", "")).startswith(TESTS)
+                if not of_tests and sort(compare) is not proxy and equals(one, compare):  # to compare a mock is to call it
+                    return f"instances of {text(one.__qualname__)} are equal to different things"
         return ""
 
     id_of = id
@@ -83,6 +112,16 @@ class Reports:
     def __init__(self, report: Callable[[str, str], None], changed: Callable[[], str]) -> None:
         self.report, self.changed = report, changed
         self.called: set[str] = set()
+        self.tests: list[tuple[Any, Any]] = []  # each test's function, and its code
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        functions = [item.function for item in session.items if isinstance(item, pytest.Function)]
+        self.tests = [(one, one.__code__) for one in functions if hasattr(one, "__code__")]
+
+    def wrong(self) -> str:
+        if any(function.__code__ is not code for function, code in self.tests):
+            return "a test was replaced during the tests"
+        return self.changed()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = report.nodeid.partition("[")[0]
@@ -91,10 +130,10 @@ class Reports:
         elif report.when == "call":
             self.called.add(report.nodeid)
         elif report.when == "teardown" and report.nodeid in self.called:  # the test's patches are undone by now
-            self.report(test, self.changed())
+            self.report(test, self.wrong())
 
     def pytest_sessionfinish(self) -> None:
-        if error := self.changed():
+        if error := self.wrong():
             self.report("the process of the tests", error)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

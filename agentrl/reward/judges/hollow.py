@@ -8,8 +8,15 @@ import re
 import unicodedata
 
 _LONGEST = 400  # characters of an answer that may be nothing but an opening
+_LONGEST_ECHO = 50_000
 _OPENINGS = (
-    r"(?:my |the |final )*(?:answer|solution|thought process|reasoning|response|result|conclusion|verdict|score)",
+    r"(?:(?:sure|okay|ok|of course|certainly|well|so|now) )*(?:here(?:'s| is| s) |below is )?(?:my |the |your |final )*"
+    r"(?:answer|solution|thought process|reasoning|response|result|conclusion|verdict|score|explanation)"
+    r"(?: is| follows| below| as follows)*",
+    r"(?:(?:first|okay|ok|well|hmm) )*(?:let me|allow me to) (?:think|see|start|begin|check|explain|answer|solve)"
+    r"(?: (?:this|the|about|through|on|it|that|by|problem|question|task|out|carefully|step by step))*",
+    r"(?:to|in order to) (?:solve|answer) (?:this|the|that)(?: (?:problem|question|task))?",
+    r"in conclusion|therefore|thus|hence|in summary|to summarize",
     r"(?:let'?s|let us|i will|i'?ll|we will|we can|we) (?:now )?(?:solve|think|work|reason|begin|start|answer|go)"
     r"(?: (?:this|the|about|through|on|it|that|by|problem|question|task|out|carefully|step by step|step-by-step))*",
     "\u89e3|\u7b54\u6848|\u7b54|\u304b\u3044\u305b\u3064|respuesta|soluci\u00f3n|l\u00f6sung|antwort|r\u00e9ponse|\u043e\u0442\u0432\u0435\u0442",
@@ -18,6 +25,8 @@ _OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
 _SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols that mean something
 _BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # letters and symbols of Unicode that show nothing, or stand for nothing
 _WORDLESS = re.compile(r"[^\w' -]+|_+")
+_MARKS = "?!.,:;\"'`*_>\u201c\u201d\u2018\u2019"
+_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # of words; "..." in a row is looked at once
 
 
 def hollow(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
@@ -34,9 +43,17 @@ def hollow(answer: str | None, *, question: str = "", reference: str | None = No
         return "the answer holds no letter, digit or symbol"
     if len(answer) <= _LONGEST and _OPENING.fullmatch(plain):
         return "the answer is an opening without anything after it"
-    if question.strip() and answer.strip() == question.strip():
+    if _echoes(answer, question):
         return "the answer repeats the question"
     return ""
+
+
+def _echoes(answer: str, question: str) -> bool:
+    """Whether an answer is the question, once or more often, in whatever capitals and punctuation."""
+    said, wanted = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
+    if not wanted:
+        return question.strip() != "" and answer.strip() == question.strip()
+    return said != "" and not said.replace(wanted, "").strip()
 
 
 def _plain(text: str) -> str:

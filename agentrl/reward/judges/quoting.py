@@ -15,7 +15,8 @@ PLACE = "-"
 _SPECIAL = (
     "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"
     "|think|thinking|reasoning|tool|tools|tool_call|tool_calls|tool_response|function|functions|function_calls|invoke"
-    "|start_header_id|end_header_id|begin_of_text|end_of_text|instruction|instructions|inst"
+    "|start_header_id|end_header_id|instruction|instructions|inst|(?:begin|start|end)_of_[a-z]+|(?:begin|end)_[a-z]+_tag|reserved_[a-z0-9_]+"
+    "|unused_?[0-9]+|extra_id_[0-9]+|arg_key|arg_value|observation|eom|eod"
 )
 # Where a control token or a delimiter may begin; a middle dot goes between its first character and the rest, so that it is none any more.
 _BEGINS = re.compile(
