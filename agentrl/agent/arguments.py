@@ -1,4 +1,4 @@
-"""Arguments against the JSON schema of a tool: what is wrong with them, and an example of what is right, in words for the agent.
+"""Arguments against the JSON schema of a tool: what it allows, what is wrong with them, and an example of what is right.
 
 The schema may be anybody's, such as a server's: what of it cannot be judged in bounded time (patterns, formats, references that go
 round) is not judged, and left to whoever takes the arguments.
@@ -7,8 +7,10 @@ round) is not judged, and left to whoever takes the arguments.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from agentrl.usercode import printable
 
@@ -16,6 +18,7 @@ MAX_DEPTH = 8
 MAX_TOLD = 5
 _EXAMPLE_CHARS = 300
 _EXAMPLE_VALUES = 100
+_CHECKED_VALUES = 20_000
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -26,6 +29,29 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 _SAMPLES: Mapping[str, Any] = {"string": "...", "integer": 1, "number": 1.5, "boolean": True, "null": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a tool's schema allows one argument to be. `kinds` are its JSON types; empty: any, because the schema does not say."""
+
+    kinds: frozenset[str]
+    fits: Callable[[Any], bool]  # whether the schema takes a value, as far as that can be judged
+
+
+class Parameters:
+    """The parameters of a tool's function schema. All questions together look at no more than a bounded number of values."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = _parameters(schema)
+        self._left = [_CHECKED_VALUES]
+
+    def allowed(self, name: str) -> Allowed:
+        """What the argument of a name may be."""
+        found = _argument(self._root, self._root, name, 0, self._left)
+        kinds = _all_kinds(found, self._root, 0, self._left)
+        unsaid = len(kinds) == len(_KINDS)
+        return Allowed(frozenset() if unsaid else kinds, lambda value: not _wrong(found, self._root, value, "", 0, self._left))
 
 
 def example(schema: Mapping[str, Any]) -> str:
@@ -39,7 +65,7 @@ def example(schema: Mapping[str, Any]) -> str:
 def problems(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of a call, argument by argument; empty when nothing is."""
     parameters = _parameters(schema)
-    found = _wrong(parameters, parameters, dict(arguments), "", 0)
+    found = _wrong(parameters, parameters, dict(arguments), "", 0, [_CHECKED_VALUES])
     told = found[:MAX_TOLD] + ([f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else [])
     return printable("; ".join(told), 1500)
 
@@ -80,39 +106,86 @@ def _sample(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> A
     return {name: _sample(properties[name], root, depth + 1, left) for name in needed}
 
 
-def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int) -> list[str]:
+def _wrong(one: Any, root: Mapping[str, Any], value: Any, where: str, depth: int, left: list[int]) -> list[str]:
+    """What is wrong with a value. Nothing beyond `MAX_DEPTH`, nor after `left` values have been looked at."""
     one = _resolved(one, root)
-    if depth >= MAX_DEPTH:
+    left[0] -= 1
+    if depth >= MAX_DEPTH or left[0] < 0:
         return []
     for key in ("anyOf", "oneOf"):
-        if options := _list(one, key):
-            if any(not _wrong(other, root, value, where, depth + 1) for other in options):
-                return []
+        options = _list(one, key)
+        if options and all(_wrong(other, root, value, where, depth + 1, left) for other in options):
             kinds = [kind for other in options for kind in _types(_resolved(other, root))]
             return [f"{where or 'arguments'}: needs {_listed(kinds) or 'something else'}, got {_got(value)}"]
+    for other in _list(one, "allOf"):
+        if found := _wrong(other, root, value, where, depth + 1, left):
+            return found
     kinds = _types(one)
     if kinds and not any(_is(value, kind) for kind in kinds):
         return [f"{where or 'arguments'}: needs {_listed(kinds)}, got {_got(value)}"]
-    allowed = _list(one, "enum") or ([one["const"]] if "const" in one else None)
-    if allowed is not None and value not in allowed:
-        return [f"{where}: needs one of {json.dumps(list(allowed), ensure_ascii=False)[:200]}, got {_got(value)}"]
+    values = _values(one)
+    if values is not None and not any(_same(value, other) for other in values):
+        return [f"{where}: needs one of {json.dumps(list(values), ensure_ascii=False)[:200]}, got {_got(value)}"]
     if isinstance(value, Mapping):
-        return _wrong_object(one, root, value, where, depth)
+        return _wrong_object(one, root, value, where, depth, left)
     if isinstance(value, list) and "items" in one:
-        return [text for number, item in enumerate(value) for text in _wrong(one["items"], root, item, f"{where}[{number}]", depth + 1)]
+        items = enumerate(value)
+        return [text for number, item in items for text in _wrong(one["items"], root, item, f"{where}[{number}]", depth + 1, left)]
     return _beyond(one, value, where)
 
 
-def _wrong_object(one: Mapping[str, Any], root: Mapping[str, Any], value: Mapping[str, Any], where: str, depth: int) -> list[str]:
+def _wrong_object(
+    one: Mapping[str, Any], root: Mapping[str, Any], value: Mapping[str, Any], where: str, depth: int, left: list[int]
+) -> list[str]:
     properties = _properties(one)
     dot = f"{where}." if where else ""
     found = [f"{dot}{name}: is missing" for name in _required(one) if name not in value]
     for name, item in value.items():
         if name in properties:
-            found += _wrong(properties[name], root, item, f"{dot}{name[:40]}", depth + 1)
+            found += _wrong(properties[name], root, item, f"{dot}{name[:40]}", depth + 1, left)
         elif one.get("additionalProperties") is False:
             found.append(f"{dot}{name[:40]}: is not known; there are {', '.join(list(properties)[:20]) or 'none'}")
     return found
+
+
+def _argument(one: Any, root: Mapping[str, Any], name: str, depth: int, left: list[int]) -> Any:
+    """The schema of one property of an object, in whatever branch of the object's schema it is; None: the schema does not say."""
+    one = _resolved(one, root)
+    left[0] -= 1
+    if depth >= MAX_DEPTH or left[0] < 0:
+        return None
+    more, patterns = one.get("additionalProperties"), one.get("patternProperties")
+    found = []
+    if name in _properties(one):
+        found.append(_properties(one)[name])
+    elif isinstance(patterns, Mapping) and patterns:  # which of them it matches is not judged
+        found.append({"anyOf": list(patterns.values())})
+    elif isinstance(more, Mapping):
+        found.append(more)
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = [_argument(other, root, name, depth + 1, left) for other in _list(one, key)]
+        if said := [branch for branch in branches if branch is not None]:
+            found.append({"allOf" if key == "allOf" else "anyOf": said})
+    return {"allOf": found} if found else None
+
+
+def _all_kinds(one: Any, root: Mapping[str, Any], depth: int, left: list[int]) -> frozenset[str]:
+    """The JSON types that a schema allows. All of them where it does not say, or what it says is not judged."""
+    one = _resolved(one, root)
+    left[0] -= 1
+    kinds = frozenset(_KINDS)
+    if depth >= MAX_DEPTH or left[0] < 0:
+        return kinds
+    if named := _types(one):
+        kinds &= {*named, *(["integer"] if "number" in named else [])}
+    if (values := _values(one)) is not None:
+        kinds &= {kind for value in values for kind in _KINDS if _is(value, kind)}
+    for key in ("anyOf", "oneOf"):
+        if options := _list(one, key):
+            kinds &= frozenset[str]().union(*(_all_kinds(other, root, depth + 1, left) for other in options))
+    for other in _list(one, "allOf"):
+        kinds &= _all_kinds(other, root, depth + 1, left)
+    return kinds
 
 
 def _beyond(one: Mapping[str, Any], value: Any, where: str) -> list[str]:
@@ -125,17 +198,31 @@ def _beyond(one: Mapping[str, Any], value: Any, where: str) -> list[str]:
 
 
 def _resolved(one: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with its reference followed, where that is a definition of its own; anything else allows everything."""
+    """A schema with its reference followed, where that points into the root; anything else allows everything."""
     for _ in range(MAX_DEPTH):
         if not isinstance(one, Mapping):
             return {}
         where = one.get("$ref")
         if not isinstance(where, str):
             return one
-        kind, _, name = where.removeprefix("#/").partition("/")
-        definitions = root.get(kind) if kind in ("$defs", "definitions") else None
-        one = definitions.get(name) if isinstance(definitions, Mapping) else None
+        one = _pointed(root, where)
     return {}
+
+
+def _pointed(root: Mapping[str, Any], where: str) -> Any:
+    """The value under a reference such as `#/$defs/Color`, a JSON pointer (RFC 6901); None: there is none."""
+    if not where.startswith("#") or where.count("/") > 2 * MAX_DEPTH:
+        return None
+    found: Any = root
+    for part in where[1:].split("/")[1:]:
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(key)
+        elif isinstance(found, list) and key.isdecimal() and len(key) < 6 and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            return None
+    return found
 
 
 def _properties(one: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,6 +233,16 @@ def _properties(one: Mapping[str, Any]) -> Mapping[str, Any]:
 def _list(one: Mapping[str, Any], key: str) -> Sequence[Any]:
     found = one.get(key)
     return found if isinstance(found, list | tuple) else ()
+
+
+def _values(one: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The values of which a schema allows one; None: it names none."""
+    return _list(one, "enum") or ([one["const"]] if "const" in one else None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON: true is not 1."""
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _required(one: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ The forms of other models are in `agentrl.agent.forms`, and make their calls her
 
 What cannot be a record, because it is too long, too deep, not finite or not Unicode, is answered to the model as an error of its
 call, and scored like any other mistake. Where a call ends is decided by the grammar of its arguments: a mark of the form inside a JSON
-string is text. Reading takes time proportional to the length of the text. Calls after the first `MAX_CALLS` of a turn are counted, not read.
+string is text. Reading takes time proportional to the length of the text. Of the calls of a turn after the first `MAX_CALLS`, none is read.
 """
 
 from __future__ import annotations

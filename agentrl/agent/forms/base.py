@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.agent.arguments import Allowed, Parameters
 from agentrl.agent.calls import MAX_CALLS, NotJson, Refused, read_json, too_many
 from agentrl.records import ToolCall
 
 Schemas = Sequence[Mapping[str, Any]]
 """Schemas of the tools that a task has, as the chat template is given them."""
 
-ANY: frozenset[str] = frozenset()
-"""The types of an argument of which the schema says nothing."""
-
 _PYTHONS: Mapping[str, tuple[str, Any]] = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
-_NESTED = 4  # schemas within schemas that are looked at for their types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,43 +76,26 @@ class Collected:
         return Reading(calls=tuple(self.calls), errors=errors, content=content.strip(), ids=ids, thinking=thinking.strip())
 
 
-def declared(schemas: Schemas, name: str) -> Mapping[str, frozenset[str]]:
-    """The JSON types that a tool's schema allows for each parameter; empty for a tool without a schema.
+def declared(schemas: Schemas, name: str) -> Parameters:
+    """The parameters of a tool; of one without a schema, they may be anything.
 
     A schema comes from a task, a server or a client, and may be any JSON.
     """
-    for schema in schemas:
-        function = _part(schema, "function")
-        if function.get("name") == name:
-            properties = _part(_part(function, "parameters"), "properties")
-            return {key: _types(value, _NESTED) for key, value in properties.items()}
-    return {}
+    return Parameters(next((schema for schema in schemas if _name_of(schema) == name), None))
 
 
-def _part(schema: Any, key: str) -> Mapping[str, Any]:
-    """The object under a key of a schema; empty if the value is not an object."""
-    found = schema.get(key) if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def _name_of(schema: Any) -> Any:
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
-def _types(schema: Any, depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or not depth:
-        return frozenset()
-    named = schema.get("type", ())
-    found = {named} if isinstance(named, str) else {one for one in named if isinstance(one, str)} if isinstance(named, list) else set()
-    for key in ("anyOf", "oneOf"):
-        some = schema.get(key)
-        for one in some if isinstance(some, list | tuple) else ():
-            found |= _types(one, depth - 1)
-    return frozenset(found)
-
-
-def value_of(text: str, kinds: frozenset[str]) -> Any:
-    """What an argument written without quotes means: text where the tool takes text, else JSON; text too where it is no JSON.
+def value_of(text: str, allowed: Allowed) -> Any:
+    """What an argument written without quotes means: text if the tool takes that text, else JSON; text too if it is no JSON.
 
     Where the schema says nothing, what reads as JSON is taken so, but for a JSON text: its quotes are the argument's own. Raises
     `Refused` for JSON out of bounds.
     """
+    kinds = allowed.kinds
     if kinds == {"string"}:
         return text
     if text in _PYTHONS and _PYTHONS[text][0] in kinds:  # so Qwen3.5's template writes them
@@ -126,4 +106,6 @@ def value_of(text: str, kinds: frozenset[str]) -> Any:
         return text
     if value is None and "null" in kinds:
         return None
-    return text if isinstance(value, str) or "string" in kinds else value
+    if isinstance(value, str) or ("string" in kinds and (allowed.fits(text) or not allowed.fits(value))):
+        return text
+    return value

@@ -9,12 +9,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agentrl.agent.arguments import Allowed
 from agentrl.agent.calls import CLOSE, MAX_CHARS, MAX_NAME, NOT_CLOSED, OPEN, NotClosed, Refused, made_call, read_tagged, scan_json
-from agentrl.agent.forms.base import ANY, CallForm, Reading, Schemas, declared, value_of
+from agentrl.agent.forms.base import CallForm, Reading, Schemas, declared, value_of
 from agentrl.records import ToolCall
 
-_Body = tuple[str, Sequence[tuple[str, str]]]
-"""A tool's name, and the arguments as they are written."""
+_Body = tuple[str, Sequence[tuple[str, str, Allowed]]]
+"""A tool's name, and the arguments: each with its name, what is written, and what it may be."""
 
 _MOST_TAG = 4 * MAX_NAME  # characters
 _SPACE = re.compile(r"\s*")
@@ -34,7 +35,7 @@ def read_qwen3_coder(text: str, schemas: Schemas) -> Reading:
 
 
 def _read(text: str, schemas: Schemas, scan: Callable[[str, int, Schemas], tuple[_Body, int]]) -> Reading:
-    calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda whole, at: scan(whole, at, schemas), lambda body: _call(body, schemas))
+    calls, errors, content = read_tagged(text, OPEN, CLOSE, lambda whole, at: scan(whole, at, schemas), _call)
     return Reading(calls=calls, errors=errors, content=content)
 
 
@@ -44,8 +45,8 @@ def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     name = text[at : begun.start()].strip() if begun else ""
     if begun is None or not name or "<" in name or "\n" in name:
         raise Refused("tool call must begin with the tool's name, then <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-    start, at, kinds = at, begun.start(), declared(schemas, name)
-    arguments: list[tuple[str, str]] = []
+    start, at, parameters = at, begun.start(), declared(schemas, name)
+    arguments: list[tuple[str, str, Allowed]] = []
     while text.startswith("<arg_key>", at):
         end = text.find("</arg_key>", at)
         key = text[at + len("<arg_key>") : max(end, 0)]
@@ -54,9 +55,9 @@ def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
         at = _space(text, end + len("</arg_key>"))
         if not text.startswith("<arg_value>", at):
             raise _wrong(text, at, "<arg_value>VALUE</arg_value>")
-        opening = f"<arg_value> of {ascii(key)[:80]}"
-        value, at = _value(text, at + len("<arg_value>"), kinds.get(key, ANY), opening, _GLM_END, _GLM_NEXT)
-        arguments.append((key, value))
+        opening, allowed = f"<arg_value> of {ascii(key)[:80]}", parameters.allowed(key)
+        value, at = _value(text, at + len("<arg_value>"), allowed.kinds, opening, _GLM_END, _GLM_NEXT)
+        arguments.append((key, value, allowed))
         at = _space(text, at)
     return (name, arguments), _bounded(start, at)
 
@@ -67,12 +68,13 @@ def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
     if not text.startswith("<function=", at):
         raise Refused("tool call must be <function=NAME> ... </function> within its tags")
     name, at = _named(text, at, "<function=")
-    at, kinds = _space(text, at), declared(schemas, name)
-    arguments: list[tuple[str, str]] = []
+    at, parameters = _space(text, at), declared(schemas, name)
+    arguments: list[tuple[str, str, Allowed]] = []
     while not text.startswith("</function>", at):
         key, at = _named(text, at, "<parameter=")
-        value, at = _value(text, at, kinds.get(key, ANY), f"<parameter={ascii(key)[1:-1][:80]}>", _QWEN_END, _QWEN_NEXT)
-        arguments.append((key, value.removeprefix("\n").removesuffix("\n")))
+        opening, allowed = f"<parameter={ascii(key)[1:-1][:80]}>", parameters.allowed(key)
+        value, at = _value(text, at, allowed.kinds, opening, _QWEN_END, _QWEN_NEXT)
+        arguments.append((key, value.removeprefix("\n").removesuffix("\n"), allowed))
         at = _space(text, at)
     return (name, arguments), _bounded(start, at + len("</function>"))
 
@@ -125,14 +127,13 @@ def _space(text: str, at: int) -> int:
     return space.end() if space else at
 
 
-def _call(body: _Body, schemas: Schemas) -> ToolCall:
+def _call(body: _Body) -> ToolCall:
     name, written = body
-    kinds = declared(schemas, name)
     arguments: dict[str, Any] = {}
-    for key, value in written:
+    for key, value, allowed in written:
         if key in arguments:
             raise Refused(f"tool call names {ascii(key)[:80]} twice in one object")
-        arguments[key] = value_of(value, kinds.get(key, ANY))
+        arguments[key] = value_of(value, allowed)
     return made_call(name, arguments)
 
 

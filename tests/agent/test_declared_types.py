@@ -1,0 +1,147 @@
+"""What an argument without quotes is: the tool's schema decides, wherever in the schema the type is said."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.agent import tool
+from agentrl.agent.forms import FORMS
+from agentrl.agent.typed import typed
+from agentrl.records import Limits
+
+VERSIONS = {"enum": ["3.10", "3.9"]}
+DEFS = {"Version": {"type": "string"}, "Count": {"type": "integer"}, "Far": {"$ref": "#/$defs/Version"}, "a/b": {"type": "string"}}
+
+
+def written(form: str, value: str) -> str:
+    if form == "glm45":
+        return f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+    return f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+
+
+def read(form: str, value: str, parameters: Any) -> Any:
+    reading = FORMS[form].read(written(form, value), [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    assert reading.errors == ()
+    return reading.calls[0].arguments["a"]
+
+
+forms = pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
+
+
+@forms
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "3.10", "3.10"),
+        ({"$ref": "#/$defs/Version"}, "3.10", "3.10"),
+        ({"$ref": "#/$defs/Far"}, "3.10", "3.10"),
+        ({"$ref": "#/$defs/a~1b"}, "3.10", "3.10"),
+        ({"$ref": "#/properties/other"}, "3.10", "3.10"),
+        ({"$ref": "#/$defs/Count"}, "3", 3),
+        (VERSIONS, "3.10", "3.10"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": [1, "2"]}, "1", 1),
+        ({"enum": [1, "2"]}, "2", "2"),
+        ({"enum": ["true", None]}, "true", "true"),
+        ({"enum": ["true", None]}, "null", None),
+        ({"const": "3.10"}, "3.10", "3.10"),
+        ({"const": 3}, "3", 3),
+        ({"allOf": [{"$ref": "#/$defs/Version"}, {"description": "a version"}]}, "3.10", "3.10"),
+        ({"allOf": [{"type": ["string", "integer"]}, {"type": ["number", "null"]}]}, "3", 3),
+        ({"anyOf": [VERSIONS, {"type": "null"}]}, "3.10", "3.10"),
+        ({"anyOf": [VERSIONS, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, "3", 3),
+        ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, "all", "all"),
+        ({"oneOf": [{"anyOf": [{"$ref": "#/$defs/Version"}]}]}, "3.10", "3.10"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "3.10", "3.10"),
+        ({"type": "array", "items": {"type": "string"}}, '["3.10"]', ["3.10"]),
+        ({"type": "number"}, "3", 3),
+        ({}, "3.10", 3.1),
+        (True, "3.10", 3.1),
+        ({"$ref": "elsewhere.json#/a"}, "3.10", 3.1),
+        ({"anyOf": [{"type": "string"}, {}]}, "[1]", [1]),
+    ],
+)
+def test_a_type_is_found_wherever_the_schema_says_it(form: str, schema: Any, text: str, value: Any) -> None:
+    root = {"type": "object", "properties": {"a": schema, "other": {"type": "string"}}, "$defs": DEFS}
+    found = read(form, text, root)
+    assert found == value and type(found) is type(value)
+
+
+PROPERTY = {"properties": {"a": {"type": "string"}}}
+
+
+@forms
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/All", "$defs": {"All": PROPERTY}},
+        {"allOf": [{"properties": {"b": {}}}, PROPERTY]},
+        {"anyOf": [PROPERTY, {"properties": {"b": {}}}]},
+        {"additionalProperties": {"type": "string"}},
+        {"patternProperties": {"^a": {"type": "string"}}},
+    ],
+)
+def test_an_argument_is_found_wherever_the_schema_has_it(form: str, parameters: Any) -> None:
+    assert read(form, "3.10", parameters) == "3.10"
+
+
+class Version(enum.Enum):
+    OLD = "3.9"
+    NEW = "3.10"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+@dataclass
+class Place:
+    shelf: str
+
+
+@tool
+def f(a: Version, level: Level = Level.LOW, mode: Literal["1", "2"] = "1", where: Place | None = None, most: int | Literal["all"] = 3) -> str:
+    """Take one of each."""
+    return f"{a.name} {level.name} {mode!r} {where!r} {most!r}"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"a": "3.10"}, "NEW LOW '1' None 3"),
+        ({"a": "3.9", "level": "2", "mode": "2", "where": '{"shelf": "7"}', "most": "all"}, "OLD HIGH '2' Place(shelf='7') 'all'"),
+        ({"a": "3.9", "where": "null", "most": "5"}, "OLD LOW '1' None 5"),
+    ],
+)
+async def test_a_typed_tool_takes_what_is_written_without_quotes(given: dict[str, str], shown: str) -> None:
+    made = typed(f)
+    xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    reading = FORMS["qwen3_coder"].read(f"<tool_call>\n<function=f>\n{xml}</function>\n</tool_call>", [made.schema])
+    outcome = await made(reading.calls[0].arguments, None, Limits())
+    assert outcome.ok and outcome.output == shown
+
+
+@forms
+@given(st.sampled_from([VERSIONS, {"$ref": "#/$defs/Version"}, {"type": ["string", "null"]}]), st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=8))
+def test_a_text_is_never_another_one(form: str, schema: Any, text: str) -> None:
+    """Only null may mean something else than its letters."""
+    found = read(form, text, {"properties": {"a": schema}, "$defs": DEFS})
+    assert found == text or (found is None and text in ("null", "None"))
+
+
+@forms
+def test_a_schema_that_goes_round_costs_no_time(form: str) -> None:
+    round_ = {key: [{"$ref": "#/$defs/a"}] * 300 for key in ("anyOf", "oneOf", "allOf")}
+    started = time.monotonic()
+    assert read(form, "3.10", {"$ref": "#/$defs/a", "$defs": {"a": round_}}) == 3.1
+    assert read(form, "3.10", {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {**round_, "type": ["string", "null"]}}}) == "3.10"
+    assert time.monotonic() - started < 2.0
