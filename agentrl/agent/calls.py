@@ -57,7 +57,7 @@ class NotClosed(Refused):
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
     """The tool calls in a text in the Hermes form, what is wrong with the others, and the text without either."""
-    return read_tagged(text, OPEN, CLOSE, scan_json, _call)
+    return read_tagged(text, OPEN, CLOSE, scan_json, call_of)
 
 
 def read_tagged(
@@ -138,10 +138,18 @@ def read_call(name: str, arguments: str) -> ToolCall | str:
         return str(error)
 
 
-def _call(data: Any) -> ToolCall:
+def call_of(data: Any, *, key: str = "arguments") -> ToolCall:
+    """The call that a JSON object says, its arguments under `key`; without that key, an object that says nothing else has none.
+
+    Arguments under another name are refused, not left out. Raises `Refused`.
+    """
+    wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise Refused('tool call must be an object with "name" and "arguments"')
-    return made_call(data["name"], data.get("arguments", {}))
+        raise Refused(wanted)
+    others = {"parameters", "arguments"} & data.keys() if key in data else data.keys() - {"name", "type", "id"}
+    if others := others - {key}:
+        raise Refused(f"{wanted}; it has {ascii(min(others))[:80]}")
+    return made_call(data["name"], data.get(key, {}), key=key)
 
 
 def made_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall:

@@ -51,6 +51,13 @@ def calls(*arguments: object) -> tuple[ToolCall, ...]:
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', calls(1, None), ""),
         ("llama3_json", '{"type": "function", "parameters": {"a": 1}, "name": "f"}', calls(1), ""),
         ("llama3_json", '{"answer": 4}', (), '{"answer": 4}'),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', calls(None), ""),
+        ("llama3_json", '{"name": "Ada", "age": 36}', (), '{"name": "Ada", "age": 36}'),
+        ("llama3_json", '{"name": "Ada", "age": 36', (), '{"name": "Ada", "age": 36'),
+        ("llama3_json", '{"name": "f"}', (), '{"name": "f"}'),
+        ("llama3_json", '<|python_tag|>{"name": "f"}', calls(None), ""),
+        ("llama3_json", '{"name": "f", "arguments": {"a": 1}, "id": "c0"}', calls(1), ""),
+        ("llama3_json", '{"name": "f", "about": "-", "parameters": {}}', (), '{"name": "f", "about": "-", "parameters": {}}'),
         ("llama3_json", 'It is {"name": "f", "parameters": {}}', (), 'It is {"name": "f", "parameters": {}}'),
         ("pythonic", "[f(a='it\\'s\\n', ), f(a=[-1, 2.5, {\"k\": None}],), f()]", (*calls("it's\n", [-1, 2.5, {"k": None}], None),), ""),
         ("pythonic", "<|python_start|>[f(a=true)]<|python_end|>", calls(True), ""),
@@ -103,6 +110,22 @@ DIGITS = "9" * (MAX_DIGITS + 1)
         ("harmony", f"{TO_F.replace('json', 'python')}1", "are json, not python"),
         ("harmony", "<|channel|>analysis", "has no <|message|>"),
         ("llama3_json", '{"name": "f", "parameters": [1]}', '"parameters" must be an object'),
+        ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "\"arguments\"; it has 'parameters'"),
+        ("hermes", '<tool_call>{"name": "f", "a": 1}</tool_call>', "\"arguments\"; it has 'a'"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>', "it has 'parameters'"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} and</tool_call>', "must end with </tool_call> where it has 'and"),
+        ("qwen3_coder", XML.format("1\n<parameter=b>\n2"), "opens <parameter=a> and does not close it before <parameter=b>"),
+        ("qwen3_coder", XML.replace("\n</parameter>", ""), "opened but not closed: it opens <parameter=a>"),
+        ("glm45", GLM.format("1<arg_key>b</arg_key><arg_value>2"), "opens <arg_value> of 'a' and does not close it before <arg_key>b"),
+        ("glm45", GLM.replace("</arg_value>", ""), "opened but not closed: it opens <arg_value> of 'a'"),
+        ("glm45", GLM.replace("</arg_key>", ""), "must have <arg_key>KEY</arg_key>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "parameters": {"a": 1}}]', "it has 'parameters'"),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}][TOOL_CALLS][{"name": "f"}]', "those after the first were not made"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{} and", "stands something else: 'and'"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", "not valid JSON"),
+        ("harmony", f"{TO_F}{{}} and<|call|>", "stands something else: 'and"),
+        ("llama3_json", '{"name": "f", "parameters": {}, "arguments": {}}', "it has 'arguments'"),
+        ("llama3_json", '<|python_tag|>{"name": "f", "a": 1}', "it has 'a'"),
         ("llama3_json", '{"name": "f", "parameters": {"a": ', "not valid JSON"),
         ("llama3_json", "<|python_tag|>print(1)", "not valid JSON"),
         ("pythonic", "[f(a=__import__('os'))]", "a value must be text in quotes"),
@@ -202,3 +225,12 @@ def test_any_text_is_read(text: str) -> None:
     for form in FORMS.values():
         reading = form.read(text, ())
         assert len(reading.calls) <= MAX_CALLS and (not reading.ids or len(reading.ids) == len(reading.calls))
+
+
+@pytest.mark.parametrize("text", ["[sin(x), cos(x)]", "[f0(1), 2]", "[x(a==1)]"])
+def test_a_list_of_terms_is_an_answer_where_there_is_no_such_tool(text: str) -> None:
+    f = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    reading = FORMS["pythonic"].read(text, [f])
+    assert (reading.calls, reading.errors, reading.content) == ((), (), text)
+    assert "an argument has no name" in FORMS["pythonic"].read("[f(1)]", [f]).errors[0]
+    assert FORMS["pythonic"].read("[g(x=1), g()]", [f]).calls, "what can only be a call is one, of a tool that there is not"

@@ -81,10 +81,11 @@ def declared(schemas: Schemas, name: str) -> Parameters:
 
     A schema comes from a task, a server or a client, and may be any JSON.
     """
-    return Parameters(next((schema for schema in schemas if _name_of(schema) == name), None))
+    return Parameters(next((schema for schema in schemas if name_of(schema) == name), None))
 
 
-def _name_of(schema: Any) -> Any:
+def name_of(schema: Any) -> Any:
+    """The name of the tool that a schema describes, if it is one."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 

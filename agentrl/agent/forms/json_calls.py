@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, OPEN, NotJson, Refused, made_call, read_calls, scan_json
+from agentrl.agent.calls import MAX_CALLS, OPEN, NotJson, Refused, call_of, read_calls, scan_json
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
 PYTHON_TAG = "<|python_tag|>"
-_BEGUN = re.compile(r'\{\s*"name"\s*:')
+_BROKEN = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?:parameters|arguments)"\s*:')
+_OF_A_CALL = {"name", "parameters", "arguments", "type", "id"}
 _SPACE = re.compile(r"[\s;]*")
 
 
@@ -26,21 +29,20 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
     body = text.strip()
     marked = body.startswith(PYTHON_TAG)
     body = body.removeprefix(PYTHON_TAG).lstrip()
-    if not (marked or _BEGUN.match(body) or _is_call(body)):
+    if not (marked or _is_call(body)):
         return Reading(content=body)
     found, at = Collected(), 0
     while at < len(body) and found.tried <= MAX_CALLS and (marked or body[at] == "{"):
         end = at
         try:
             data, end = scan_json(body, at)
-            made = _call(data)
         except Refused as error:
-            found.errors.append(str(error))
-            end = end if isinstance(error, NotJson) else max(end, error.at)
-            if end == at:  # what follows cannot be told from the rest of it
+            found.add(error)
+            if isinstance(error, NotJson) or error.at <= at:  # what follows cannot be told from the rest of it
                 return found.reading("")
+            end = error.at
         else:
-            found.take(lambda made=made: made)  # type: ignore[misc]
+            found.take(partial(_llama3, data))
         space = _SPACE.match(body, end)
         at = space.end() if space else end
         marked = marked and at < len(body) and body[at] == "{"
@@ -48,22 +50,21 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
 
 
 def _is_call(body: str) -> bool:
-    """Whether a text begins with an object that can only be meant as a call, its keys in another order."""
+    """Whether a text begins with an object that can only be meant as a call, which may be broken behind its name."""
     if not body.startswith("{"):
         return False
     try:
         data, _ = scan_json(body, 0)
     except Refused:
-        return False
-    return isinstance(data, dict) and isinstance(data.get("name"), str) and ("parameters" in data or "arguments" in data)
-
-
-def _call(data: object) -> ToolCall:
+        return _BROKEN.match(body) is not None
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise Refused('tool call must be an object with "name" and "parameters"')
-    if "parameters" not in data and "arguments" in data:
-        return made_call(data["name"], data["arguments"])
-    return made_call(data["name"], data.get("parameters", {}), key="parameters")
+        return False
+    return ("parameters" in data or "arguments" in data) and data.keys() <= _OF_A_CALL
+
+
+def _llama3(data: Any) -> ToolCall:
+    other = isinstance(data, dict) and "parameters" not in data and "arguments" in data
+    return call_of(data, key="arguments" if other else "parameters")
 
 
 HERMES = CallForm(

@@ -6,7 +6,7 @@ import re
 from functools import partial
 from typing import Any
 
-from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, made_call, scan_json, skip_space
+from agentrl.agent.calls import MAX_CALLS, MAX_NAME, NOT_CLOSED, Refused, after, call_of, made_call, scan_json, skip_space
 from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
 from agentrl.records import ToolCall
 
@@ -68,17 +68,16 @@ def _listed(text: str, found: Collected) -> str:
     if not items:
         found.errors.append("the list of tool calls is empty")
     for item in items:
-        found.take(lambda item=item: _item(item), number=str(item.get("id", "")) if isinstance(item, dict) else "")  # type: ignore[misc]
+        found.take(lambda item=item: _item(item), number=str(item.get("id") or "") if isinstance(item, dict) else "")  # type: ignore[misc]
     if CALLS in text[end:]:
         found.errors.append("a turn holds one list of tool calls; those after the first were not made")
     return text[end:]
 
 
 def _item(item: Any) -> ToolCall:
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-        raise Refused('tool call must be an object with "name" and "arguments"')
-    _check_id(str(item.get("id", "")))
-    return made_call(item["name"], item.get("arguments", {}))
+    if isinstance(item, dict):
+        _check_id(str(item.get("id") or ""))
+    return call_of(item)
 
 
 def _head(text: str, at: int) -> tuple[str, str, int]:

@@ -10,11 +10,11 @@ import re
 from typing import Any
 
 from agentrl.agent.calls import MAX_CALLS, MAX_CHARS, Refused, integer, made_call, number
-from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas
+from agentrl.agent.forms.base import CallForm, Collected, Reading, Schemas, name_of
 from agentrl.fields import MAX_DEPTH
 
 _TAGS = ("<|python_start|>", "<|python_end|>")
-_BEGUN = re.compile(r"\[\s*[A-Za-z_][\w.-]*\(")
+_BEGUN = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\(\s*(\)|[A-Za-z_]\w*\s*=(?!=))?")
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
@@ -29,7 +29,9 @@ def read_pythonic(text: str, schemas: Schemas) -> Reading:
     for tag in _TAGS:
         body = body.removeprefix(tag).removesuffix(tag).strip()
     found = Collected()
-    if not _BEGUN.match(body):
+    begun = _BEGUN.match(body)
+    meant = begun and (begun[2] or body != text.strip() or not schemas or begun[1] in map(name_of, schemas))
+    if not meant:  # such as the list [sin(x), cos(x)]
         return found.reading(body)
     if len(body) > MAX_CHARS:
         found.errors.append(f"tool calls of {len(body)} characters; they may have {MAX_CHARS}")
