@@ -15,12 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl.agent.extension import SHOWN, Found, Seam, find_form, rewrites
+from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
 from agentrl.agent.fence import Fence
-from agentrl.agent.forms import FORMS
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
-from agentrl.agent.template import SHIPPED, TOOL
+from agentrl.agent.template import SHIPPED, TOOL, one_template
 from agentrl.errors import UserError
 from agentrl.limits import Thinking
 from agentrl.records import Message, ToolCall
@@ -46,7 +45,7 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Exact tokens for one tokenizer. `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
+    """Exact tokens for one tokenizer, whose template becomes the one for tools if it has several. `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
 
     Args:
         tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.
@@ -58,6 +57,7 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> None:
+        tokenizer.chat_template = one_template(tokenizer.chat_template)
         if not tokenizer.chat_template:
             raise UserError(
                 "policy.model: its tokenizer has no chat template",
@@ -73,17 +73,19 @@ class ChatFormat:
         self._fence = Fence(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # which any text may have
         self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and what they are called
-        self._seam = Seam(self._renderer, _ends(tokenizer, control), eos=str(tokenizer.eos_token))
+        found = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
+        self._seam = found.seam
         self._check_control_tokens()
-        found = find_form(self._renderer, self._seam, tool_format)
         self._form = found.form
         self.tool_format = found.form.name
         self.told = f"tool calls: {found.form.name} ({found.how})"
         delta = self._renderer.ids(self._seam.between(SHOWN))
-        self._hands_over = delta[0] in {control.get(end) for end in found.form.hands_over}
-        ends = (control.get(end) for end in (*found.form.ends, *found.form.hands_over))
+        ends = {end for end in found.ends if end not in found.form.inner}
+        handed = {*found.form.hands_over, *(ends if len(ends) > 1 else ())}  # a turn of any template may end with the next one's first token
+        self._hands_over = delta[0] in {control.get(end) for end in handed}
+        known = (control.get(end) for end in (*found.form.ends, *found.form.hands_over, *sorted(ends)))
         self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([int(tokenizer.eos_token_id), delta[0], *(e for e in ends if e is not None)])
+            dict.fromkeys([int(tokenizer.eos_token_id), delta[0], *(end for end in known if end is not None)])
         )
         own = {control.get(token) for token in (*found.form.inner, *THINK)} | {*self._renderer.ids(found.written), *self.stop_token_ids}
         self._forged = frozenset(self._controls(delta)) - own
@@ -238,12 +240,6 @@ def load_chat(folder: str, template: str | None = None, *, tool_format: str | No
     if template is not None:
         tokenizer.chat_template = template
     return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)
-
-
-def _ends(tokenizer: Tokenizer, control: Mapping[str, int]) -> set[str]:
-    """The tokens of this tokenizer that end a turn in one form or another."""
-    known = {end for form in FORMS.values() for end in (*form.ends, *form.hands_over)}
-    return {str(tokenizer.eos_token), *(end for end in known if end in control)}
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:

@@ -44,6 +44,38 @@ _TEXTS = (
 )
 
 
+def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
+    """Control tokens that the template writes right behind what the assistant said, by what comes next: a user, or what a tool gave.
+
+    Several mean that a turn ends with the first token of the next one.
+    """
+    found: list[str] = []
+    for following in (_USER, tool_message(SHOWN[0])):
+        with suppress(UserError):  # it may take no such conversation
+            _, _, rest = renderer.text([_USER, {"role": "assistant", "content": MARK}, following]).partition(MARK)
+            found += sorted((token for token in control if token and rest.startswith(token)), key=len)[-1:]
+    return tuple(dict.fromkeys(found))
+
+
+def shows_calls(renderer: Renderer) -> bool:
+    """Whether the template shows a call, and whether it wants its arguments as text, which is tried second and set on the renderer."""
+    for as_text in (False, True):
+        renderer.arguments_as_text = as_text
+        try:
+            text = renderer.text([_USER, _said(renderer, "tool"), *(tool_message(output) for output in SHOWN)])
+        except UserError:
+            continue
+        if MARK in text:
+            return True
+    renderer.arguments_as_text = False
+    return False
+
+
+def _said(renderer: Renderer, name: str) -> dict[str, Any]:
+    call = renderer.call(name, {"code": MARK}, NO_ID)
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 class Seam:
     """What a template puts between two turns of the assistant, which holds what tools gave.
 
@@ -53,34 +85,18 @@ class Seam:
     Args:
         ends: texts of the tokens that may end a turn.
         eos: the tokenizer's own, for messages.
+        calls: whether the template shows calls (`shows_calls`).
     """
 
-    def __init__(self, renderer: Renderer, ends: Collection[str], *, eos: str) -> None:
+    def __init__(self, renderer: Renderer, ends: Collection[str], *, eos: str, calls: bool) -> None:
         self._renderer = renderer
         self._eos = eos
         self._ends = re.compile("|".join(re.escape(end) for end in sorted(ends, key=len, reverse=True)))
-        self.shows_calls = self._find_calls()
+        self.shows_calls = calls
         delta = self.between(SHOWN)
         at = [delta.find(output) for output in SHOWN]
         if not 0 <= at[0] < at[1] or any(delta.count(output) > 1 for output in SHOWN):
             raise UserError("policy.model: its chat template does not show what tools gave, each output once and in order", fix=OTHER)
-
-    def _find_calls(self) -> bool:
-        """Whether the template shows a call, and whether it wants its arguments as text, which it is asked second."""
-        for as_text in (False, True):
-            self._renderer.arguments_as_text = as_text
-            try:
-                text = self._renderer.text([_USER, self._said("tool"), *(tool_message(output) for output in SHOWN)])
-            except UserError:
-                continue
-            if MARK in text:
-                return True
-        self._renderer.arguments_as_text = False
-        return False
-
-    def _said(self, name: str) -> dict[str, Any]:
-        call = self._renderer.call(name, {"code": MARK}, NO_ID)
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
 
     def between(self, outputs: Sequence[str], names: Sequence[str] = (), numbers: Sequence[str] = ()) -> str:
         """The text from the token that ends one turn, that token included, to the start of the next.
@@ -93,7 +109,7 @@ class Seam:
             tool_message(output, name=names[n] if n < len(names) else "tool", number=numbers[n] if n < len(numbers) else NO_ID)
             for n, output in enumerate(outputs)
         ]
-        said = self._said(given[0]["name"] if given else "tool") if self.shows_calls else {"role": "assistant", "content": MARK}
+        said = _said(self._renderer, given[0]["name"] if given else "tool") if self.shows_calls else {"role": "assistant", "content": MARK}
         _, found, rest = self._renderer.text([_USER, said, *given]).partition(MARK)
         end = (self._ends.search if self.shows_calls else self._ends.match)(rest)
         if not found or end is None:
@@ -110,30 +126,48 @@ class Found:
     """The form of a template's calls, and what is known of it."""
 
     form: CallForm
+    seam: Seam
     how: str  # for people: where the form was taken from
     parallel: bool  # whether a turn may hold several calls
     written: str  # turns as the template writes them
+    ends: tuple[str, ...]  # what the template writes behind what the assistant said (`turn_ends`)
 
 
-def find_form(renderer: Renderer, seam: Seam, name: str | None) -> Found:
+def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> Found:
     """The form in which the model is asked to call tools: the one of a name, or the one that reads what the template writes.
 
-    Raises `UserError` for a name that there is not, and for a form that does not read the template's calls.
+    A turn ends with a token that the template writes there, the tokenizer's eos, or one of the form's own.
+
+    Raises `UserError` for a name that there is not, for a form that does not read the template's calls, and as `Seam` does.
     """
     given = None if name is None else named(name)
-    if not seam.shows_calls:
+    ends, calls = turn_ends(renderer, control), shows_calls(renderer)
+
+    def seam_of(form: CallForm) -> Seam:
+        own = {end for end in (*form.ends, *form.hands_over) if end in control}
+        return Seam(renderer, ({eos, *ends} - {*form.inner}) | own, eos=eos, calls=calls)
+
+    if not calls:
         form = given or FORMS["hermes"]
         how = "policy.tool_format" if given else "the template has no form for calls, and the task must ask for this one"
-        return Found(form=form, how=how, parallel=True, written="")
+        return Found(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, double = _call(random.Random(0)), (_call(random.Random(1)), _call(random.Random(2)))
-    said = _written(renderer, seam, (single,))
+    shown, unfit = "", None
     for form in [given] if given else FORMS.values():
+        try:
+            seam = seam_of(form)
+            said = _written(renderer, seam, (single,))
+        except UserError as error:
+            unfit = unfit or error
+            continue
+        shown = shown or ascii(said[:120])
         reading = form.read(said, [TOOL])
         if reading.calls == (single,) and not reading.errors:
             more, parallel = _several(renderer, seam, form, double)
             how = "policy.tool_format" if given else "read off the chat template"
-            return Found(form=form, how=how, parallel=parallel, written=said + more)
-    shown = ascii(said[:120])
+            return Found(form=form, seam=seam, how=how, parallel=parallel, written=said + more, ends=ends)
+    if unfit is not None and not shown:
+        raise unfit
     if given:
         raise UserError(
             f"policy.tool_format={name} does not read the calls that the chat template writes: {shown}",

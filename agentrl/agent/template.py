@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ def read_template(name: str, root: Path) -> str:
     if not text.strip():
         raise UserError(f"{path} is empty", fix="write a Jinja template into it, as in tokenizer_config.json of an instruction-tuned model")
     return text
+
+
+def one_template(given: Any) -> Any:
+    """The template of a tokenizer; of several by name, the one for tools, else the default one.
+
+    One conversation must be rendered by one template, and `transformers` would choose by each rendering's tools.
+    """
+    return given.get("tool_use") or given.get("default") if isinstance(given, Mapping) else given
 
 
 def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:

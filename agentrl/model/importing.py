@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import agentrl
 from agentrl import files
-from agentrl.agent.template import SHIPPED, read_template, try_template
+from agentrl.agent.template import SHIPPED, one_template, read_template, try_template
 from agentrl.causes import disk_full
 from agentrl.errors import UserError
 from agentrl.installation import install_command
@@ -282,9 +282,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
         raise
     except Exception as error:  # of its parsers' many
         raise UserError(f"the tokenizer cannot be read: {short(error)}", fix="import the model's Hugging Face folder") from error
-    own = tokenizer.chat_template
-    if isinstance(own, dict):  # several by name; transformers takes this one where there are tools
-        own = own.get("tool_use") or own.get("default")
+    own = one_template(tokenizer.chat_template)
     template = text or own
     if not template:
         raise UserError("the model has no chat template", fix=f"give one with --chat-template: {', '.join(SHIPPED)}, or a file")

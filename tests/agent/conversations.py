@@ -158,7 +158,7 @@ def assert_marks_are_text(chat: ChatFormat, tokenizer: Any, said: Sequence[dict[
     at, end = min((place, end) for stop in chat.stop_token_ids if (place := rest.find(end := tokenizer.decode([stop]))) >= 0)
     sampled: list[int] = []
     for piece in _STAND_IN.split(rest[:at]):
-        for part in _STAND_INS[piece] if piece in _STAND_INS else [piece]:  # a character at a time: never a control token
+        for part in _STAND_INS.get(piece, [piece]):  # a character at a time: never a control token
             sampled += tokenizer.encode(part, add_special_tokens=False)
     parsed = chat.parse([*sampled, *tokenizer.encode(end, add_special_tokens=False)], [TOOL])
     assert parsed.errors == () and not parsed.answer

@@ -186,3 +186,20 @@ def test_chatml_refuses_tools_in_words() -> None:
         chat.opening([Message(role="user", content="q")], [TOOL])
     with pytest.raises(UserError, match="chatml has no form for tool calls"):
         chat.opening([Message(role="assistant", content="", tool_calls=(ToolCall(name="python", arguments={}),))], [])
+
+
+def test_of_several_templates_the_one_for_tools_is_used_throughout() -> None:
+    """A conversation would otherwise begin by one template, because it has tools, and go on by the other."""
+    tokenizer, plain = byte_tokenizer(), byte_tokenizer()
+    plain.chat_template = read_template("hermes", Path())
+    tokenizer.chat_template = {"default": "{{ raise_exception('no tools') }}", "tool_use": plain.chat_template}
+    chat, wanted = ChatFormat(tokenizer), chat_of(plain)
+    asked = [Message(role="user", content="q")]
+    assert chat.exact and chat.shows_tools() and chat.told == wanted.told
+    assert chat.opening(asked, [TOOL]) == wanted.opening(asked, [TOOL]) and chat.opening(asked, []) == wanted.opening(asked, [])
+    assert chat.tool_delta(["1"]) == wanted.tool_delta(["1"])
+    tokenizer.chat_template = {"default": plain.chat_template, "rag": "-"}
+    assert ChatFormat(tokenizer).opening(asked, []) == wanted.opening(asked, [])
+    tokenizer.chat_template = {"rag": plain.chat_template}
+    with pytest.raises(UserError, match="no chat template"):
+        ChatFormat(tokenizer)

@@ -109,7 +109,9 @@ class Place:
 
 
 @tool
-def f(a: Version, level: Level = Level.LOW, mode: Literal["1", "2"] = "1", where: Place | None = None, most: int | Literal["all"] = 3) -> str:
+def f(
+    a: Version, level: Level = Level.LOW, mode: Literal["1", "2"] = "1", where: Place | None = None, most: int | Literal["all"] = 3
+) -> str:
     """Take one of each."""
     return f"{a.name} {level.name} {mode!r} {where!r} {most!r}"
 
@@ -131,7 +133,10 @@ async def test_a_typed_tool_takes_what_is_written_without_quotes(given: dict[str
 
 
 @forms
-@given(st.sampled_from([VERSIONS, {"$ref": "#/$defs/Version"}, {"type": ["string", "null"]}]), st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=8))
+@given(
+    st.sampled_from([VERSIONS, {"$ref": "#/$defs/Version"}, {"type": ["string", "null"]}]),
+    st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=8),
+)
 def test_a_text_is_never_another_one(form: str, schema: Any, text: str) -> None:
     """Only null may mean something else than its letters."""
     found = read(form, text, {"properties": {"a": schema}, "$defs": DEFS})
@@ -143,5 +148,7 @@ def test_a_schema_that_goes_round_costs_no_time(form: str) -> None:
     round_ = {key: [{"$ref": "#/$defs/a"}] * 300 for key in ("anyOf", "oneOf", "allOf")}
     started = time.monotonic()
     assert read(form, "3.10", {"$ref": "#/$defs/a", "$defs": {"a": round_}}) == 3.1
-    assert read(form, "3.10", {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {**round_, "type": ["string", "null"]}}}) == "3.10"
+    assert (
+        read(form, "3.10", {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {**round_, "type": ["string", "null"]}}}) == "3.10"
+    )
     assert time.monotonic() - started < 2.0

@@ -179,6 +179,52 @@ def test_a_turn_ends_as_its_form_says() -> None:
     assert deltas["<|user|>"] == deltas["<|endoftext|>"] == "<|observation|>\n1<|assistant|>"
 
 
+PHI_4 = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+    "{% endfor %}{{ '<start_of_turn>model\n' }}"
+)
+NOBODYS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/{{ m.role }}]{% endfor %}[assistant]"
+HANDED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+BRACKETED = ("[user]", "[/user]", "[assistant]", "[/assistant]", "[tool]", "[/tool]")
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "eos", "end"),
+    [
+        (PHI_4, ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"), "<|endoftext|>", "<|end|>"),
+        (GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", "<end_of_turn>"),
+        (NOBODYS, BRACKETED, "</s>", "[/assistant]"),
+        (HANDED, BRACKETED, "</s>", "[tool]"),
+        (read_template("hermes", Path()), (), "<|endoftext|>", "<|im_end|>"),
+    ],
+)
+def test_a_turn_ends_with_the_token_that_the_template_writes(template: str, special: tuple[str, ...], eos: str, end: str) -> None:
+    """Whatever its letters are, and whatever the tokenizer's eos is: the whole conversation is what its parts add up to."""
+    tokenizer = made(template, *special, eos=eos)
+    chat = ChatFormat(tokenizer)
+    number = tokenizer.convert_tokens_to_ids(end)
+    assert chat.exact and {number, tokenizer.eos_token_id} <= set(chat.stop_token_ids)
+    completion = [*tokenizer.encode("four"), number]
+    ids = [*chat.opening([Message(role="user", content="q")], []), *completion, *chat.tool_delta(["1", "2"], chat.parse(completion))]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "four"}]
+    results = [{"role": "tool", "content": output} for output in ("1", "2")]
+    whole = tokenizer.apply_chat_template([*turns, *results], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(ids) == whole and ids == tokenizer.encode(whole)
+
+
+def test_a_turn_that_another_token_ended_is_followed_by_the_first_of_the_next() -> None:
+    chat, tokenizer = ChatFormat(made(HANDED, *BRACKETED, eos="</s>")), made(HANDED, *BRACKETED, eos="</s>")
+    shown = {}
+    for end in ("[tool]", "[user]", "</s>"):
+        parsed = chat.parse([*tokenizer.encode("four"), tokenizer.convert_tokens_to_ids(end)])
+        shown[end] = tokenizer.decode(list(chat.tool_delta(["1"], parsed)))
+    assert shown == {"[tool]": "1[assistant]", "[user]": "[tool]1[assistant]", "</s>": "[tool]1[assistant]"}
+
+
 def test_the_id_that_a_model_gave_a_call_comes_back_with_its_result() -> None:
     chat, tokenizer = chat_of(TOKENIZERS["mistral_v3"]), TOKENIZERS["mistral_v3"]
     calls = [{"name": "f", "id": "abcdefgh1"}, {"name": "g"}, {"name": "h", "id": '"}]'}]

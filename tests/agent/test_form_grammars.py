@@ -108,8 +108,8 @@ def schemas_of(every: Sequence[Arguments]) -> list[dict[str, Any]]:
     kinds: dict[type, str] = {type(None): "null", bool: "boolean", int: "integer", float: "number"}
     kinds |= {str: "string", list: "array", dict: "object"}
     made = []
-    for number, given in enumerate(every):
-        properties = {key: {"type": kinds[type(value)]} for key, value in given.items()}
+    for number, arguments in enumerate(every):
+        properties = {key: {"type": kinds[type(value)]} for key, value in arguments.items()}
         made.append({"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object", "properties": properties}}})
     return made
 

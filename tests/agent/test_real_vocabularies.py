@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
+from agentrl.agent.extension import turn_ends
+from agentrl.agent.rendering import Renderer
 from agentrl.agent.template import read_template
 from agentrl.errors import UserError
 from agentrl.records import Message
@@ -136,3 +139,36 @@ def test_mistral_is_what_its_own_package_makes_of_it() -> None:
     said = [*ours.encode('[TOOL_CALLS][{"name": "f", "arguments": {"a": "\u00e9"}, "id": "abcdefgh1"}]', add_special_tokens=False), 2]
     opening = one.opening([Message(role="user", content="q?")], [])
     assert [*opening, *said, *one.tool_delta(["so it is"], one.parse(said))] == list(wanted)
+
+
+TURN_ENDS = {
+    "qwen2_5": ("<|im_end|>",),
+    "qwen3": ("<|im_end|>",),
+    "qwen3_5_think": ("<|im_end|>",),
+    "lfm2": ("<|im_end|>",),
+    "nemotron_3_nano": ("<|im_end|>",),
+    "llama3": ("<|eot_id|>",),
+    "llama3_1": ("<|eot_id|>",),
+    "llama3_2": ("<|eot_id|>",),
+    "phi3": ("<|end|>",),
+    "phi3_5": ("<|end|>",),
+    "gemma": ("<end_of_turn>",),
+    "gemma3": ("<end_of_turn>",),
+    "gemma4_v5": ("<turn|>",),
+    "cohere": ("<|END_OF_TURN_TOKEN|>",),
+    "cohere2": ("<|END_RESPONSE|>",),
+    "glm4moe": ("<|user|>", "<|observation|>"),
+    "gptoss": ("<|end|>",),
+    "deepseekv3": (f"<{real.BAR}end{real.GAP}of{real.GAP}sentence{real.BAR}>",),
+}
+"""TRL's template of a family -> what it writes behind what the assistant said (gpt-oss ends a message so, and not a turn)."""
+MARKUP = re.compile(r"<\|?[^\s<>|{}()'\"]{1,40}\|?>")
+
+
+@pytest.mark.parametrize("name", TURN_ENDS)
+def test_what_ends_a_turn_is_read_off_each_family_s_template(name: str) -> None:
+    template, eos = real.trl_template(name), TURN_ENDS["deepseekv3"][0]
+    control = {*MARKUP.findall(template), eos}
+    made = real.bytes_and(*sorted(control), eos=eos, bos="<bos>")
+    made.chat_template = template
+    assert turn_ends(Renderer(made), control) == TURN_ENDS[name]
