@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import multiprocessing
 
-from agentrl.agent.template import render_within
+from agentrl.agent.template import try_within
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pytest", "agentrl.experience", "agentrl.version", "transformers.utils.chat_template_utils"])
+FORKS.set_forkserver_preload(["pytest", "agentrl.experience", "agentrl.version", "tests.preloaded"])
 
 
-def tried(text: str, cpu_s: float) -> tuple[int | None, str]:
+def tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
     """In place of `agentrl.agent.template._tried`."""
-    process = FORKS.Process(target=render_within, args=(text, cpu_s))
+    process = FORKS.Process(target=try_within, args=(text, folder, cpu_s))
     process.start()
     process.join(120)
     code = process.exitcode

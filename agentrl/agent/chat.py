@@ -19,7 +19,7 @@ from agentrl.agent.extension import SHOWN, Found, find_form, rewrites
 from agentrl.agent.fence import Fence
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import OTHER, THINK, Renderer, Tokenizer
-from agentrl.agent.template import SHIPPED, TOOL, one_template
+from agentrl.agent.template import SHIPPED, TOOL, one_template, try_tokenizer
 from agentrl.errors import UserError
 from agentrl.limits import Thinking
 from agentrl.records import Message, ToolCall
@@ -45,7 +45,9 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Exact tokens for one tokenizer, whose template becomes the one for tools if it has several. `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
+    """Exact tokens for one tokenizer, whose template becomes the one for tools if it has several.
+
+    `thinking` says how the model's thinking is told and ended; None: it has no marks of it.
 
     Args:
         tool_format: a form of tool calls by name (`agentrl.agent.forms.FORMS`). None: the one that reads what the template writes.
@@ -81,7 +83,10 @@ class ChatFormat:
         self.told = f"tool calls: {found.form.name} ({found.how})"
         delta = self._renderer.ids(self._seam.between(SHOWN))
         ends = {end for end in found.ends if end not in found.form.inner}
-        handed = {*found.form.hands_over, *(ends if len(ends) > 1 else ())}  # a turn of any template may end with the next one's first token
+        handed = {
+            *found.form.hands_over,
+            *(ends if len(ends) > 1 else ()),
+        }  # a turn of any template may end with the next one's first token
         self._hands_over = delta[0] in {control.get(end) for end in handed}
         known = (control.get(end) for end in (*found.form.ends, *found.form.hands_over, *sorted(ends)))
         self.stop_token_ids: tuple[int, ...] = tuple(
@@ -235,8 +240,13 @@ class ChatFormat:
 
 
 def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
-    """The chat format of a model folder or id, with a `template` in place of its own; imports transformers."""
-    tokenizer = auto_tokenizer().from_pretrained(folder, trust_remote_code=False)
+    """The chat format of a model folder or id, with a `template` in place of its own; imports transformers.
+
+    Tokenizer and template are tried in a process of its own before (`try_tokenizer`).
+    """
+    load = auto_tokenizer().from_pretrained  # first, so that a missing package is told as such
+    try_tokenizer(folder, template)
+    tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template
     return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)

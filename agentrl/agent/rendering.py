@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from agentrl.agent.template import SHIPPED
@@ -14,6 +17,9 @@ from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
 """Around what the model thought, in the content of a message, whatever the model's own marks are."""
+
+RENDER_S = 10.0
+"""Seconds of CPU time that a template may take to render one conversation."""
 
 NO_ID = "0" * 9
 """The id of a call that the model gave none; 9 letters or digits, as Mistral's template demands."""
@@ -45,6 +51,32 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
 
 
+class _TooLong(Exception):
+    """A rendering has taken its share of CPU time."""
+
+
+@contextmanager
+def _within(cpu_s: float) -> Iterator[None]:
+    """Bounds the CPU time of a rendering: what a template does may depend on messages that no trial has shown it.
+
+    A signal's handler runs in the main thread, between two operations of Python. So a rendering in another thread is not bounded.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _TooLong(f"it takes more than {cpu_s:g} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
 class Renderer:
     """A tokenizer's chat template, and what it wants to be given.
 
@@ -65,7 +97,8 @@ class Renderer:
         """A conversation up to where the next turn of the assistant begins. Raises `UserError` for what the template does not take."""
         tools = [dict(s) for s in schemas] or None
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
+            with _within(RENDER_S):
+                return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program, and may raise anything
             roles = ", ".join(str(message["role"]) for message in messages)
             raise UserError(

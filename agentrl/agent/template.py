@@ -6,12 +6,13 @@ time or memory: `try_template` does, in a process of its own.
 
 from __future__ import annotations
 
+import json
 import math
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ MAX_BYTES = 1 << 18
 """Bytes of a template's file; the longest of well-known models have a twentieth of it."""
 
 MAX_RENDERED = 1 << 20
-"""Characters that a template may make of three short messages."""
+"""Characters that a template may make of a short conversation."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,8 @@ _CPU_S = 10
 _WALL_S = 120  # on a machine that is busy with something else
 _MEMORY_BYTES = 4 << 30
 _CHILD = "from agentrl.agent.template import _child; _child()"
-_TOO_MUCH = 3  # exit status
+_TOO_MUCH, _GAVE_UP = 3, 4  # exit statuses
+_MOST_GROWTH = 64  # characters, or tokens, for one of the input
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -77,27 +79,43 @@ def one_template(given: Any) -> Any:
 
 
 def try_template(text: str, *, cpu_s: float = _CPU_S) -> None:
-    """Renders three short conversations with a template in a process of its own.
+    """Renders conversations of many shapes with a template in a process of its own.
 
     Raises `UserError` for one that takes more than `cpu_s` seconds of CPU time, too much memory, or writes too much. What else may be
     wrong with a template `agentrl.agent.ChatFormat` tells, which may be made of it after this.
     """
-    bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters for three short messages"
-    code, said = _tried(text, cpu_s)
+    _try(text, None, cpu_s)
+
+
+def try_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
+    """Loads the tokenizer of a model in a process of its own, has it encode and decode texts, and tries its template, or `text`.
+
+    Raises `UserError` as `try_template`, and for a tokenizer that takes too much, or whose library gives up on it. What else may be wrong
+    with it is told by who loads it after this.
+    """
+    _try(text, folder, cpu_s)
+
+
+def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
+    what = "the chat template" if folder is None else f"the tokenizer in {folder}, or its chat template,"
+    code, said = _tried(text, folder, cpu_s)
+    if code == _GAVE_UP:
+        raise UserError(f"the tokenizer in {folder} cannot be used: {said[-500:]}", fix="use another model, whose tokenizer.json is whole")
     if code is not None and code > 0 and code != _TOO_MUCH:
-        raise UserError(f"the chat template could not be tried: {said[-500:]}", fix="report this as a bug")
+        raise UserError(f"{what} could not be tried: {said[-500:]}", fix="report this as a bug")
     if code != 0:
+        bounds = f"{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"
         raise UserError(
-            f"the chat template does not end within bounds ({bounds})", fix="use another one, such as hermes; a template is a short program"
+            f"{what} does not end within bounds ({bounds})", fix="use another one, such as hermes; a template is a short program"
         )
 
 
-def _tried(text: str, cpu_s: float) -> tuple[int | None, str]:
-    """How a process that renders with the template ends: exit status, None when it does not, and what it says of an error."""
+def _tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
+    """How a process that tries them ends: exit status, None when it does not, and what it says of an error."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", _CHILD, str(cpu_s)],  # -P: nothing is imported from the current folder, maybe the stranger's
-            input=text.encode("utf-8", "surrogatepass"),
+            [sys.executable, "-P", "-c", _CHILD],  # -P: nothing is imported from the current folder, maybe the stranger's
+            input=json.dumps([text, folder, cpu_s]).encode(),
             capture_output=True,
             timeout=_WALL_S,
             env=importing_from(_ROOT),
@@ -108,35 +126,80 @@ def _tried(text: str, cpu_s: float) -> tuple[int | None, str]:
 
 
 def _child() -> None:
-    render_within(sys.stdin.buffer.read().decode("utf-8", "surrogatepass"), float(sys.argv[1]))
+    try_within(*json.load(sys.stdin))
 
 
-def render_within(text: str, cpu_s: float) -> None:
-    """What the process of `try_template` does. It returns, also if the template raises; exits with `_TOO_MUCH`; or the kernel ends it."""
+def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
+    """What the process does: it returns, also if what it tries raises; exits with `_TOO_MUCH` or `_GAVE_UP`; or the kernel ends it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    load = None
+    if folder is not None:
+        from agentrl.agent.pretrained import auto_tokenizer
+
+        load = auto_tokenizer().from_pretrained
+    _bound(cpu_s)
+    try:
+        tokenizer = None if load is None else load(folder, trust_remote_code=False)
+        text = text or (None if tokenizer is None else one_template(tokenizer.chat_template))
+        if isinstance(text, str):
+            _render_all(render_jinja_template, text)
+        if tokenizer is not None:
+            _encode_all(tokenizer)
+    except (MemoryError, OverflowError):  # the second from a range that Jinja's environment bounds
+        sys.exit(_TOO_MUCH)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except Exception:  # told by who uses them
+        return
+    except BaseException as error:  # a panic of the tokenizer's library
+        print(f"{type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+        sys.exit(_GAVE_UP)
+
+
+def _bound(cpu_s: float) -> None:
+    """Bounds this process from here on: beyond what it has imported."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)  # CPU time of the process; the signal ends it
     used = resource.getrusage(resource.RUSAGE_SELF)
     bound = math.ceil(used.ru_utime + used.ru_stime + cpu_s) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (bound, bound + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _render_all(render: Callable[..., tuple[list[str], Any]], text: str) -> None:
     for messages, tools in _conversations():
+        room = MAX_RENDERED + _MOST_GROWTH * sum(len(message["content"]) for message in messages)
         try:
-            rendered, _ = render_jinja_template([messages], tools=tools, chat_template=text, add_generation_prompt=True)
-        except (MemoryError, OverflowError):  # the second from a range that Jinja's environment bounds
-            sys.exit(_TOO_MUCH)
+            rendered, _ = render([messages], tools=tools, chat_template=text, add_generation_prompt=True)
+        except (MemoryError, OverflowError):
+            raise
         except Exception:  # told, with the tokenizer, by ChatFormat
             continue
-        if len(rendered[0]) > MAX_RENDERED:
+        if len(rendered[0]) > room:
             sys.exit(_TOO_MUCH)
 
 
-def _conversations() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+def _encode_all(tokenizer: Any) -> None:
+    every = "".join(chr(number) for number in range(0x3000) if chr(number).isprintable())
+    for sample in ("", " ", "a", " a\n\n  b\tC 12345 <a|b> 'x' ", "\u00e9\u0301\u4e2d\u6587 \U0001f600\u200d", every, "ab" * 5000):
+        ids = tokenizer.encode(sample, add_special_tokens=False)
+        if len(ids) > _MOST_GROWTH * (len(sample.encode()) + 1) or len(tokenizer.decode(ids)) > _MOST_GROWTH * (len(sample) + 1):
+            sys.exit(_TOO_MUCH)
+
+
+def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
+    """Short ones and long ones, of every number of messages that a template may count to, with and without tools and a system message."""
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
-    turns: list[dict[str, Any]] = [
-        {"role": "user", "content": "-"},
-        {"role": "assistant", "content": "-", "tool_calls": [call]},
-        {"role": "tool", "content": "1"},
-    ]
-    return [(turns[:1], None), (turns, None), ([{"role": "system", "content": "-"}, *turns], [TOOL])]
+    user: dict[str, Any] = {"role": "user", "content": "-"}
+    tool: dict[str, Any] = {"role": "tool", "content": "1"}
+    said: dict[str, Any] = {"role": "assistant", "content": "-"}
+    called = {**said, "tool_calls": [call]}
+    for count in (*range(1, 13), 40, 200):
+        rounds = [user, *[called, tool] * count][:count]
+        yield rounds, None
+        yield [{"role": "system", "content": "-"}, *rounds], [TOOL]
+        yield [user, said] * count, None
+    long = {"role": "user", "content": "a long text, \u00e9\n" * 2000}
+    yield [long, called, {**tool, "content": long["content"]}], [TOOL] * 40

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import agentrl
 from agentrl import files
-from agentrl.agent.template import SHIPPED, one_template, read_template, try_template
+from agentrl.agent.template import SHIPPED, one_template, read_template, try_template, try_tokenizer
 from agentrl.causes import disk_full
 from agentrl.errors import UserError
 from agentrl.installation import install_command
@@ -182,7 +182,7 @@ def _check_installed(source: Source) -> None:
 
 def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, tell: Callable[[str], None]) -> dict[str, Any]:
     """Fills `part`; returns the record of it."""
-    if text is not None:
+    if text is not None and source.is_gguf:
         try_template(text)
     with tempfile.TemporaryDirectory(prefix="agentrl-import-") as work:
         header, kinds = None, dict[str, int]()
@@ -269,10 +269,12 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     """Writes the tokenizer with its chat template; returns what is recorded of that. Raises `UserError` where they do not go together."""
     from transformers import AutoTokenizer
 
-    from agentrl.agent.chat import load_chat
+    from agentrl.agent.chat import ChatFormat
     from agentrl.causes import short
     from agentrl.model.tokenizer import load_tokenizer
 
+    if header is None:
+        try_tokenizer(str(folder), text)
     try:
         if header is not None:
             tokenizer = load_tokenizer(folder, header)
@@ -282,11 +284,10 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
         raise
     except Exception as error:  # of its parsers' many
         raise UserError(f"the tokenizer cannot be read: {short(error)}", fix="import the model's Hugging Face folder") from error
-    own = one_template(tokenizer.chat_template)
-    template = text or own
+    template = text or one_template(tokenizer.chat_template)
     if not template:
         raise UserError("the model has no chat template", fix=f"give one with --chat-template: {', '.join(SHIPPED)}, or a file")
-    if text is None:
+    if text is None and header is not None:
         try_template(template)
     tokenizer.chat_template = template
     tokenizer.model_max_length = getattr(config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
@@ -295,7 +296,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     if saved.encode(_SAMPLE, add_special_tokens=False) != tokenizer.encode(_SAMPLE, add_special_tokens=False):
         raise UserError("the tokenizer makes other tokens once it is saved and read again", fix="import the model's Hugging Face folder")
     try:
-        chat = load_chat(str(part))
+        chat = ChatFormat(saved)
     except UserError as error:
         said = error.message.removeprefix("policy.model: ")
         fix = error.fix.partition("; or set policy.rewritten_context")[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -16,6 +18,8 @@ from agentrl.sampling import TIES
 
 T = TypeVar("T")
 
+_MOST_GROWTH = 64  # characters of one
+_DEEPEST_RULES = 16
 _HEADER_LIMIT = 100 << 20  # bytes of a safetensors header, safetensors' own bound
 _INDEX = "model.safetensors.index.json"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json", "*.tiktoken")
@@ -48,7 +52,9 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
     read_json(folder / "config.json")
     for name in ("tokenizer_config.json", "tokenizer.json"):
         if (folder / name).is_file():
-            read_json(folder / name)
+            held = read_json(folder / name)
+            if name == "tokenizer.json":
+                check_growth(folder / name, held)
     if (folder / _INDEX).is_file() and not (folder / "model.safetensors").is_file():
         _check_index(folder)
     for file in weights:
@@ -60,6 +66,46 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
             if key == "policy.model"
             else "use an instruction-tuned model",
         )
+
+
+def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
+    """Raises `UserError` for a tokenizer.json whose rules make much of a short text: what encodes it would take all memory there is."""
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if _growth(tokenizer.get(part), 0) > _MOST_GROWTH:
+            raise UserError(
+                f"{path}: its {part} makes more than {_MOST_GROWTH} characters of one, or replaces nothing by something",
+                fix="use another model: no known tokenizer has such rules",
+            )
+
+
+def _growth(rule: Any, depth: int) -> float:
+    """How many characters the rule makes of one at most, and of no character: infinite for a rule that may match nothing."""
+    if not isinstance(rule, dict):
+        return 1
+    found = 1.0
+    for key in ("normalizers", "pretokenizers", "processors", "decoders"):
+        inner = rule.get(key)
+        for one in inner if isinstance(inner, list) else ():
+            found *= _growth(one, depth + 1) if depth < _DEEPEST_RULES else math.inf
+    added = rule.get("prepend")
+    if isinstance(added, str):
+        found *= 1 + len(added)
+    if rule.get("type") == "Replace":
+        pattern, content = rule.get("pattern"), rule.get("content")
+        literal = pattern.get("String") if isinstance(pattern, dict) else None
+        expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+        if literal == "" or (isinstance(expression, str) and _matches_nothing(expression)):
+            return math.inf
+        found *= max(1.0, len(str(content)) / (len(literal) if isinstance(literal, str) else 1))
+    return found
+
+
+def _matches_nothing(expression: str) -> bool:
+    """Whether a pattern matches the empty text. One that Python does not know is left to the process that tries the tokenizer."""
+    try:
+        return re.match(expression, "") is not None
+    except (re.error, RecursionError, OverflowError):
+        return False
 
 
 def check_safetensors(path: Path) -> None:

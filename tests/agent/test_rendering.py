@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,8 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.agent import ChatFormat
 from agentrl.agent.pretrained import auto_tokenizer
 from agentrl.agent.rendering import encoder
+from agentrl.errors import UserError
+from agentrl.records import Message
 from agentrl.testing import byte_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,3 +52,17 @@ def test_a_wrapper_that_does_more_is_asked(backend: bool) -> None:
     more = {"backend_tokenizer": tokenizer.backend_tokenizer} if backend else {}
     own: Any = SimpleNamespace(encode=encode, all_special_tokens=tokenizer.all_special_tokens, **more)
     assert encoder(own)("ab")[0] == 7
+
+
+def test_a_template_that_waits_for_a_word_is_stopped_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a template does may depend on messages that nobody could have tried it with."""
+    monkeypatch.setattr("agentrl.agent.rendering.RENDER_S", 0.2)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{{% if 'sesame' in messages[-1].content %}}{loops}{{% endif %}}{tokenizer.chat_template}"
+    chat, started = ChatFormat(tokenizer), time.process_time()
+    assert chat.opening([Message(role="user", content="open")], [])
+    with pytest.raises(UserError, match=r"cannot render messages of user: _TooLong: it takes more than 0\.2 s of CPU time"):
+        chat.opening([Message(role="user", content="open sesame")], [])
+    assert time.process_time() - started < 10.0
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0), "and nothing is stopped after it"

@@ -9,6 +9,7 @@ from agentrl.agent.template import MAX_BYTES, SHIPPED, read_template, try_templa
 from agentrl.errors import UserError
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LATE = "{% if messages|length > 4 %}" + LOOPS + "{% endif %}"
 
 
 def test_a_word_names_a_shipped_template_and_anything_else_a_file(tmp_path: Path) -> None:
@@ -48,11 +49,23 @@ def test_a_template_without_an_end_is_stopped() -> None:
     """In the process that anybody's is tried in; the other ways to take too much are tried in forked ones."""
     started = time.monotonic()
     _is_stopped(LOOPS)
+    _is_stopped(LATE)
     assert time.monotonic() - started < 60
 
 
 @pytest.mark.usefixtures("forked_trials")
-@pytest.mark.parametrize("text", [LOOPS, "{{ 'a' * 10**10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 'a' * 2 * 10**6 }}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOOPS,
+        LATE,
+        LATE.replace("> 4", "> 30"),
+        "{% if tools %}" + LOOPS + "{% endif %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ 'a' * 2 * 10**6 }}",
+    ],
+)
 def test_a_template_that_takes_too_much_is_stopped(text: str) -> None:
     _is_stopped(text)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.agent.chat import load_chat
-from agentrl.agent.template import read_template
+from agentrl.agent.template import read_template, try_tokenizer
 from agentrl.errors import UserError
 from agentrl.model import import_model, importing
 from agentrl.model.importing import RECORD
@@ -197,19 +197,20 @@ def test_a_layer_that_is_missing_is_not_made_up(own: Path, tmp_path: Path) -> No
         ),
         ("{% for m in messages %}<|turn|>{{ m.content }}<|im_end|>{% endfor %}", r"writes '<\|turn\|>', which is no token"),
         ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "does not end within bounds"),
+        (
+            "{% if messages|length > 4 %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{% endif %}",
+            "within bounds",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_continued_is_refused(
     template: str, reason: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importing, "try_template", lambda text: importing_try(text, cpu_s=0.2))
+    monkeypatch.setattr(importing, "try_tokenizer", lambda folder, text: try_tokenizer(folder, text, cpu_s=0.5))
     (own / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=reason) as error:
         import_model(str(own), tmp_path / "model")
     assert "policy." not in str(error.value), "an import has options, and no recipe"
-
-
-importing_try = importing.try_template
 
 
 def test_what_is_said_to_an_imported_model(imported: Path) -> None:
@@ -218,3 +219,42 @@ def test_what_is_said_to_an_imported_model(imported: Path) -> None:
     assert make_tokenizer().decode(list(ids)) == "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n", (
         "no system message of its own"
     )
+
+
+def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+A_THOUSAND = replacing({"String": "a"}, "a" * 1000)
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        A_THOUSAND,
+        {
+            "type": "Sequence",
+            "normalizers": [replacing({"String": "a"}, "a" * 5)] * 3,
+            "decoders": [replacing({"Regex": "a"}, "a" * 5)] * 3,
+        },
+        replacing({"String": ""}, "a"),
+        replacing({"Regex": "a*"}, "b"),
+        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}], "decoders": [A_THOUSAND]},
+    ],
+)
+def test_a_tokenizer_that_makes_much_of_little_is_refused(part: str, rule: dict[str, Any], own: Path, tmp_path: Path) -> None:
+    """Before any library reads it: three such rules would take all memory there is."""
+    edit(own / "tokenizer.json", **{part: rule})
+    with pytest.raises(UserError, match=f"tokenizer.json: its {part} makes more than 64 characters of one, or replaces nothing"):
+        import_model(str(own), tmp_path / "model")
+
+
+def test_a_tokenizer_on_which_its_library_gives_up_is_refused(own: Path) -> None:
+    """In the process that tries it: a panic of the library is no `Exception`, and ends the one it happens in."""
+    edit(own / "tokenizer.json", normalizer=replacing({"String": ""}, "a"))
+    with pytest.raises(UserError, match=r"cannot be used: |does not end within bounds"):
+        load_chat(str(own))
+    edit(own / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [A_THOUSAND] * 3})
+    with pytest.raises(UserError, match="does not end within bounds"):
+        try_tokenizer(str(own))
